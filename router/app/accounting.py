@@ -23,7 +23,7 @@ def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange,
         worker = decision.worker
     if route is not None and (worker or core.resolve_model(route.model) is not None):
         model = route.model
-    stream = "true" if route is not None and route.stream else "false"
+    stream = "true" if route is not None and route.is_streaming else "false"
     ended_requests = metrics.get_ended(path, model, exchange.outcome, worker, stream)
     ended_requests.count += 1
     ended_requests.request_s.observe(now - exchange.started_s)
@@ -52,7 +52,7 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
         return
     if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
         prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
-        output_tokens = exchange.progress.read_count if route.stream else 0
+        output_tokens = exchange.progress.read_count if route.is_streaming else 0
     else:
         prompt_tokens, cached_tokens, output_tokens = (
             usage.prompt_tokens,
@@ -87,7 +87,7 @@ def make_log_fields(exchange: Exchange, now: float) -> dict[str, object]:
     if exchange.first_byte_s is not None:
         fields["first_byte_seconds"] = round(exchange.first_byte_s - exchange.started_s, 4)
     if route is not None:
-        fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.stream}
+        fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.is_streaming}
     if decision is not None:
         fields |= {
             "worker": decision.worker,

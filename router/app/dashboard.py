@@ -103,7 +103,7 @@ class _RequestSummary:
             cached_tokens,
         )
         self._ttft_s = None if first_s is None else first_s - exchange.started_s
-        self._model, self._stream, self._is_tokenized = route.model, route.stream, route.token_ids is not None
+        self._model, self._stream, self._is_tokenized = route.model, route.is_streaming, route.token_ids is not None
         self._decision = decision
 
     @property

@@ -472,7 +472,7 @@ class RequestReader:
             if body_request.kind == "other"
             else size.prompt_count * body_request.output_tokens_max,  # of others, what is computed is the prompt
             output_tokens_min=size.prompt_count * min(body_request.output_tokens_min, output_room),
-            stream=body_request.stream,
+            is_streaming=body_request.stream,
             priority=intent.priority,
             worker=intent.worker,
             session=intent.session.name,

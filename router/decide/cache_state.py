@@ -111,18 +111,20 @@ class CacheState:
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
-        if target.running_chunks is None:
-            target.running_chunks = self._index.tally()
+        if target.running_chunk_counts is None:
+            target.running_chunk_counts = self._index.tally()
         tokens = spec.cache_tokens
-        target.capacity_tokens = target.observed_capacity_tokens if tokens is None else tokens // spec.ranks
-        target.refresh()
+        target.kv_capacity_tokens = target.observed_kv_capacity_tokens if tokens is None else tokens // spec.ranks
+        target.recompute_decode_load()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
-        self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + host_tokens)
+        self.working_sets.set_capacity(
+            target.name, target.kv_capacity_tokens and target.kv_capacity_tokens + host_tokens
+        )
         if spec.max_num_seqs is not None:
             target.max_num_seqs, target.has_reported_max_num_seqs = spec.max_num_seqs, True
-        if target.shortest_first is not spec.shortest_first:
-            target.shortest_first = spec.shortest_first
-            target.refresh_queue()
+        if target.is_shortest_first is not spec.is_shortest_first:
+            target.is_shortest_first = spec.is_shortest_first
+            target.recompute_queue()
         if spec.cache_view is CacheView.APPROXIMATE and target.name not in self._approximate_caches:
             self._approximate_caches[target.name] = ApproximateCache((tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 
@@ -250,19 +252,21 @@ class CacheState:
 
     def _add_running(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
-        assert target.running_chunks is not None
+        assert target.running_chunk_counts is not None
         self._add_shared_chunks(
-            target, self._running_chunks.enter(keys, target.running_chunks, self._running_copies, now)
+            target, self._running_chunks.enter(keys, target.running_chunk_counts, self._running_copies, now)
         )
 
     def _remove_running(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
-        assert target.running_chunks is not None
-        self._add_shared_chunks(target, -self._running_chunks.leave(keys, target.running_chunks, self._running_copies))
+        assert target.running_chunk_counts is not None
+        self._add_shared_chunks(
+            target, -self._running_chunks.leave(keys, target.running_chunk_counts, self._running_copies)
+        )
 
     def _add_shared_chunks(self, target: Target, chunks: int) -> None:
-        target.shared_tokens += self._chunk_tokens * chunks
-        target.free_tokens += self._chunk_tokens * chunks
+        target.duplicate_prompt_tokens += self._chunk_tokens * chunks
+        target.free_kv_tokens += self._chunk_tokens * chunks
 
     def shared_prefix(
         self, prompt: PromptQuery, now: float, lifetime_s: float, delay: float = 1.0, fair_requests: float = 0.0
@@ -291,14 +295,14 @@ class CacheState:
     def memory_wait_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        running_chunks, chunk = target.running_chunks, self._chunk_tokens
+        running_chunks, chunk = target.running_chunk_counts, self._chunk_tokens
         running_count = 0 if running_chunks is None else running_chunks.leading(prompt.keys(chunk), 1)
-        excess_tokens = needed_tokens - target.free_tokens - chunk * running_count
-        capacity = target.capacity_tokens
+        excess_tokens = needed_tokens - target.free_kv_tokens - chunk * running_count
+        capacity = target.kv_capacity_tokens
         if capacity is None or excess_tokens <= 0.0:
             return 0.0
-        running = max(target.requests, 1)
-        return target.drain_seconds(math.ceil(min(excess_tokens / capacity, 1.0) * running) / running)
+        running = max(target.own_request_count, 1)
+        return target.estimate_drain_s(math.ceil(min(excess_tokens / capacity, 1.0) * running) / running)
 
     def tick(self, now: float) -> None:
         """Release what has outlived its grace."""
@@ -316,13 +320,15 @@ class CacheState:
         assert set(self._pins) <= live
         assert set(self._running) <= live
         for target in (running.target for running in self._running.values()):
-            assert target.running_chunks is not None
-            duplicates = sum(count - 1 for count in target.running_chunks.counts().values())
-            assert target.shared_tokens == self._chunk_tokens * duplicates
+            assert target.running_chunk_counts is not None
+            duplicates = sum(count - 1 for count in target.running_chunk_counts.counts().values())
+            assert target.duplicate_prompt_tokens == self._chunk_tokens * duplicates
         running = Counter(key for prompt in self._running.values() for key in prompt.keys)
         assert self._running_chunks.counts() == running
         holders = {running.target for running in self._running.values()}  # a name may come back
-        chunk_counts = [target.running_chunks.counts() for target in holders if target.running_chunks is not None]
+        chunk_counts = [
+            target.running_chunk_counts.counts() for target in holders if target.running_chunk_counts is not None
+        ]
         assert self._running_copies.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()
 

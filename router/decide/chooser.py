@@ -61,12 +61,12 @@ class RoutingChoice(msgspec.Struct, eq=False):
     @property
     def prefill_s(self) -> float:
         """P of the winner."""
-        return self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached_tokens[self.winner])
+        return self.target.estimate_prefill_s(self.cost.prompt_tokens, self.cost.cached_tokens[self.winner])
 
     @property
     def charge_s(self) -> float:
         """What it takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
-        return self.prefill_s + self.target.added_decode_seconds(self.cost.prompt_tokens, self.cost.expected_tokens)
+        return self.prefill_s + self.target.estimate_added_decode_s(self.cost.prompt_tokens, self.cost.expected_tokens)
 
     def earliest(self) -> tuple[int, float]:
         """(candidate, seconds to its first token there) of the one that is predicted to begin first."""
@@ -118,7 +118,7 @@ class Chooser:
         `queued_ahead_s`: seconds queued for each target that go before this request. `explain`: price all, whoever may
         win."""
         prompt, matches, shortlist = None, None, candidates
-        factor = self._tracker.utilisation_factor(now)
+        factor = self._tracker.utilisation_decay(now)
         uses_shortlist = self._uses_shortlist and request.media_conversation is None
         order = (
             self._registry.load_order(request, candidates, factor)
@@ -138,7 +138,7 @@ class Chooser:
         if queued_ahead_s:
             choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in candidates]
         predicted_tokens = choice.cost.cached_tokens
-        if shortlist[0].speeds.is_untrained and not all(target.prefills for target in shortlist):
+        if shortlist[0].speeds.is_untrained and not all(target.prefilling_requests for target in shortlist):
             # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
             choice.cost.cached_tokens = choice.resident_tokens[:]
         self._price_media(request, choice, now)
@@ -198,8 +198,8 @@ class Chooser:
             for i, target in enumerate(targets):
                 steps_s += target.step_s
                 alone_s += target.single_step_s
-                requests += target.requests
-                if target.free_tokens < needed_tokens:
+                requests += target.own_request_count
+                if target.free_kv_tokens < needed_tokens:
                     cost.memory_wait_s[i] = self._cache_state.memory_wait_seconds(prompt, target, needed_tokens)
             lifetime_s = expected_tokens * steps_s / len(targets)
             delay = (1.0 + cost.congestion) * (max(1.0, steps_s / alone_s) if alone_s > 0.0 else 1.0)
@@ -241,7 +241,9 @@ class Chooser:
         if not any(overflows):
             return None
         reuse = self._cache_state.working_sets.reuse_count
-        return [reuse * overflow * target.prefill_seconds(length, 0) for overflow, target in zip(overflows, candidates)]
+        return [
+            reuse * overflow * target.estimate_prefill_s(length, 0) for overflow, target in zip(overflows, candidates)
+        ]
 
     def choose_from_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
         """Pick anew among the same candidates, now that their place in the queue is known."""

@@ -132,10 +132,14 @@ class RouterCore:
     def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
         """The engine forgot all that was cached."""
         for target in self.registry.targets_of(worker_id):
-            flights = self.tracker.requests.items()
+            in_flight_requests = self.tracker.in_flight_requests.items()
             self.cache_state.clear_with_requests(
                 target,
-                [request_id for request_id, flight in flights if flight.target is target and flight.routed_s <= at_s],
+                [
+                    request_id
+                    for request_id, in_flight_request in in_flight_requests
+                    if in_flight_request.target is target and in_flight_request.routed_s <= at_s
+                ],
             )
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
@@ -146,7 +150,7 @@ class RouterCore:
 
     def in_flight_by_rank(self, worker_id: str) -> list[int]:
         """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
-        return [target.requests for target in self.registry.targets_of(worker_id)]
+        return [target.own_request_count for target in self.registry.targets_of(worker_id)]
 
     def record_engine_load(
         self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
@@ -161,8 +165,8 @@ class RouterCore:
         has_changed = False
         for worker_id, tokens in sizes.items():
             for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
-                if target.observed_capacity_tokens != seen_tokens:
-                    target.observed_capacity_tokens = seen_tokens
+                if target.observed_kv_capacity_tokens != seen_tokens:
+                    target.observed_kv_capacity_tokens = seen_tokens
                     self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
@@ -180,8 +184,8 @@ class RouterCore:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retry_budget.add_request(request.tenant)
-        active = self._active_requests[request.request_id] = ActiveRequest(request, now, explain=explain)
-        return self._forget_refused(active, self._place(active, now))
+        active_request = self._active_requests[request.request_id] = ActiveRequest(request, now, explain=explain)
+        return self._forget_refused(active_request, self._place(active_request, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
@@ -193,34 +197,38 @@ class RouterCore:
     def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
         with the shortest queues, the shortest first."""
-        active = self._active_requests.get(request_id)
-        if active is None or active.decision is None or not count:
+        active_request = self._active_requests.get(request_id)
+        if active_request is None or active_request.decision is None or not count:
             return []
-        candidates = self.registry.candidates(active.request, active.tried_workers | {active.decision.worker})
+        candidates = self.registry.candidates(
+            active_request.request, active_request.tried_workers | {active_request.decision.worker}
+        )
         if isinstance(candidates, Refuse):
             return []
         sample = self._rng.sample(candidates, min(len(candidates), 4 * count))
-        sample.sort(key=lambda target: target.queue_s(now))
+        sample.sort(key=lambda target: target.estimate_queue_s(now))
         return list(dict.fromkeys(target.worker_id for target in sample))[:count]
 
     def record_first_token(self, request_id: str, now: float) -> list[Instruction]:
         """The first byte of the answer's content came (call it for streams only)."""
-        active = self._active_requests.get(request_id)
-        if active is None or active.decision is None:
+        active_request = self._active_requests.get(request_id)
+        if active_request is None or active_request.decision is None:
             return []
-        active.has_first_token = True
+        active_request.has_first_token = True
         if self.tracker.record_first_token(request_id, now) is None:
             return []
-        self.registry.record_answer(active.decision.worker, now)
+        self.registry.record_answer(active_request.decision.worker, now)
         return self._try_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
         load, and teaches what steps take."""
         self.tracker.record_progress(request_id, output_tokens, at_s)
-        active = self._active_requests.get(request_id)
+        active_request = self._active_requests.get(request_id)
         worker = (
-            self.workers.get(active.decision.worker) if active is not None and active.decision is not None else None
+            self.workers.get(active_request.decision.worker)
+            if active_request is not None and active_request.decision is not None
+            else None
         )
         if worker is not None and at_s is not None:
             worker.last_answer_s = at_s
@@ -229,16 +237,16 @@ class RouterCore:
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:
         """The whole answer was passed on. `is_error`: it is an error of the worker's, which computed nothing for it."""
-        active = self._active_requests.pop(request_id, None)
-        if active is None or active.decision is None:
+        active_request = self._active_requests.pop(request_id, None)
+        if active_request is None or active_request.decision is None:
             return []
-        request, decision, engine_usage = active.request, active.decision, usage or ReportedUsage()
+        request, decision, engine_usage = active_request.request, active_request.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
         if not is_error:
             self._output_lengths.record(
                 request, self.tracker.record_answer(request_id, engine_usage.completion_tokens, now)
             )
-        self._end_attempt(active, now, is_computed=not is_error, reported_cached=engine_usage.cached_tokens)
+        self._end_attempt(active_request, now, is_computed=not is_error, reported_cached=engine_usage.cached_tokens)
         self._end_session(request)
         self.registry.record_answer(decision.worker, now)
         worker = self.workers.get(decision.worker)
@@ -259,15 +267,15 @@ class RouterCore:
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
         """The client left, queued or in flight; the edge cancels upstream by itself."""
-        active = self._active_requests.pop(request_id, None)
-        if active is None:
+        active_request = self._active_requests.pop(request_id, None)
+        if active_request is None:
             return []
         self.counters["aborted"] += 1
-        if active.decision is None:
+        if active_request.decision is None:
             self._queue.remove(request_id)
             return []
-        self._end_attempt(active, now, is_computed=active.has_first_token)
-        self._end_session(active.request)
+        self._end_attempt(active_request, now, is_computed=active_request.has_first_token)
+        self._end_session(active_request.request)
         return self._try_queued(now)
 
     def fail_attempt(
@@ -284,32 +292,34 @@ class RouterCore:
         first Forward, Enqueue or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without
         one, unless the edge says what the `continuation` of it is; that has no budget: what was admitted once is no
         storm. `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
-        active = self._active_requests.get(request_id)
-        if active is None or active.decision is None:
+        active_request = self._active_requests.get(request_id)
+        if active_request is None or active_request.decision is None:
             return []
-        worker_id = active.decision.worker
+        worker_id = active_request.decision.worker
         instructions: list[Instruction] = []
         worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
-        self._end_attempt(active, now, is_computed=active.has_first_token)
-        if worker is not None and _is_worker_fault(kind, active.request, worker, now - silent_s):
+        self._end_attempt(active_request, now, is_computed=active_request.has_first_token)
+        if worker is not None and _is_worker_fault(kind, active_request.request, worker, now - silent_s):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.record_failure(worker, now, reason=reason, is_fatal=fatal, is_probe=probe)
             self.registry.refresh()
             if went_down and fatal:
                 instructions.append(self._clear_lost_cache(worker))
-        if continuation is None and (kind in _AFTER_FIRST_BYTE or active.has_first_token):
+        if continuation is None and (kind in _AFTER_FIRST_BYTE or active_request.has_first_token):
             del self._active_requests[request_id]
             self.counters["failed"] += 1
             return instructions + self._try_queued(now)
-        is_whole = continuation is None or continuation is active.request
-        active.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
-        active.decision = None
-        active.tried_workers |= {worker_id}
-        active.attempt += 1
+        is_whole = continuation is None or continuation is active_request.request
+        active_request.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
+        active_request.decision = None
+        active_request.tried_workers |= {worker_id}
+        active_request.attempt += 1
         instructions.insert(
             0,
-            self._retry(active, kind, now) if continuation is None else self._continue(active, continuation, kind, now),
+            self._retry(active_request, kind, now)
+            if continuation is None
+            else self._continue(active_request, continuation, kind, now),
         )
         return instructions + self._try_queued(now)
 
@@ -319,17 +329,23 @@ class RouterCore:
         """Have another worker answer a request whose worker is lost, or the `continuation` of its answer; as
         `fail_attempt` where that is possible. Empty where the request stays: nobody else can take it, or it was tried
         often enough. `is_stalled`: the worker is up and stands still in the middle, which counts as a failure of it."""
-        active = self._active_requests.get(request_id)
-        if active is None or active.decision is None or (continuation is None and active.has_first_token):
+        active_request = self._active_requests.get(request_id)
+        if (
+            active_request is None
+            or active_request.decision is None
+            or (continuation is None and active_request.has_first_token)
+        ):
             return []
         candidates = self.registry.candidates(
-            continuation or active.request, active.tried_workers | {active.decision.worker}
+            continuation or active_request.request, active_request.tried_workers | {active_request.decision.worker}
         )
         if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
             return []
-        if continuation is None and not self._retry_budget.has_retry(active.request.tenant, active.attempt + 1):
+        if continuation is None and not self._retry_budget.has_retry(
+            active_request.request.tenant, active_request.attempt + 1
+        ):
             return []
-        if self._queue.is_full(self._queue_position(active)):
+        if self._queue.is_full(self._queue_position(active_request)):
             return []
         kind = FailureKind.STALLED if is_stalled and continuation is not None else FailureKind.LOST
         return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
@@ -359,7 +375,7 @@ class RouterCore:
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
         self,
-        active: ActiveRequest,
+        active_request: ActiveRequest,
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
@@ -367,36 +383,36 @@ class RouterCore:
     ) -> Forward | Enqueue | Refuse:
         """Choose, then commit or enqueue. `queued_ahead_s`: what is queued and goes first, by target; None: to be found
         out. On a Refuse the caller calls `_forget_refused`, or finds another answer."""
-        choice = self._choose(active, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
+        choice = self._choose(active_request, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
-        request, queue = active.request, self.config.queue
-        if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not active.attempt:
-            refusal = self._check_ttft_limit(active, choice, now)
+        request, queue = active_request.request, self.config.queue
+        if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not active_request.attempt:
+            refusal = self._check_ttft_limit(active_request, choice, now)
             if refusal is not None:
                 return refusal
         if may_queue and request.priority >= self._background_priority:
             if self._queue.counts[0] or not self._has_background_room(choice.target, now):
-                return self._enqueue(active, choice, now)
+                return self._enqueue(active_request, choice, now)
         elif (
             may_queue
             and self._queues_when_busy
             and (choice.wait_s > queue.enqueue_above_s or (queued_ahead_s is None and choice.queued_ahead_s))
         ):
             return self._enqueue(
-                active, choice, now
+                active_request, choice, now
             )  # or who has just come would pass by those who wait for that worker
         if len(self._queue):
             if queue.fair:
-                self._queue.charge(self._queue_position(active), choice.charge_s / request.share)
+                self._queue.charge(self._queue_position(active_request), choice.charge_s / request.share)
             self._queue.remove(request.request_id)
-        return self._commit(active, choice, now)
+        return self._commit(active_request, choice, now)
 
-    def _check_ttft_limit(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
+    def _check_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
-        request, config = active.request, self.config.queue
+        request, config = active_request.request, self.config.queue
         limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
-        left_s = min(limits) - (now - active.arrived_s)
+        left_s = min(limits) - (now - active_request.arrived_s)
         if choice.cost.terms(choice.winner, 0).ttft_s <= left_s:
             return None
         soonest, ttft_s = choice.earliest()
@@ -412,21 +428,21 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
 
-    def _queue_position(self, active: ActiveRequest) -> QueuePosition:
-        request = active.request
+    def _queue_position(self, active_request: ActiveRequest) -> QueuePosition:
+        request = active_request.request
         background = request.priority >= self._background_priority
-        return QueuePosition(request.tenant, background, request.priority, active.arrived_s)
+        return QueuePosition(request.tenant, background, request.priority, active_request.arrived_s)
 
     def _has_background_room(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
-        if target.queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefills:
+        if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefilling_requests:
             return False
         running = sum(name == target.name for name in self._background_targets.values())
         return running < self.config.queue.background_running
 
     def _choose(
         self,
-        active: ActiveRequest,
+        active_request: ActiveRequest,
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
@@ -434,30 +450,37 @@ class RouterCore:
     ) -> RoutingChoice | Refuse:
         """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
         self.tracker.advance(now)
-        candidates = self.registry.candidates(active.request, active.tried_workers)
+        candidates = self.registry.candidates(active_request.request, active_request.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if active.request.priority >= self._background_priority and behind_queue:
+        if active_request.request.priority >= self._background_priority and behind_queue:
             candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
         choice = self._chooser.choose(
-            active.request,
+            active_request.request,
             candidates,
             now,
             queued_ahead_s=queued_ahead_s,
             queued_s=self._queue.prefill_s,
-            explain=active.explain,
+            explain=active_request.explain,
         )
         if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
-            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(active)))
+            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(active_request)))
         return choice
 
-    def _commit(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
+    def _commit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
-        request = active.request
+        request = active_request.request
         decision = self._chooser.make_decision(
-            request, choice, now, explain=active.explain, attempt=active.attempt, waited_s=now - active.arrived_s
+            request,
+            choice,
+            now,
+            explain=active_request.explain,
+            attempt=active_request.attempt,
+            waited_s=now - active_request.arrived_s,
         )
-        active.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
+        active_request.decision = (
+            decision  # from here on `aborted` takes off the books what was written of it, if all raises
+        )
         target = choice.target
         self._chooser.rotate()
         self.tracker.add_request(
@@ -465,7 +488,7 @@ class RouterCore:
             target,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=decision.predicted_cached_tokens,
-            stream=request.stream,
+            stream=request.is_streaming,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
             tier_load_s=choice.cost.tier_load_seconds(choice.winner) / target.tier_load_speed.factor,
@@ -495,13 +518,13 @@ class RouterCore:
         return Forward(request.request_id, decision)
 
     # The queue ---------------------------------------------------------------------------------------------------
-    def _enqueue(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
-        request, config = active.request, self.config.queue
-        is_queued, position = request.request_id in self._queue, self._queue_position(active)
+    def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
+        request, config = active_request.request, self.config.queue
+        is_queued, position = request.request_id in self._queue, self._queue_position(active_request)
         if not is_queued and self._queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
-        deadline_s = request.deadline_s if request.deadline_s is not None else active.arrived_s + wait_s
+        deadline_s = request.deadline_s if request.deadline_s is not None else active_request.arrived_s + wait_s
         self._queue.put(
             request.request_id,
             position,
@@ -529,8 +552,10 @@ class RouterCore:
         for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
             if not self.tracker.has_free_target(config.enqueue_above_s, now):
                 break
-            active = self._active_requests[request_id]
-            instruction = self._forget_refused(active, self._place(active, now, queued_ahead_s=queued_ahead_s))
+            active_request = self._active_requests[request_id]
+            instruction = self._forget_refused(
+                active_request, self._place(active_request, now, queued_ahead_s=queued_ahead_s)
+            )
             if isinstance(instruction, Enqueue):
                 target, prefill_s = self._queue.target_of(request_id)
                 queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
@@ -538,64 +563,71 @@ class RouterCore:
                 instructions.append(instruction)
         return instructions
 
-    def _expire(self, active: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
+    def _expire(self, active_request: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
         """A queued request's deadline came."""
-        self._queue.remove(active.request.request_id)
+        self._queue.remove(active_request.request.request_id)
         if refuse:
-            if active.request.deadline_s is None:  # to send it now would make all who ask for their share pay for it
-                waited_s = now - active.arrived_s
+            if (
+                active_request.request.deadline_s is None
+            ):  # to send it now would make all who ask for their share pay for it
+                waited_s = now - active_request.arrived_s
                 return self._forget_refused(
-                    active, Refuse(active.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
+                    active_request, Refuse(active_request.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
                 )
             message = "The request's deadline passed while it waited in the router."
-            return self._forget_refused(active, Refuse(active.request.request_id, 503, "deadline", message, 1.0))
+            return self._forget_refused(
+                active_request, Refuse(active_request.request.request_id, 503, "deadline", message, 1.0)
+            )
         self.counters["deadline_forwards"] += 1
-        instruction = self._place(active, now, may_queue=False)
+        instruction = self._place(active_request, now, may_queue=False)
         assert not isinstance(instruction, Enqueue)
-        return self._forget_refused(active, instruction)
+        return self._forget_refused(active_request, instruction)
 
     # Ends --------------------------------------------------------------------------------------------------------
-    def _retry(self, active: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
-        if active.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(active.request.tenant, active.attempt):
-            instruction = self._place(active, now)
+    def _retry(self, active_request: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
+        if active_request.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(
+            active_request.request.tenant, active_request.attempt
+        ):
+            instruction = self._place(active_request, now)
             if not isinstance(instruction, Refuse):
                 self.counters["retried"] += 1
                 return instruction
         return self._forget_refused(
-            active, refuse_after_failure(active.request.request_id, kind, self.registry.retry_after_s(now))
+            active_request,
+            refuse_after_failure(active_request.request.request_id, kind, self.registry.retry_after_s(now)),
         )
 
-    def _forget_refused(self, active: ActiveRequest, instruction: PlacementT) -> PlacementT:
+    def _forget_refused(self, active_request: ActiveRequest, instruction: PlacementT) -> PlacementT:
         """What is refused is forgotten."""
         if isinstance(instruction, Refuse):
-            self._queue.remove(active.request.request_id)
-            del self._active_requests[active.request.request_id]
+            self._queue.remove(active_request.request.request_id)
+            del self._active_requests[active_request.request.request_id]
             self.counters["refused"] += 1
         return instruction
 
     def _continue(
-        self, active: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
+        self, active_request: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        active.request, active.has_first_token = continuation, False
-        if active.crash_suspicions >= SUSPICIONS_MAX:
+        active_request.request, active_request.has_first_token = continuation, False
+        if active_request.crash_suspicions >= SUSPICIONS_MAX:
             return self._forget_refused(
-                active, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
+                active_request, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
             )
-        instruction = self._forget_refused(active, self._place(active, now))
+        instruction = self._forget_refused(active_request, self._place(active_request, now))
         self.counters["continued"] += not isinstance(instruction, Refuse)
         return instruction
 
     def _end_attempt(
-        self, active: ActiveRequest, now: float, *, is_computed: bool, reported_cached: int | None = None
+        self, active_request: ActiveRequest, now: float, *, is_computed: bool, reported_cached: int | None = None
     ) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
-        request = active.request
+        request = active_request.request
         self._background_targets.pop(request.request_id, None)
         self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
         over = request.session if request.is_final else None
         self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=over)
-        worker = self.workers.get(active.decision.worker) if active.decision is not None else None
-        if worker is not None and worker.probe == active.request.request_id:
+        worker = self.workers.get(active_request.decision.worker) if active_request.decision is not None else None
+        if worker is not None and worker.probe == active_request.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
             self.registry.refresh()
 
@@ -628,19 +660,19 @@ class RouterCore:
         """Books agree with each other; called by tests after every stimulus."""
         self.tracker.check_invariants()
         self._queue.check_invariants()
-        for request_id, active in self._active_requests.items():
-            is_queued, is_in_flight = request_id in self._queue, request_id in self.tracker.requests
-            assert is_queued == (active.decision is None) == (not is_in_flight), (
-                f"{request_id}: {is_queued=}, {is_in_flight=}, {active.decision}"
+        for request_id, active_request in self._active_requests.items():
+            is_queued, is_in_flight = request_id in self._queue, request_id in self.tracker.in_flight_requests
+            assert is_queued == (active_request.decision is None) == (not is_in_flight), (
+                f"{request_id}: {is_queued=}, {is_in_flight=}, {active_request.decision}"
             )
-        assert set(self.tracker.requests) <= set(self._active_requests)
+        assert set(self.tracker.in_flight_requests) <= set(self._active_requests)
         assert set(self._background_targets) <= set(self._active_requests)
-        self.cache_state.check_invariants(set(self.tracker.requests))
+        self.cache_state.check_invariants(set(self.tracker.in_flight_requests))
 
 
 def _is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
     """Whether a failure counts for the worker's health: no client may choose that. A whole answer takes as long as its
     client wants; of a stream that is silent, the worker is to blame where it answered nobody else meanwhile."""
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
-        return request.stream and worker.last_answer_s <= silent_since_s
+        return request.is_streaming and worker.last_answer_s <= silent_since_s
     return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)

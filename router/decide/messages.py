@@ -43,7 +43,7 @@ class RouteRequest(msgspec.Struct, eq=False):
     """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
     output_tokens_min: int = 0
     """Fewest tokens that will be generated, where the client forbids an earlier end."""
-    stream: bool = True
+    is_streaming: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
     priority: int = 0
     """Lower is served earlier, as in vLLM; only the queue looks at it."""

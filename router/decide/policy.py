@@ -96,11 +96,11 @@ class KvCost:
         utilisation, work_rate, arrival_rate, shortest = 0.0, 0.0, 0.0, math.inf
         waits: list[float] = []
         self.waits = waits
-        self.step_waits = [target.step_wait_seconds(now) for target in targets]
+        self.step_waits = [target.estimate_step_wait_s(now) for target in targets]
         for target in targets:
-            wait_s = target.waiting_s
+            wait_s = target.total_pending_prefill_s
             if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress = (now - target.busy_since_s - target.lead_share * target.step_s) / target.slowdown
+                progress = (now - target.busy_since_s - target.fixed_step_share * target.step_s) / target.slowdown
                 if progress > 0.0:
                     remaining_s, overdue_s = target.oldest_prefill_s - progress, target.OVERDUE_SHARE * progress
                     wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_prefill_s
@@ -145,11 +145,11 @@ class KvCost:
             )
             stall_s = 0.0
             if hit_tokens < shared_prefix:
-                shared_prefill_s = target.prefill_seconds(shared_prefix, hit_tokens)
+                shared_prefill_s = target.estimate_prefill_s(shared_prefix, hit_tokens)
                 prefill_s -= shared_discount * shared_prefill_s
-                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.concurrent_requests
+                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.total_request_count
             cost = prefill_weight * prefill_s + wait_s
-            if wait_s and target.shortest_first:
+            if wait_s and target.is_shortest_first:
                 cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, hit_tokens, wait_s)
             if queued_ahead_s is not None:
                 cost += queued_ahead_s[i]
@@ -159,13 +159,13 @@ class KvCost:
             if decode_weight:
                 context_s = target.decode_context_s * mean_context
                 decode_s = expected_tokens * (target.single_step_s + context_s)
-                sharers = target.concurrent_requests
+                sharers = target.total_request_count
                 if sharers:
                     overlap_tokens = expected_tokens
-                    mean_remaining = target.mean_remaining_tokens
+                    mean_remaining = target.mean_remaining_output_tokens
                     if mean_remaining < expected_tokens:
                         overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
-                    decode_s += overlap_tokens * (target.shared_step_s + sharers * context_s)
+                    decode_s += overlap_tokens * (target.mutual_step_delay_s + sharers * context_s)
                 cost += decode_weight * decode_s
             cost += target.slot_wait_s + stall_s + step_waits[i]
             if memory_wait_s:
@@ -196,8 +196,8 @@ class KvCost:
 
     def shortest_first_seconds(self, target: Target, hit_tokens: int, wait_s: float) -> float:
         """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
-        prefill_s = target.prefill_seconds(self.prompt_tokens, hit_tokens)
-        before_s, overtaken_count = target.shortest_first_place(prefill_s, wait_s)
+        prefill_s = target.estimate_prefill_s(self.prompt_tokens, hit_tokens)
+        before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
         return before_s + overtaken_count * prefill_s
 
     def tier_load_seconds(self, i: int) -> float:
@@ -207,10 +207,10 @@ class KvCost:
     def terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
         config, target, hit_tokens = self.config, self.targets[i], self.priced_cached_tokens[i]
-        prefill_s = target.prefill_seconds(self.prompt_tokens, hit_tokens)
+        prefill_s = target.estimate_prefill_s(self.prompt_tokens, hit_tokens)
         queue_s, overtaken_count = self.waits[i], 0
-        if target.shortest_first:
-            queue_s, overtaken_count = target.shortest_first_place(prefill_s, queue_s)
+        if target.is_shortest_first:
+            queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
         utilisation = target.utilisation_scaled * self.utilisation_factor
         decoding = target.decode_requests
@@ -220,13 +220,13 @@ class KvCost:
         tier_load_s = self.tier_load_seconds(i)
         pressure_s = self.pressure_s[i] if self.pressure_s is not None else 0.0
         shared_prefill_s = (
-            target.prefill_seconds(self.shared_prefix_tokens, hit_tokens)
+            target.estimate_prefill_s(self.shared_prefix_tokens, hit_tokens)
             if hit_tokens < self.shared_prefix_tokens
             else 0.0
         )
         shared_s, stall_s = (
             self.shared_discount * shared_prefill_s,
-            self.decode_stall_seconds(shared_prefill_s) * target.concurrent_requests,
+            self.decode_stall_seconds(shared_prefill_s) * target.total_request_count,
         )
         overtaking_s = overtaken_count * prefill_s
         cost = target.slowdown * (
@@ -234,7 +234,7 @@ class KvCost:
         )
         cost += config.utilisation_weight * utilisation + tier_load_s + pressure_s
         slot_wait_s, memory_wait_s = target.slot_wait_s, self.memory_wait_s.get(i, 0.0)
-        decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
+        decode_s = target.estimate_decode_s(self.prompt_tokens, self.expected_tokens)
         step_wait_s = self.step_waits[i]
         cost += slot_wait_s + memory_wait_s + step_wait_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
@@ -310,7 +310,8 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Fewest requests in flight, other routers' included; ties in turn."""
     counts = [
-        t.requests + (t.peer_load.prefill_requests + t.peer_load.decode_requests if t.peer_load else 0) for t in targets
+        t.own_request_count + (t.peer_load.prefill_requests + t.peer_load.decode_requests if t.peer_load else 0)
+        for t in targets
     ]
     fewest = min(counts)
     ties = [i for i, count in enumerate(counts) if count == fewest]

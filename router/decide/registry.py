@@ -342,7 +342,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         target.service,
         target.peer_load,
         target.reported_load,
-        target.external_peer_load(),
+        target.make_external_peer_load(),
     )
     return WorkerSnapshot(
         worker_id=worker.worker_id,
@@ -353,15 +353,15 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         models=sorted(worker.models),
         roles=sorted(worker.spec.roles),
         cache_view=worker.spec.cache_view.value,
-        prefilling=len(target.prefills),
+        prefilling=len(target.prefilling_requests),
         decoding=target.decode_requests,
         peer_prefilling=(peer.prefill_requests if peer else 0) - (external.prefill_requests if external else 0),
         peer_decoding=(peer.decode_requests if peer else 0) - (external.decode_requests if external else 0),
         engine_load=reported_load.latest if reported_load is not None else None,
         external_requests=external.prefill_requests + external.decode_requests if external else 0,
-        cache_tokens=target.capacity_tokens,
-        prefill_order="shortest" if target.shortest_first else "arrival",
-        queue_s=target.queue_s(now),
+        cache_tokens=target.kv_capacity_tokens,
+        prefill_order="shortest" if target.is_shortest_first else "arrival",
+        queue_s=target.estimate_queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slowdown=target.slowdown,
         learned_speed={

@@ -138,20 +138,20 @@ class LoadOrder:
         """Seconds."""
         prompt_tokens, answer_tokens = int(self.typical.prompt_tokens), self.typical.answer_tokens
         computed_tokens = int(self.typical.computed_tokens)
-        prefill_s = target.prefill_seconds(prompt_tokens, prompt_tokens - computed_tokens)
-        wait_s = target.waiting_s - 0.5 * target.oldest_prefill_s
-        if target.shortest_first:
-            before_s, overtaken_count = target.shortest_first_place(prefill_s, wait_s)
+        prefill_s = target.estimate_prefill_s(prompt_tokens, prompt_tokens - computed_tokens)
+        wait_s = target.total_pending_prefill_s - 0.5 * target.oldest_prefill_s
+        if target.is_shortest_first:
+            before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
             wait_s = before_s + overtaken_count * prefill_s
         key = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
-        if target.concurrent_requests:
+        if target.total_request_count:
             key += 0.5 * target.step_s
         if target.peer_load is not None:
             key += self._config.utilisation_weight * target.peer_load.utilisation
-        if target.capacity_tokens and target.free_tokens < computed_tokens:
-            key += target.drain_seconds((computed_tokens - target.free_tokens) / target.capacity_tokens)
-        return key + self._config.decode_weight * target.decode_seconds(prompt_tokens, answer_tokens)
+        if target.kv_capacity_tokens and target.free_kv_tokens < computed_tokens:
+            key += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.kv_capacity_tokens)
+        return key + self._config.decode_weight * target.estimate_decode_s(prompt_tokens, answer_tokens)
 
     def check_invariants(self) -> None:
         """The order is sorted and whole, the sums are what they sum."""
@@ -166,4 +166,4 @@ def _summed_load(target: Target) -> SummedLoad:
     """What it adds to the sums."""
     peer = target.peer_load
     utilisation = peer.utilisation if peer is not None else 0.0
-    return SummedLoad(target.utilisation_scaled, target.arrivals_scaled, utilisation, target.requests)
+    return SummedLoad(target.utilisation_scaled, target.arrivals_scaled, utilisation, target.own_request_count)

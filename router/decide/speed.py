@@ -66,14 +66,14 @@ class Observation:
 
     elapsed_s: float
     uncached_tokens: float
-    quadratic: float
+    quadratic_work: float
     """Sum of L^2 - h^2 over the prompts, tokens^2."""
     steps: float
     decode_requests: float
-    decode_context: float
+    decode_context_tokens: float
     is_complete: bool = False
     """No prefill was under way when it ended; else part of some may be in it that is not said here, or not all."""
-    noise: float = 0.5
+    relative_noise: float = 0.5
     """The relative error of a long interval, beside that of when it began."""
 
 
@@ -134,7 +134,7 @@ class SpeedEstimate:
             trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
-        weight = trust / (resolution_s * resolution_s + (observation.noise * expected) ** 2)
+        weight = trust / (resolution_s * resolution_s + (observation.relative_noise * expected) ** 2)
         self._add(features, observation.elapsed_s, weight, decay=self._decay)
         self._solve()
         return TrainingSample(features, observation.elapsed_s, expected_before, weight, self.observations)
@@ -167,11 +167,12 @@ class SpeedEstimate:
         prior = self._prior
         a = prior.prefill_s_per_token
         decode = (
-            prior.decode_request_s * observation.decode_requests + prior.decode_context_s * observation.decode_context
+            prior.decode_request_s * observation.decode_requests
+            + prior.decode_context_s * observation.decode_context_tokens
         )
         return (
             a * observation.uncached_tokens,
-            a * observation.quadratic / (2.0 * prior.quadratic_tokens),
+            a * observation.quadratic_work / (2.0 * prior.quadratic_tokens),
             prior.step_s * observation.steps,
             decode * observation.steps,
         )

@@ -1,7 +1,7 @@
 """What a request can be sent to, and how busy it is: the values that the tracker keeps and the policy reads.
 
 A **target** is a worker, or one data-parallel rank of it. No book is kept here: only the tracker changes a target; what
-is derived (slow, Q's parts) is recomputed by `refresh` and `refresh_queue` after each change.
+is derived (slow, Q's parts) is recomputed by `recompute_decode_load` and `recompute_queue` after each change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from router.index.protocol import HolderId, Tally
 
 _INTERVAL_TOKENS_MAX, _INTERVAL_STEPS_MAX = 4.0, 16
 """An interval of so many steps' tokens, or of so many steps, is not made longer."""
-_SORTED_MAX: Final = 128
+_SORTED_PREFILLS_MAX: Final = 128
 """Of those without a first token, the oldest, that are put in their order whenever one comes or goes."""
 _REMAINING_SHARE_MIN: Final = 0.05
 """Of a P that should be done, where others went first meanwhile."""
@@ -48,32 +48,32 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
 
     request_id: str
     target: Target
-    number: int
+    send_index: int
     """In the order of routing there."""
     prompt_tokens: int
     cached_tokens: int
-    expected_tokens: float
+    expected_output_tokens: float
     """Of its answer, as guessed when it was routed."""
-    expected_s: float
+    expected_ttft_s: float
     """Until its first token, as predicted then, had it a slot."""
     prefill_s: float
     routed_s: float
-    stream: bool
+    is_streaming: bool
     tier_load_s: float
     """To fetch what lies on slower tiers, by the configured rates."""
     prefill_done_s: float = 0.0
     """Of its P, by when another went first."""
     phase: RequestPhase = RequestPhase.PREFILL
     context_tokens: int = 0
-    interval: PrefillInterval | None = None
+    prefill_interval: PrefillInterval | None = None
     """Where its first token went, for learning."""
     output_tokens: int = 0
     """Generated, as far as the edge has counted."""
-    decode_start: WorkTotals | None = None
+    decode_start_totals: WorkTotals | None = None
     """What the target had done when the first token was seen, or when the stream was last learned from."""
     observed_output_tokens: int = 1
     """Of its answer then."""
-    expectation: LoadExpectation | None = None
+    load_expectation: LoadExpectation | None = None
     """Where its target's engine reports requests of others."""
 
     def remaining_prefill_s(self) -> float:
@@ -84,25 +84,25 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
 class WorkTotals(msgspec.Struct, eq=False):
     """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
 
-    at_s: float = 0.0
-    request_seconds: float = 0.0
+    updated_s: float = 0.0
+    decode_request_seconds: float = 0.0
     """Decoding requests, over time."""
-    context_seconds: float = 0.0
+    context_token_seconds: float = 0.0
     uncached_tokens: float = 0.0
     """Prefilled, of all first tokens so far."""
-    quadratic: float = 0.0
+    quadratic_work: float = 0.0
 
     def observe_since(self, start: WorkTotals, elapsed_s: float, *, steps: int, is_complete: bool) -> Observation:
         """What was done after `start`, in so many steps."""
         return Observation(
             elapsed_s=elapsed_s,
             uncached_tokens=self.uncached_tokens - start.uncached_tokens,
-            quadratic=self.quadratic - start.quadratic,
+            quadratic_work=self.quadratic_work - start.quadratic_work,
             steps=steps,
-            decode_requests=(self.request_seconds - start.request_seconds) / elapsed_s,
-            decode_context=(self.context_seconds - start.context_seconds) / elapsed_s,
+            decode_requests=(self.decode_request_seconds - start.decode_request_seconds) / elapsed_s,
+            decode_context_tokens=(self.context_token_seconds - start.context_token_seconds) / elapsed_s,
             is_complete=is_complete,
-            noise=0.1 if is_complete else 0.5,
+            relative_noise=0.1 if is_complete else 0.5,
         )
 
 
@@ -114,28 +114,28 @@ class PeerLoad:
     prefill_requests: int = 0
     oldest_prefill_s: float = 0.0
     oldest_routed_s: float = 0.0
-    head_since_s: float = 0.0
+    oldest_prefill_since_s: float = 0.0
     decode_requests: int = 0
-    decode_context: int = 0
+    decode_context_tokens: int = 0
     utilisation: float = 0.0
     updated_s: float = 0.0
     prefill_rate: float | None = None
     """The `a` that its seconds were predicted with, where it told: two routers may have learned differently so far."""
 
 
-def merge_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:
+def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:
     """Several routers' parts as one, in this router's seconds: work, not time, is what another one can tell."""
     scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
-    busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
-    oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
+    busy_loads = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
+    oldest_load, oldest_scale = min(busy_loads or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
     return PeerLoad(
-        prefill_s=sum(load.prefill_s * scale for load, scale in busy),
+        prefill_s=sum(load.prefill_s * scale for load, scale in busy_loads),
         prefill_requests=sum(load.prefill_requests for load in loads),
-        oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
-        oldest_routed_s=oldest.oldest_routed_s,
-        head_since_s=max(load.head_since_s for load in loads),
+        oldest_prefill_s=oldest_load.oldest_prefill_s * oldest_scale,
+        oldest_routed_s=oldest_load.oldest_routed_s,
+        oldest_prefill_since_s=max(load.oldest_prefill_since_s for load in loads),
         decode_requests=sum(load.decode_requests for load in loads),
-        decode_context=sum(load.decode_context for load in loads),
+        decode_context_tokens=sum(load.decode_context_tokens for load in loads),
         utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
         updated_s=min(load.updated_s for load in loads),
     )
@@ -153,63 +153,63 @@ class Target:
     """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
     tier_load_speed: TierLoadSpeed = field(default_factory=TierLoadSpeed)
     name: str = ""
-    prefills: dict[str, InFlightRequest] = field(default_factory=dict)
+    prefilling_requests: dict[str, InFlightRequest] = field(default_factory=dict)
     """Routed and without a first token, in the order of routing."""
-    prefill_s: float = 0.0
-    head_since_s: float = -math.inf
+    own_pending_prefill_s: float = 0.0
+    oldest_prefill_since_s: float = -math.inf
     """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
-    requests: int = 0
+    own_request_count: int = 0
     decode_requests: int = 0
-    context_tokens: int = 0
+    decode_context_tokens: int = 0
     """Prompts and answers so far of those."""
-    pending_tokens: int = 0
+    pending_prompt_tokens: int = 0
     """Prompts of those without a first token."""
-    mean_remaining_tokens: float = REMAINING_TOKENS_PRIOR
+    mean_remaining_output_tokens: float = REMAINING_TOKENS_PRIOR
     """Of one of those who run; while there are only others' requests, as when there were some of ours."""
-    remaining_tokens: float = 0.0
+    remaining_output_tokens: float = 0.0
     """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
     already makes no answer shorter."""
-    capacity_tokens: int | None = None
+    kv_capacity_tokens: int | None = None
     """Of its KV cache, where that is known: told by its worker, or seen."""
-    observed_capacity_tokens: int | None = None
+    observed_kv_capacity_tokens: int | None = None
     """Its capacity as its events show it."""
-    running_chunks: Tally | None = None
+    running_chunk_counts: Tally | None = None
     """Chunks of running prompts, once the books know the target; `shared_tokens` counts all but one of them."""
-    shared_tokens: int = 0
-    free_tokens: float = math.inf
+    duplicate_prompt_tokens: int = 0
+    free_kv_tokens: float = math.inf
     """Of the cache, what running requests leave."""
     max_num_seqs: int = MAX_NUM_SEQS_PRIOR
     """Sequences that run at once: told, or learned, or as many as is usual."""
     has_reported_max_num_seqs: bool = False
-    shortest_first: bool = False
+    is_shortest_first: bool = False
     """Of `prefills`, who has the least left is computed first; else in their order."""
-    remaining_s: list[float] = field(default_factory=list)
+    sorted_remaining_prefill_s: list[float] = field(default_factory=list)
     """Then: what is left of each P, the least first, and the sums of the first so many; where there are very many, of
     those that came first, each of which stands for `each` of all."""
-    remaining_sums: list[float] = field(default_factory=lambda: [0.0])
-    queue_scale: float = 1.0
-    first_in_queue: InFlightRequest | None = None
+    cumulative_remaining_prefill_s: list[float] = field(default_factory=lambda: [0.0])
+    sorted_sample_scale: float = 1.0
+    shortest_prefill: InFlightRequest | None = None
     """Of those."""
-    first_since_s: float = -math.inf
+    shortest_prefill_since_s: float = -math.inf
     """When it became the first."""
-    sent_requests: int = 0
+    next_send_index: int = 0
     """Requests, ever."""
-    last_answered_number: int = -1
+    last_answered_send_index: int = -1
     """The latest of them that has its first token."""
     slot_wait_s: float = 0.0
     """How long one more request would wait for a slot: as many have to end as are too many."""
-    ended_s: float = -math.inf
+    last_request_end_s: float = -math.inf
     """When a request last ended here."""
-    slot_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
+    slot_count_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
     """How many decoded beside the last requests that seemed to wait for a slot."""
     work_totals: WorkTotals = field(default_factory=WorkTotals)
-    steps_observed_s: float = -math.inf
+    last_step_observation_s: float = -math.inf
     slowdown: float = 1.0
     step_s: float = 0.0
     """A decode step now."""
-    concurrent_requests: int = 0
+    total_request_count: int = 0
     """All requests here, with or without a first token, other routers' included."""
-    shared_step_s: float = 0.0
+    mutual_step_delay_s: float = 0.0
     """2 c n + d ctx over all of them: what they add to a step, and what one more sequence adds to theirs."""
     utilisation_scaled: float = 0.0
     arrivals_scaled: float = 0.0
@@ -218,12 +218,12 @@ class Target:
     """The sum of what other routers have in flight here, and of what its engine says that others have."""
     reported_load: ReportedLoad | None = None
     """What its engine says of its load, where it does."""
-    open_interval: PrefillInterval | None = None
-    waiting_s: float = 0.0
+    open_prefill_interval: PrefillInterval | None = None
+    total_pending_prefill_s: float = 0.0
     """Sum of P of everything without a first token, other routers' included; Q before progress."""
     busy_since_s: float = 0.0
     """When the worker turned to the oldest of them."""
-    lead_share: float = 0.0
+    fixed_step_share: float = 0.0
     """Of a step: what goes by before the oldest of them makes progress, as a step has its fixed part first."""
     last_step_s: float = -math.inf
     """When a step was last seen to end: by a first token, or a last one."""
@@ -250,12 +250,13 @@ class Target:
         self.speeds.add_worker(self.name)
         self.set_service_model(self.speeds.model(self.name))
 
-    def expected_seconds(self, observation: Observation) -> float:
+    def predict_interval_s(self, observation: Observation) -> float:
         """How long such an interval takes here, as far as is known."""
         decode_s = (
-            self.decode_request_s * observation.decode_requests + self.decode_context_s * observation.decode_context
+            self.decode_request_s * observation.decode_requests
+            + self.decode_context_s * observation.decode_context_tokens
         )
-        prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic
+        prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic_work
         return prefill_s + (self.service.step_s + decode_s) * observation.steps
 
     def set_service_model(self, service: ServiceModel) -> None:
@@ -267,44 +268,46 @@ class Target:
         self.decode_context_s = service.decode_context_s
         self.single_step_s = service.step_s + self.decode_request_s
         self.step_prefill_s = self.prefill_rate * service.step_tokens
-        for flight in self.prefills.values():
-            flight.prefill_s = self.prefill_seconds(flight.prompt_tokens, flight.cached_tokens)
-        self.prefill_s = sum(flight.prefill_s for flight in self.prefills.values())
-        self.refresh()
-        self.refresh_queue()
+        for request in self.prefilling_requests.values():
+            request.prefill_s = self.estimate_prefill_s(request.prompt_tokens, request.cached_tokens)
+        self.own_pending_prefill_s = sum(request.prefill_s for request in self.prefilling_requests.values())
+        self.recompute_decode_load()
+        self.recompute_queue()
 
-    def refresh(self) -> None:
+    def recompute_decode_load(self) -> None:
         """Recompute what is derived from the service model and the decode load."""
-        requests, context = self.decode_requests, self.context_tokens
-        self.concurrent_requests = self.requests
+        requests, context = self.decode_requests, self.decode_context_tokens
+        self.total_request_count = self.own_request_count
         if self.peer_load is not None:
             requests += self.peer_load.decode_requests
-            context += self.peer_load.decode_context
-            self.concurrent_requests += self.peer_load.decode_requests + self.peer_load.prefill_requests
+            context += self.peer_load.decode_context_tokens
+            self.total_request_count += self.peer_load.decode_requests + self.peer_load.prefill_requests
         self.step_s = self.service.step_s + self.decode_request_s * requests + self.decode_context_s * context
         self.slowdown = 1.0 + self.step_s / self.step_prefill_s
-        if self.requests:
-            self.mean_remaining_tokens = self.remaining_tokens / self.requests
-        over = self.concurrent_requests + 1 - self.max_num_seqs
-        self.slot_wait_s = self.drain_seconds(over / self.max_num_seqs) if over > 0 else 0.0
-        self.shared_step_s = 2.0 * self.decode_request_s * self.concurrent_requests
-        self.shared_step_s += self.decode_context_s * (context + self.pending_tokens)
-        self.free_tokens = math.inf
-        if self.capacity_tokens is not None:
-            self.free_tokens = float(self.capacity_tokens - context - self.pending_tokens + self.shared_tokens)
+        if self.own_request_count:
+            self.mean_remaining_output_tokens = self.remaining_output_tokens / self.own_request_count
+        excess_requests = self.total_request_count + 1 - self.max_num_seqs
+        self.slot_wait_s = self.estimate_drain_s(excess_requests / self.max_num_seqs) if excess_requests > 0 else 0.0
+        self.mutual_step_delay_s = 2.0 * self.decode_request_s * self.total_request_count
+        self.mutual_step_delay_s += self.decode_context_s * (context + self.pending_prompt_tokens)
+        self.free_kv_tokens = math.inf
+        if self.kv_capacity_tokens is not None:
+            self.free_kv_tokens = float(
+                self.kv_capacity_tokens - context - self.pending_prompt_tokens + self.duplicate_prompt_tokens
+            )
 
-    def prefill_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
+    def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """P."""
         quadratic = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic
 
-    def queue_s(self, now: float) -> float:
+    def estimate_queue_s(self, now: float) -> float:
         """Q: routed prefill that is still to be done, with the oldest one's progress taken off. What should be done by
         now and is not will take longer still, the more so the longer it has taken."""
-        waiting_s = self.waiting_s
+        waiting_s = self.total_pending_prefill_s
         if waiting_s == 0.0:
             return 0.0
-        progress = (now - self.busy_since_s - self.lead_share * self.step_s) / self.slowdown
+        progress = (now - self.busy_since_s - self.fixed_step_share * self.step_s) / self.slowdown
         if progress <= 0.0:
             return waiting_s
         remaining_s, overdue_s = self.oldest_prefill_s - progress, self.OVERDUE_SHARE * progress
@@ -312,22 +315,24 @@ class Target:
 
     def record_queue_progress(self, now: float) -> None:
         """Call before what is in the queue changes: where the order may change, what was done so far is noted."""
-        request = self.first_in_queue
-        if request is not None:
+        shortest_prefill = self.shortest_prefill
+        if shortest_prefill is not None:
             done_s = (now - self.busy_since_s) / self.slowdown
             if done_s > 0.0:
-                request.prefill_done_s += done_s
-        self.first_since_s = now
+                shortest_prefill.prefill_done_s += done_s
+        self.shortest_prefill_since_s = now
 
-    def shortest_first_place(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
+    def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
         """(what of Q = `wait_s` is computed before a prompt of P = `own_s`, how many it overtakes), where who has the
         least left goes first."""
-        before_s, overtaken_count, remaining_s, peer = 0.0, 0, self.remaining_s, self.peer_load
-        if remaining_s:
-            first_s = remaining_s[0] - (self.waiting_s - wait_s)  # it has made progress
-            count = bisect_right(remaining_s, prefill_s, 1)
-            before_s = (self.remaining_sums[count] - self.remaining_sums[1]) * self.queue_scale
-            overtaken_count = round((len(remaining_s) - count) * self.queue_scale)
+        before_s, overtaken_count, sorted_remaining_s, peer = 0.0, 0, self.sorted_remaining_prefill_s, self.peer_load
+        if sorted_remaining_s:
+            first_s = sorted_remaining_s[0] - (self.total_pending_prefill_s - wait_s)  # it has made progress
+            position = bisect_right(sorted_remaining_s, prefill_s, 1)
+            before_s = (
+                self.cumulative_remaining_prefill_s[position] - self.cumulative_remaining_prefill_s[1]
+            ) * self.sorted_sample_scale
+            overtaken_count = round((len(sorted_remaining_s) - position) * self.sorted_sample_scale)
             if first_s <= prefill_s:
                 before_s += max(first_s, 0.0)
             else:
@@ -339,76 +344,82 @@ class Target:
                 overtaken_count += peer.prefill_requests
         return before_s, overtaken_count
 
-    def seconds_before(self, prefill_s: float, now: float) -> float:
+    def estimate_wait_before_s(self, prefill_s: float, now: float) -> float:
         """What is computed before a prompt of P = `own_s`."""
-        wait_s = self.queue_s(now)
-        return self.shortest_first_place(prefill_s, wait_s)[0] if wait_s and self.shortest_first else wait_s
+        wait_s = self.estimate_queue_s(now)
+        return self.estimate_shortest_first_wait(prefill_s, wait_s)[0] if wait_s and self.is_shortest_first else wait_s
 
     def overdue_ratio(self, now: float) -> float | None:
         """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
-        if not self.prefills:
+        if not self.prefilling_requests:
             return None
-        return (now - self.busy_since_s) / (self.slowdown * self.oldest_prefill_s + self.lead_share * self.step_s)
+        return (now - self.busy_since_s) / (self.slowdown * self.oldest_prefill_s + self.fixed_step_share * self.step_s)
 
-    def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
+    def predict_ttft_s(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
         """Until such a prompt has its first token: what waits, a step and a half, slots and memory."""
-        prefill_s = self.prefill_seconds(prompt_tokens, cached_tokens)
-        seconds = self.slowdown * (self.seconds_before(prefill_s, now) + prefill_s)
-        over = prompt_tokens - cached_tokens - self.free_tokens
-        memory_wait_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
-        return seconds + 1.5 * self.step_s + self.slot_wait_s + memory_wait_s
+        prefill_s = self.estimate_prefill_s(prompt_tokens, cached_tokens)
+        compute_s = self.slowdown * (self.estimate_wait_before_s(prefill_s, now) + prefill_s)
+        missing_kv_tokens = prompt_tokens - cached_tokens - self.free_kv_tokens
+        memory_wait_s = (
+            self.estimate_drain_s(missing_kv_tokens / self.kv_capacity_tokens)
+            if missing_kv_tokens > 0.0 and self.kv_capacity_tokens
+            else 0.0
+        )
+        return compute_s + 1.5 * self.step_s + self.slot_wait_s + memory_wait_s
 
-    def step_wait_seconds(self, now: float) -> float:
+    def estimate_step_wait_s(self, now: float) -> float:
         """Until the step that runs ends, and another may begin with a new prompt: what is left of it if it was seen to
         begin, else half of one; what it prefills is in Q."""
         remaining_s = self.step_s - (now - self.last_step_s)
         if remaining_s > 0.0:
-            return remaining_s if self.concurrent_requests else 0.0
-        return 0.5 * self.step_s if self.concurrent_requests and not self.waiting_s else 0.0
+            return remaining_s if self.total_request_count else 0.0
+        return 0.5 * self.step_s if self.total_request_count and not self.total_pending_prefill_s else 0.0
 
-    def decode_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
+    def estimate_decode_s(self, prompt_tokens: int, expected_tokens: float) -> float:
         """What the rest of such an answer would take here, and what it would cost the answers beside it: n sequences
         share the steps with it, each of which it makes longer by c and its context, as they make its own."""
         context_s = self.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
         decode_s = expected_tokens * (self.single_step_s + context_s)
-        if self.concurrent_requests:
+        if self.total_request_count:
             overlap_tokens = expected_tokens
-            if self.mean_remaining_tokens < overlap_tokens:  # those who run may be gone before it is
-                overlap_tokens *= 2.0 * self.mean_remaining_tokens / (self.mean_remaining_tokens + overlap_tokens)
-            decode_s += overlap_tokens * (self.shared_step_s + self.concurrent_requests * context_s)
+            if self.mean_remaining_output_tokens < overlap_tokens:  # those who run may be gone before it is
+                overlap_tokens *= (
+                    2.0 * self.mean_remaining_output_tokens / (self.mean_remaining_output_tokens + overlap_tokens)
+                )
+            decode_s += overlap_tokens * (self.mutual_step_delay_s + self.total_request_count * context_s)
         return decode_s
 
-    def added_decode_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
+    def estimate_added_decode_s(self, prompt_tokens: int, expected_tokens: float) -> float:
         """What such an answer adds to the steps of others."""
         return expected_tokens * (
             self.decode_request_s + self.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
         )
 
-    def record_wait(self, waited_s: float, expected_s: float, now: float) -> None:
+    def learn_max_num_seqs(self, waited_s: float, expected_s: float, now: float) -> None:
         """A request got its first token after so long. Where one after the other waits far longer than its prefill
         takes, and then begins just as another ends, always beside as many others: those are all slots."""
         if self.has_reported_max_num_seqs:
             return
         if self.decode_requests > self.max_num_seqs:
             self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
-            self.slot_votes.clear()
-        if waited_s > SLOT_WAIT_RATIO * expected_s + 1.0 and now - self.ended_s < 0.1 + 3.0 * self.step_s:
-            votes = self.slot_votes
+            self.slot_count_votes.clear()
+        if waited_s > SLOT_WAIT_RATIO * expected_s + 1.0 and now - self.last_request_end_s < 0.1 + 3.0 * self.step_s:
+            votes = self.slot_count_votes
             votes.append(self.decode_requests)
             votes_max = max(votes)
             if len(votes) == SLOT_VOTES and votes_max - min(votes) <= max(1, votes_max // 32):
                 self.max_num_seqs = votes_max
 
-    def drain_seconds(self, share: float) -> float:
+    def estimate_drain_s(self, share: float) -> float:
         """Until such a share (1: all) of what runs here has ended."""
-        return share * self.mean_remaining_tokens * self.step_s if self.concurrent_requests else 0.0
+        return share * self.mean_remaining_output_tokens * self.step_s if self.total_request_count else 0.0
 
     @property
     def external_load(self) -> ExternalLoad | None:
         """What its engine says that others have here."""
         return self.reported_load.trusted_external if self.reported_load is not None else None
 
-    def external_peer_load(self) -> PeerLoad | None:
+    def make_external_peer_load(self) -> PeerLoad | None:
         """That, as if another router had told it."""
         external = self.external_load
         if external is None or self.reported_load is None:
@@ -420,71 +431,80 @@ class Target:
             oldest_prefill_s=mean_prefill_s,
             oldest_routed_s=math.inf,  # when it began is not known: it makes no progress, and is never late
             decode_requests=external.running,
-            decode_context=external.kv_tokens,
+            decode_context_tokens=external.kv_tokens,
         )
 
-    def test_expectation(self, expectation: LoadExpectation, observation: Observation) -> None:
+    def compare_with_expectation(self, expectation: LoadExpectation, observation: Observation) -> None:
         """An answer has ended: were its steps as long as ours make them, or as the engine's report would?"""
         step_s = self.service.step_s + self.decode_request_s * observation.decode_requests
-        step_s += self.decode_context_s * observation.decode_context
+        step_s += self.decode_context_s * observation.decode_context_tokens
         without_s = observation.steps * step_s + self.prefill_rate * observation.uncached_tokens
         if self.reported_load is not None:
             self.reported_load.record_wait(
                 observation.elapsed_s, without_s, without_s + observation.steps * expectation.added_step_s
             )
 
-    def update_totals(self, now: float) -> None:
+    def advance_work_totals(self, now: float) -> None:
         """Bring the totals over time up to now, before the counts change."""
         totals, peer_load = self.work_totals, self.peer_load
-        elapsed_s = now - totals.at_s
+        elapsed_s = now - totals.updated_s
         if elapsed_s <= 0.0:
             return
-        totals.at_s = now
-        requests, context = self.decode_requests, self.context_tokens
+        totals.updated_s = now
+        requests, context = self.decode_requests, self.decode_context_tokens
         if peer_load is not None:
             requests += peer_load.decode_requests
-            context += peer_load.decode_context
+            context += peer_load.decode_context_tokens
             external = self.external_load
             if external is not None:
                 requests -= external.running
                 context -= external.kv_tokens
             totals.uncached_tokens += elapsed_s * min(peer_load.utilisation, 1.0) / self.prefill_rate
-        totals.request_seconds += elapsed_s * requests
-        totals.context_seconds += elapsed_s * context
+        totals.decode_request_seconds += elapsed_s * requests
+        totals.context_token_seconds += elapsed_s * context
 
-    def refresh_queue(self) -> None:
+    def recompute_queue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""
-        since_s, oldest_s, oldest_routed_s = self.head_since_s, 0.0, math.inf
-        if self.prefills:
-            oldest = next(iter(self.prefills.values()))
+        oldest_since_s, oldest_s, oldest_routed_s = self.oldest_prefill_since_s, 0.0, math.inf
+        if self.prefilling_requests:
+            oldest = next(iter(self.prefilling_requests.values()))
             oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
-        self.waiting_s = self.prefill_s
+        self.total_pending_prefill_s = self.own_pending_prefill_s
         peer_load = self.peer_load
-        if self.shortest_first:
-            oldest_s, oldest_routed_s = self._sort_by_remaining()
-        elif self.first_in_queue is not None:
-            self.first_in_queue, self.remaining_s, self.remaining_sums = None, [], [0.0]
+        if self.is_shortest_first:
+            oldest_s, oldest_routed_s = self._sort_by_remaining_prefill()
+        elif self.shortest_prefill is not None:
+            self.shortest_prefill, self.sorted_remaining_prefill_s, self.cumulative_remaining_prefill_s = (
+                None,
+                [],
+                [0.0],
+            )
         if peer_load is not None:
-            since_s = max(since_s, peer_load.head_since_s)
+            oldest_since_s = max(oldest_since_s, peer_load.oldest_prefill_since_s)
         if peer_load is not None and peer_load.prefill_s > 0.0:
-            self.waiting_s += peer_load.prefill_s
+            self.total_pending_prefill_s += peer_load.prefill_s
             if peer_load.oldest_routed_s < oldest_routed_s:
                 oldest_s, oldest_routed_s = peer_load.oldest_prefill_s, peer_load.oldest_routed_s
-        self.busy_since_s = max(since_s, oldest_routed_s)  # with the shortest first that is later
-        self.lead_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
-        self.oldest_prefill_s = min(oldest_s, self.waiting_s)
+        self.busy_since_s = max(oldest_since_s, oldest_routed_s)  # with the shortest first that is later
+        self.fixed_step_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
+        self.oldest_prefill_s = min(oldest_s, self.total_pending_prefill_s)
 
-    def _sort_by_remaining(self) -> tuple[float, float]:
+    def _sort_by_remaining_prefill(self) -> tuple[float, float]:
         """Put those without a first token in the order of what is left of them: (that of the first, since when)."""
-        flights = sorted(itertools.islice(self.prefills.values(), _SORTED_MAX), key=InFlightRequest.remaining_prefill_s)
-        self.first_in_queue = flights[0] if flights else None
-        self.remaining_s = [flight.remaining_prefill_s() for flight in flights]
-        self.remaining_sums = list(itertools.accumulate(self.remaining_s, initial=0.0))
-        self.waiting_s, self.queue_scale = self.remaining_sums[-1], 1.0
-        if len(flights) < len(self.prefills):
-            self.queue_scale = len(self.prefills) / len(flights)
-            self.waiting_s += max(0.0, self.prefill_s - sum(flight.prefill_s for flight in flights))
-        return (self.remaining_s[0], self.first_since_s) if flights else (0.0, math.inf)
+        requests = sorted(
+            itertools.islice(self.prefilling_requests.values(), _SORTED_PREFILLS_MAX),
+            key=InFlightRequest.remaining_prefill_s,
+        )
+        self.shortest_prefill = requests[0] if requests else None
+        self.sorted_remaining_prefill_s = [request.remaining_prefill_s() for request in requests]
+        self.cumulative_remaining_prefill_s = list(itertools.accumulate(self.sorted_remaining_prefill_s, initial=0.0))
+        self.total_pending_prefill_s, self.sorted_sample_scale = self.cumulative_remaining_prefill_s[-1], 1.0
+        if len(requests) < len(self.prefilling_requests):
+            self.sorted_sample_scale = len(self.prefilling_requests) / len(requests)
+            self.total_pending_prefill_s += max(
+                0.0, self.own_pending_prefill_s - sum(request.prefill_s for request in requests)
+            )
+        return (self.sorted_remaining_prefill_s[0], self.shortest_prefill_since_s) if requests else (0.0, math.inf)
 
 
 @dataclass(slots=True)
@@ -495,11 +515,11 @@ class PrefillInterval:
     start_s: float
     end_s: float
     uncached_tokens: int
-    quadratic: float
+    quadratic_work: float
     decode_requests: float
-    decode_context: float
+    decode_context_tokens: float
     is_usable: bool
-    steps_before: float = 0.0
+    waited_steps: float = 0.0
     """Who comes while others decode waits for half a step, on average, before its own."""
     last_step_start_s: float = 0.0
     """When its last step began, about."""
@@ -521,7 +541,7 @@ class PrefillInterval:
         """Another step belongs to it, beside so many decodes; it began when the last one ended."""
         self.last_step_start_s, count = self.end_s, self.steps + 1
         self.decode_requests += (decode_requests - self.decode_requests) / count
-        self.decode_context += (decode_context - self.decode_context) / count
+        self.decode_context_tokens += (decode_context - self.decode_context_tokens) / count
         self.steps = count
 
     def to_observation(self, step_tokens: int) -> Observation:
@@ -529,8 +549,8 @@ class PrefillInterval:
         return Observation(
             elapsed_s=self.end_s - self.start_s - self.estimated_tier_load_s,
             uncached_tokens=self.uncached_tokens,
-            quadratic=self.quadratic,
-            steps=max(float(self.steps), self.uncached_tokens / step_tokens) + self.steps_before,
+            quadratic_work=self.quadratic_work,
+            steps=max(float(self.steps), self.uncached_tokens / step_tokens) + self.waited_steps,
             decode_requests=self.decode_requests,
-            decode_context=self.decode_context,
+            decode_context_tokens=self.decode_context_tokens,
         )

@@ -21,7 +21,7 @@ from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.reported_load import MISMATCHES_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeeds
-from router.decide.target import InFlightRequest, PeerLoad, PrefillInterval, RequestPhase, Target, merge_loads
+from router.decide.target import InFlightRequest, PeerLoad, PrefillInterval, RequestPhase, Target, merge_peer_loads
 from router.index.protocol import HolderId
 
 _SAME_STEP_S: Final = 0.004
@@ -29,7 +29,7 @@ _SAME_STEP_S: Final = 0.004
 OBSERVED_STEPS_MIN: Final = 16
 """So many tokens of an answer teach what a decode step takes."""
 _SILENCE_REQUESTS_MAX: Final = 64
-_SILENCE_CHECK_S: Final = 0.01
+_SILENCE_CHECK_INTERVAL_S: Final = 0.01
 """Requests, the oldest, that are looked at so often while nothing was heard of a pool."""
 TOKEN_S_MIN: Final = 1e-4
 COUNT_TOLERANCE_TOKENS: Final = 16
@@ -48,15 +48,15 @@ class LoadTracker:
         self._service = service
         self.cost = cost
         self._learn = learn
-        self._speeds: dict[str, PoolSpeeds] = {}
+        self._speeds_by_pool: dict[str, PoolSpeeds] = {}
         """pool -> what was learned of its targets; as many as models were ever served."""
         self.targets: dict[str, Target] = {}
-        self.requests: dict[str, InFlightRequest] = {}
+        self.in_flight_requests: dict[str, InFlightRequest] = {}
         self._epoch_s: float | None = None
-        self._estimates: list[tuple[float, str]] = []
+        self._estimated_first_tokens: list[tuple[float, str]] = []
         """Heap of (estimated first token, request) of requests that do not stream."""
         self._silence_checked_s = -math.inf
-        self._peer_loads: dict[str, dict[str, PeerLoad]] = {}
+        self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """router -> target name -> load."""
         self.changed_targets: set[str] = set()
         """Names of targets whose own load changed since whoever shares it last cleared this."""
@@ -66,12 +66,12 @@ class LoadTracker:
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
         """A new target of the workers of one model (`pool`); it starts at their speed."""
-        speeds = self._speeds.get(pool)
+        speeds = self._speeds_by_pool.get(pool)
         if speeds is None:
-            speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
+            speeds = self._speeds_by_pool[pool] = PoolSpeeds(self._service, self._learn)
         target = Target(worker_id, rank, holder, speeds)
         self.targets[target.name] = target
-        self._update_peer_load(target)
+        self._merge_peer_load(target)
         return target
 
     def remove_target(self, name: str) -> None:
@@ -96,76 +96,76 @@ class LoadTracker:
     ) -> InFlightRequest:
         """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `tier_load_s`:
         to fetch what lies on slower tiers, by the configured rates."""
-        assert request_id not in self.requests, f"request {request_id} is already in flight"
-        prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
+        assert request_id not in self.in_flight_requests, f"request {request_id} is already in flight"
+        prefill_s = target.estimate_prefill_s(prompt_tokens, cached_tokens)
         target.record_queue_progress(now)
-        flight = InFlightRequest(
+        request = InFlightRequest(
             request_id=request_id,
             target=target,
-            number=target.sent_requests,
+            send_index=target.next_send_index,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
-            expected_tokens=expected_tokens,
-            expected_s=target.slowdown * (target.seconds_before(prefill_s, now) + prefill_s),
+            expected_output_tokens=expected_tokens,
+            expected_ttft_s=target.slowdown * (target.estimate_wait_before_s(prefill_s, now) + prefill_s),
             prefill_s=prefill_s,
             routed_s=now,
-            stream=stream,
+            is_streaming=stream,
             tier_load_s=tier_load_s,
         )
         if target.reported_load is not None and target.reported_load.external:
-            flight.expectation = self._expect_wait(flight, target.reported_load, now)
+            request.load_expectation = self._make_load_expectation(request, target.reported_load, now)
         if not stream:
-            heapq.heappush(self._estimates, (now + flight.expected_s, request_id))
-        target.sent_requests += 1
-        self.requests[request_id] = flight
+            heapq.heappush(self._estimated_first_tokens, (now + request.expected_ttft_s, request_id))
+        target.next_send_index += 1
+        self.in_flight_requests[request_id] = request
         self._mark_changed(target)
-        target.prefills[request_id] = flight
-        target.prefill_s += flight.prefill_s
-        target.requests += 1
-        target.pending_tokens += prompt_tokens
-        target.remaining_tokens += expected_tokens
-        target.refresh()
-        target.refresh_queue()
+        target.prefilling_requests[request_id] = request
+        target.own_pending_prefill_s += request.prefill_s
+        target.own_request_count += 1
+        target.pending_prompt_tokens += prompt_tokens
+        target.remaining_output_tokens += expected_tokens
+        target.recompute_decode_load()
+        target.recompute_queue()
         window = self.cost.utilisation_window_s
-        growth = math.exp((now - self._epoch(now)) / window)
-        target.utilisation_scaled += flight.prefill_s / window * growth
+        growth = math.exp((now - self._current_epoch_s(now)) / window)
+        target.utilisation_scaled += request.prefill_s / window * growth
         target.arrivals_scaled += growth / window
-        return flight
+        return request
 
     def record_first_token(self, request_id: str, now: float) -> InFlightRequest | None:
         """PREFILL -> DECODE, seen; None where the request is unknown or already decoding."""
-        flight = self.requests.get(request_id)
-        if flight is None or flight.phase is RequestPhase.DECODE:
+        request = self.in_flight_requests.get(request_id)
+        if request is None or request.phase is RequestPhase.DECODE:
             return None
-        if flight.expectation is not None and flight.target.reported_load is not None:
-            flight.target.reported_load.record_wait(
-                now - flight.routed_s, flight.expectation.own_only_s, flight.expectation.with_external_s
+        if request.load_expectation is not None and request.target.reported_load is not None:
+            request.target.reported_load.record_wait(
+                now - request.routed_s, request.load_expectation.own_only_s, request.load_expectation.with_external_s
             )
-            self._update_peer_load(flight.target)
-        self._observe_first_token(flight, now)
-        self._start_decode(flight, now)
-        flight.target.last_step_s = now
-        flight.target.record_wait(now - flight.routed_s, flight.expected_s, now)
-        return flight
+            self._merge_peer_load(request.target)
+        self._observe_first_token(request, now)
+        self._start_decode(request, now)
+        request.target.last_step_s = now
+        request.target.learn_max_num_seqs(now - request.routed_s, request.expected_ttft_s, now)
+        return request
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """A decoding request's context has grown to its prompt plus `output_tokens`, the last of which came `at_s`: an
         observation of what steps take, where that is known."""
-        flight = self.requests.get(request_id)
-        if flight is None or flight.phase is not RequestPhase.DECODE:
+        request = self.in_flight_requests.get(request_id)
+        if request is None or request.phase is not RequestPhase.DECODE:
             return
-        flight.output_tokens = output_tokens
-        context = flight.prompt_tokens + output_tokens
-        flight.target.context_tokens += context - flight.context_tokens
-        flight.context_tokens = context
-        flight.target.refresh()
-        target = flight.target
+        request.output_tokens = output_tokens
+        context = request.prompt_tokens + output_tokens
+        request.target.decode_context_tokens += context - request.context_tokens
+        request.context_tokens = context
+        request.target.recompute_decode_load()
+        target = request.target
         if (
             at_s is not None
-            and not target.prefills
-            and at_s - target.steps_observed_s >= target.speeds.step_observation_interval_s
+            and not target.prefilling_requests
+            and at_s - target.last_step_observation_s >= target.speeds.step_observation_interval_s
         ):
-            self._observe_steps(flight, output_tokens - flight.observed_output_tokens, at_s)
+            self._observe_steps(request, output_tokens - request.observed_output_tokens, at_s)
 
     def end_request(
         self, request_id: str, now: float, *, is_computed: bool = True, reported_cached: int | None = None
@@ -173,40 +173,42 @@ class LoadTracker:
         """Finished, failed or aborted: every count it had goes; where nothing was computed, its share of the
         utilisation too. `reported_cached`: the engine's own figure corrects what was learned from a prediction that
         was off."""
-        flight = self.requests.pop(request_id, None)
-        if flight is None:
+        request = self.in_flight_requests.pop(request_id, None)
+        if request is None:
             return
-        target = flight.target
+        target = request.target
         self._mark_changed(target)
-        target.update_totals(now)
+        target.advance_work_totals(now)
         target.record_queue_progress(now)
-        target.requests -= 1
-        target.ended_s = now
+        target.own_request_count -= 1
+        target.last_request_end_s = now
         if is_computed:
             target.last_step_s = now
         # Recomputed when empty, so that rounding never accumulates.
-        target.remaining_tokens = target.remaining_tokens - flight.expected_tokens if target.requests else 0.0
-        if flight.phase is RequestPhase.PREFILL:
-            if self._remove_from_prefill(flight):
-                target.head_since_s = now
+        target.remaining_output_tokens = (
+            target.remaining_output_tokens - request.expected_output_tokens if target.own_request_count else 0.0
+        )
+        if request.phase is RequestPhase.PREFILL:
+            if self._remove_from_prefill(request):
+                target.oldest_prefill_since_s = now
         else:
             target.decode_requests -= 1
-            target.context_tokens -= flight.context_tokens
-        target.refresh()
-        target.refresh_queue()
+            target.decode_context_tokens -= request.context_tokens
+        target.recompute_decode_load()
+        target.recompute_queue()
         if not is_computed:
             window = self.cost.utilisation_window_s
-            growth = math.exp((flight.routed_s - self._epoch(now)) / window)
-            target.utilisation_scaled = max(0.0, target.utilisation_scaled - flight.prefill_s / window * growth)
+            growth = math.exp((request.routed_s - self._current_epoch_s(now)) / window)
+            target.utilisation_scaled = max(0.0, target.utilisation_scaled - request.prefill_s / window * growth)
         if reported_cached is not None:
-            target.predicted_cached_tokens += flight.cached_tokens
+            target.predicted_cached_tokens += request.cached_tokens
             target.reported_cached_tokens += reported_cached
-            if flight.interval is not None:
-                self._correct_observation(flight, flight.interval, reported_cached)
+            if request.prefill_interval is not None:
+                self._correct_observation(request, request.prefill_interval, reported_cached)
 
     def has_free_target(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""
-        return any(t.slowdown * t.queue_s(now) <= wait_s_max for t in self.targets.values())
+        return any(t.slowdown * t.estimate_queue_s(now) <= wait_s_max for t in self.targets.values())
 
     def _mark_changed(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
@@ -216,68 +218,70 @@ class LoadTracker:
 
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
-        estimates = self._estimates
+        estimates = self._estimated_first_tokens
         while estimates and estimates[0][0] <= now:
             at_s, request_id = heapq.heappop(estimates)
-            flight = self.requests.get(request_id)
-            if flight is not None and flight.phase is RequestPhase.PREFILL and not flight.stream:
-                self._start_decode(flight, at_s)
-        if now - self._silence_checked_s >= _SILENCE_CHECK_S:
+            request = self.in_flight_requests.get(request_id)
+            if request is not None and request.phase is RequestPhase.PREFILL and not request.is_streaming:
+                self._start_decode(request, at_s)
+        if now - self._silence_checked_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_s = now
-            for speeds in self._speeds.values():
+            for speeds in self._speeds_by_pool.values():
                 if speeds.is_untrained:
                     self._check_silence(speeds, now)
 
     def _check_silence(self, speeds: PoolSpeeds, now: float) -> None:
         """Nothing was heard of a pool yet: that tells something too."""
-        oldest = itertools.islice(self.requests.values(), _SILENCE_REQUESTS_MAX)
-        targets = {flight.target.name: flight.target for flight in oldest if flight.target.speeds is speeds}
+        oldest = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
+        targets = {request.target.name: request.target for request in oldest if request.target.speeds is speeds}
         ratios = [ratio for target in targets.values() if (ratio := target.overdue_ratio(now)) is not None]
         if ratios:
-            self._update_models(next(iter(targets.values())), speeds.raise_prior(ratios))
+            self._apply_learned_models(next(iter(targets.values())), speeds.raise_prior(ratios))
 
-    def _start_decode(self, flight: InFlightRequest, now: float) -> None:
-        target = flight.target
+    def _start_decode(self, request: InFlightRequest, now: float) -> None:
+        target = request.target
         self._mark_changed(target)
         target.record_queue_progress(now)
-        self._remove_from_prefill(flight)
-        target.update_totals(now)
-        target.head_since_s = max(target.head_since_s, now)
-        flight.phase = RequestPhase.DECODE
-        flight.context_tokens = flight.prompt_tokens
+        self._remove_from_prefill(request)
+        target.advance_work_totals(now)
+        target.oldest_prefill_since_s = max(target.oldest_prefill_since_s, now)
+        request.phase = RequestPhase.DECODE
+        request.context_tokens = request.prompt_tokens
         target.decode_requests += 1
-        target.context_tokens += flight.context_tokens
-        sums = target.work_totals
-        sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
-        sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
-        if flight.stream:
-            flight.decode_start = msgspec.structs.replace(sums)
-        target.refresh()
-        target.refresh_queue()
+        target.decode_context_tokens += request.context_tokens
+        totals = target.work_totals
+        totals.uncached_tokens += request.prompt_tokens - request.cached_tokens
+        totals.quadratic_work += float(request.prompt_tokens**2 - request.cached_tokens**2)
+        if request.is_streaming:
+            request.decode_start_totals = msgspec.structs.replace(totals)
+        target.recompute_decode_load()
+        target.recompute_queue()
 
-    def _remove_from_prefill(self, flight: InFlightRequest) -> bool:
+    def _remove_from_prefill(self, request: InFlightRequest) -> bool:
         """Take a request's P off; True where it was the oldest."""
-        target = flight.target
-        was_oldest = next(iter(target.prefills)) == flight.request_id
-        del target.prefills[flight.request_id]
-        target.pending_tokens -= flight.prompt_tokens
+        target = request.target
+        was_oldest = next(iter(target.prefilling_requests)) == request.request_id
+        del target.prefilling_requests[request.request_id]
+        target.pending_prompt_tokens -= request.prompt_tokens
         # Recomputed when empty, so that rounding never accumulates.
-        target.prefill_s = target.prefill_s - flight.prefill_s if target.prefills else 0.0
+        target.own_pending_prefill_s = (
+            target.own_pending_prefill_s - request.prefill_s if target.prefilling_requests else 0.0
+        )
         return was_oldest
 
     # Utilisation -------------------------------------------------------------------------------------------------
-    def utilisation_factor(self, now: float) -> float:
+    def utilisation_decay(self, now: float) -> float:
         """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
-        return math.exp(-max(now - self._epoch(now), 0.0) / self.cost.utilisation_window_s)
+        return math.exp(-max(now - self._current_epoch_s(now), 0.0) / self.cost.utilisation_window_s)
 
     def utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
-        factor = self.utilisation_factor(now)  # first: it may rescale what it is multiplied with
+        factor = self.utilisation_decay(now)  # first: it may rescale what it is multiplied with
         return target.utilisation_scaled * factor + (
             target.peer_load.utilisation if target.peer_load is not None else 0.0
         )
 
-    def _epoch(self, now: float) -> float:
+    def _current_epoch_s(self, now: float) -> float:
         """Decay is kept as one growing factor for all; start over before it overflows."""
         window = self.cost.utilisation_window_s
         if self._epoch_s is None:
@@ -293,153 +297,162 @@ class LoadTracker:
         return self._epoch_s
 
     # Learning ----------------------------------------------------------------------------------------------------
-    def _observe_first_token(self, flight: InFlightRequest, now: float) -> None:
+    def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
         """Time from when the worker turned to this request until its first token: one observation, or part of one."""
-        if not flight.stream:
+        if not request.is_streaming:
             return
-        target = flight.target
-        if target.shortest_first:
-            is_in_turn = flight.number > target.last_answered_number
-            target.last_answered_number = max(flight.number, target.last_answered_number)
+        target = request.target
+        if target.is_shortest_first:
+            is_in_turn = request.send_index > target.last_answered_send_index
+            target.last_answered_send_index = max(request.send_index, target.last_answered_send_index)
         else:
-            is_in_turn = next(iter(target.prefills)) == flight.request_id
+            is_in_turn = next(iter(target.prefilling_requests)) == request.request_id
         is_alone = (target.peer_load is None or target.peer_load.prefill_s <= 0.0) and target.external_load is None
-        uncached_tokens = flight.prompt_tokens - flight.cached_tokens
-        quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
-        interval = target.open_interval
-        since_s = (
-            target.head_since_s if target.peer_load is None else max(target.head_since_s, target.peer_load.head_since_s)
+        uncached_tokens = request.prompt_tokens - request.cached_tokens
+        quadratic = float(request.prompt_tokens**2 - request.cached_tokens**2)
+        interval = target.open_prefill_interval
+        oldest_since_s = (
+            target.oldest_prefill_since_s
+            if target.peer_load is None
+            else max(target.oldest_prefill_since_s, target.peer_load.oldest_prefill_since_s)
         )
         joins_interval = interval is not None and now - interval.end_s <= _SAME_STEP_S
         if interval is not None and not joins_interval:
-            joins_interval = is_in_turn and interval.can_add_step(flight.routed_s, since_s, target.service.step_tokens)
+            joins_interval = is_in_turn and interval.can_add_step(
+                request.routed_s, oldest_since_s, target.service.step_tokens
+            )
             if joins_interval:
-                interval.add_step(target.decode_requests, target.context_tokens)
+                interval.add_step(target.decode_requests, target.decode_context_tokens)
         if interval is not None and joins_interval:
             interval.end_s = now
             interval.uncached_tokens += uncached_tokens
-            interval.quadratic += quadratic
-            interval.tier_load_s += flight.tier_load_s
+            interval.quadratic_work += quadratic
+            interval.tier_load_s += request.tier_load_s
             interval.is_usable = interval.is_usable and is_alone
-            flight.interval = interval
+            request.prefill_interval = interval
             return
         self.close_interval(target)
-        steps_waited = 0.5 if target.decode_requests > 0 and flight.routed_s > since_s else 0.0
-        start_s = max(since_s, flight.routed_s)
-        flight.interval = target.open_interval = PrefillInterval(
+        steps_waited = 0.5 if target.decode_requests > 0 and request.routed_s > oldest_since_s else 0.0
+        start_s = max(oldest_since_s, request.routed_s)
+        request.prefill_interval = target.open_prefill_interval = PrefillInterval(
             start_s=start_s,
             end_s=now,
             uncached_tokens=uncached_tokens,
-            quadratic=quadratic,
+            quadratic_work=quadratic,
             decode_requests=target.decode_requests,
-            decode_context=target.context_tokens,
+            decode_context_tokens=target.decode_context_tokens,
             is_usable=is_in_turn and is_alone,
-            steps_before=steps_waited,
+            waited_steps=steps_waited,
             last_step_start_s=start_s + (now - start_s) * steps_waited / (1.0 + steps_waited),
-            tier_load_s=flight.tier_load_s,
+            tier_load_s=request.tier_load_s,
         )
 
     def record_answer(self, request_id: str, reported_tokens: int | None, now: float) -> int:
         """A whole answer has come: how long it was, as the engine says within reason, or as the edge counted. From its
         first token on it took a step for each."""
-        flight = self.requests[request_id]
-        output_tokens = counted_tokens = flight.output_tokens if flight.stream else 0
+        request = self.in_flight_requests[request_id]
+        output_tokens = counted_tokens = request.output_tokens if request.is_streaming else 0
         if reported_tokens is not None:
-            output_tokens = min(reported_tokens, int((now - flight.routed_s) / TOKEN_S_MIN))
+            output_tokens = min(reported_tokens, int((now - request.routed_s) / TOKEN_S_MIN))
             if counted_tokens:
                 output_tokens = min(output_tokens, counted_tokens + counted_tokens // 4 + COUNT_TOLERANCE_TOKENS)
-        flight.output_tokens = output_tokens
-        self._observe_steps(flight, (counted_tokens or output_tokens) - flight.observed_output_tokens, now)
+        request.output_tokens = output_tokens
+        self._observe_steps(request, (counted_tokens or output_tokens) - request.observed_output_tokens, now)
         return output_tokens
 
-    def _observe_steps(self, flight: InFlightRequest, steps: int, now: float) -> None:
+    def _observe_steps(self, request: InFlightRequest, steps: int, now: float) -> None:
         """Since a stream was last looked at it took so many steps, in which its target also prefilled what had its
         first token meanwhile: an observation of what steps take."""
-        target, start = flight.target, flight.decode_start
+        target, start = request.target, request.decode_start_totals
         if start is None or steps < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
-        target.update_totals(now)
-        elapsed_s = now - start.at_s
+        target.advance_work_totals(now)
+        elapsed_s = now - start.updated_s
         if elapsed_s <= 0.0:
             return
-        observation = target.work_totals.observe_since(start, elapsed_s, steps=steps, is_complete=not target.prefills)
-        flight.decode_start = msgspec.structs.replace(target.work_totals, at_s=now)
-        flight.observed_output_tokens = flight.output_tokens
-        if flight.expectation is not None and target.reported_load is not None:
-            target.test_expectation(flight.expectation, observation)
-            self._update_peer_load(target)
-        if target.external_load is None and now - target.steps_observed_s >= target.speeds.step_observation_interval_s:
-            target.steps_observed_s = now
+        observation = target.work_totals.observe_since(
+            start, elapsed_s, steps=steps, is_complete=not target.prefilling_requests
+        )
+        request.decode_start_totals = msgspec.structs.replace(target.work_totals, updated_s=now)
+        request.observed_output_tokens = request.output_tokens
+        if request.load_expectation is not None and target.reported_load is not None:
+            target.compare_with_expectation(request.load_expectation, observation)
+            self._merge_peer_load(target)
+        if (
+            target.external_load is None
+            and now - target.last_step_observation_s >= target.speeds.step_observation_interval_s
+        ):
+            target.last_step_observation_s = now
             names, _ = target.speeds.observe(target.name, observation)
-            self._update_models(target, names)
+            self._apply_learned_models(target, names)
 
     def close_interval(self, target: Target) -> None:
         """Close the open interval and learn from it."""
-        interval = target.open_interval
-        target.open_interval = None
+        interval = target.open_prefill_interval
+        target.open_prefill_interval = None
         if interval is None or not interval.is_usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
         if interval.tier_load_s:
             observation = interval.to_observation(target.service.step_tokens)
             target.tier_load_speed.observe(
-                interval.tier_load_s, observation.elapsed_s - target.expected_seconds(observation)
+                interval.tier_load_s, observation.elapsed_s - target.predict_interval_s(observation)
             )
             interval.estimated_tier_load_s = min(
                 interval.tier_load_s * target.tier_load_speed.factor, 0.9 * observation.elapsed_s
             )
         names, interval.sample = target.speeds.observe(target.name, interval.to_observation(target.service.step_tokens))
-        self._update_models(target, names)
+        self._apply_learned_models(target, names)
 
-    def _correct_observation(self, flight: InFlightRequest, interval: PrefillInterval, reported_cached: int) -> None:
+    def _correct_observation(self, request: InFlightRequest, interval: PrefillInterval, reported_cached: int) -> None:
         """The engine reused another part of the prompt than was predicted."""
-        cached_tokens = min(max(reported_cached, 0), flight.prompt_tokens)
-        if abs(cached_tokens - flight.cached_tokens) < CORRECTION_TOKENS_MIN:
+        cached_tokens = min(max(reported_cached, 0), request.prompt_tokens)
+        if abs(cached_tokens - request.cached_tokens) < CORRECTION_TOKENS_MIN:
             return
-        interval.uncached_tokens += flight.cached_tokens - cached_tokens
-        interval.quadratic += float(flight.cached_tokens**2 - cached_tokens**2)
-        target = flight.target
+        interval.uncached_tokens += request.cached_tokens - cached_tokens
+        interval.quadratic_work += float(request.cached_tokens**2 - cached_tokens**2)
+        target = request.target
         if interval.sample is not None and self.targets.get(target.name) is target:
             observation = interval.to_observation(target.service.step_tokens)
-            self._update_models(target, target.speeds.correct(interval.sample, observation))
+            self._apply_learned_models(target, target.speeds.correct(interval.sample, observation))
             interval.sample = None  # a lesson is corrected once; steps of several corrected requests are rare
 
-    def _update_models(self, target: Target, names: list[str]) -> None:
+    def _apply_learned_models(self, target: Target, names: list[str]) -> None:
         """Give the targets of one pool what was newly learned of them."""
         for name in names:
             changed_target = self.targets.get(name)
             if changed_target is not None and changed_target.speeds is target.speeds:
                 changed_target.set_service_model(changed_target.speeds.model(name))
-                self._update_peer_load(changed_target)
+                self._merge_peer_load(changed_target)
 
     # Other routers -----------------------------------------------------------------------------------------------
-    def own_load(self, target: Target, now: float) -> PeerLoad:
+    def make_local_load(self, target: Target, now: float) -> PeerLoad:
         """This router's own part of a target's load."""
-        oldest = next(iter(target.prefills.values()), None)
-        factor = self.utilisation_factor(now)
+        oldest = next(iter(target.prefilling_requests.values()), None)
+        factor = self.utilisation_decay(now)
         return PeerLoad(
-            prefill_s=target.prefill_s,
-            prefill_requests=len(target.prefills),
+            prefill_s=target.own_pending_prefill_s,
+            prefill_requests=len(target.prefilling_requests),
             oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
             oldest_routed_s=oldest.routed_s if oldest else now,
-            head_since_s=target.head_since_s,
+            oldest_prefill_since_s=target.oldest_prefill_since_s,
             decode_requests=target.decode_requests,
-            decode_context=target.context_tokens,
+            decode_context_tokens=target.decode_context_tokens,
             utilisation=target.utilisation_scaled * factor,
             updated_s=now,
             prefill_rate=target.prefill_rate,
         )
 
-    def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, full: bool = True) -> None:
+    def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, is_full: bool = True) -> None:
         """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
         about targets that are known only: of the rest a full message will tell."""
-        previous = self._peer_loads.pop(router, {})
-        other_loads = {} if full else previous
-        new_loads = {**other_loads, **{name: load for name, load in loads.items() if full or name in self.targets}}
+        previous = self._peer_loads_by_router.pop(router, {})
+        other_loads = {} if is_full else previous
+        new_loads = {**other_loads, **{name: load for name, load in loads.items() if is_full or name in self.targets}}
         if new_loads:
-            self._peer_loads[router] = new_loads
-        for name in (previous.keys() if full else set()) | loads.keys():
+            self._peer_loads_by_router[router] = new_loads
+        for name in (previous.keys() if is_full else set()) | loads.keys():
             if name in self.targets:
-                self._update_peer_load(self.targets[name])
+                self._merge_peer_load(self.targets[name])
 
     # Engines that tell of their load -------------------------------------------------------------------------------
     def record_engine_load(self, name: str, load: EngineLoad | None, now: float, *, in_flight: int) -> None:
@@ -448,46 +461,50 @@ class LoadTracker:
         if target is None or (load is None and target.reported_load is None):
             return
         reported_load = target.reported_load = target.reported_load or ReportedLoad()
-        previous, in_flight = reported_load.trusted_external, max(in_flight, target.requests)
-        kv_tokens = target.context_tokens + target.pending_tokens - target.shared_tokens
-        for peer_loads in self._peer_loads.values():
+        previous, in_flight = reported_load.trusted_external, max(in_flight, target.own_request_count)
+        kv_tokens = target.decode_context_tokens + target.pending_prompt_tokens - target.duplicate_prompt_tokens
+        for peer_loads in self._peer_loads_by_router.values():
             if (peer := peer_loads.get(name)) is not None:
                 in_flight += peer.decode_requests + peer.prefill_requests
-                kv_tokens += peer.decode_context
+                kv_tokens += peer.decode_context_tokens
         reported_load.update(
             load,
             now,
             in_flight=in_flight,
             max_num_seqs=target.max_num_seqs,
             kv_tokens=kv_tokens,
-            capacity=target.capacity_tokens,
+            capacity=target.kv_capacity_tokens,
         )
         if reported_load.trusted_external != previous:
-            target.update_totals(now)
-            self._update_peer_load(target)
+            target.advance_work_totals(now)
+            self._merge_peer_load(target)
 
-    def _expect_wait(self, flight: InFlightRequest, reported_load: ReportedLoad, now: float) -> LoadExpectation:
+    def _make_load_expectation(
+        self, request: InFlightRequest, reported_load: ReportedLoad, now: float
+    ) -> LoadExpectation:
         """What is to be expected where the report is true, and where it is not."""
-        target, mismatches = flight.target, reported_load.mismatches
+        target, mismatches = request.target, reported_load.mismatches
         reported_load.start_test(now)
         expected = []
         for reported_load.mismatches in (MISMATCHES_MAX, 0):
-            self._update_peer_load(target)
-            first_s = target.first_token_seconds(flight.prompt_tokens, flight.cached_tokens, now)
+            self._merge_peer_load(target)
+            first_s = target.predict_ttft_s(request.prompt_tokens, request.cached_tokens, now)
             expected.append((first_s, target.step_s))
         reported_load.mismatches = mismatches
-        self._update_peer_load(target)
+        self._merge_peer_load(target)
         (own_only_s, step_s), (with_external_s, longer_s) = expected
         return LoadExpectation(own_only_s, with_external_s, longer_s - step_s)
 
-    def _update_peer_load(self, target: Target) -> None:
-        loads = [peer_loads[target.name] for peer_loads in self._peer_loads.values() if target.name in peer_loads]
-        external = target.external_peer_load()
+    def _merge_peer_load(self, target: Target) -> None:
+        loads = [
+            peer_loads[target.name] for peer_loads in self._peer_loads_by_router.values() if target.name in peer_loads
+        ]
+        external = target.make_external_peer_load()
         if external is not None:
             loads.append(external)
-        target.peer_load = merge_loads(loads, target.prefill_rate) if loads else None
-        target.refresh()
-        target.refresh_queue()
+        target.peer_load = merge_peer_loads(loads, target.prefill_rate) if loads else None
+        target.recompute_decode_load()
+        target.recompute_queue()
         for order in self.load_orders:
             order.mark_changed(target)
 
@@ -495,32 +512,40 @@ class LoadTracker:
     def check_invariants(self) -> None:
         """Every sum equals what it sums."""
         for target in self.targets.values():
-            flights = [f for f in self.requests.values() if f.target is target]
-            decoding = [f for f in flights if f.phase is RequestPhase.DECODE]
-            waiting = [f.request_id for f in flights if f.phase is RequestPhase.PREFILL]
-            assert target.requests == len(flights), f"{target.name}: {target.requests} requests, {len(flights)} known"
-            assert sorted(target.prefills) == sorted(waiting), f"{target.name}: prefills differ"
-            assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
+            requests = [f for f in self.in_flight_requests.values() if f.target is target]
+            decoding = [f for f in requests if f.phase is RequestPhase.DECODE]
+            waiting = [f.request_id for f in requests if f.phase is RequestPhase.PREFILL]
+            assert target.own_request_count == len(requests), (
+                f"{target.name}: {target.own_request_count} requests, {len(requests)} known"
+            )
+            assert sorted(target.prefilling_requests) == sorted(waiting), f"{target.name}: prefills differ"
+            assert math.isclose(
+                target.own_pending_prefill_s,
+                sum(f.prefill_s for f in target.prefilling_requests.values()),
+                abs_tol=1e-6,
+            )
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
-            assert target.pending_tokens == sum(f.prompt_tokens for f in target.prefills.values())
-            assert math.isclose(target.remaining_tokens, sum(f.expected_tokens for f in flights), abs_tol=1e-3)
+            assert target.pending_prompt_tokens == sum(f.prompt_tokens for f in target.prefilling_requests.values())
+            assert math.isclose(
+                target.remaining_output_tokens, sum(f.expected_output_tokens for f in requests), abs_tol=1e-3
+            )
             cached_values = (
                 target.slowdown,
-                target.waiting_s,
+                target.total_pending_prefill_s,
                 target.busy_since_s,
                 target.oldest_prefill_s,
-                target.shared_step_s,
+                target.mutual_step_delay_s,
             )
-            target.refresh()
-            target.refresh_queue()
+            target.recompute_decode_load()
+            target.recompute_queue()
             fresh_values = (
                 target.slowdown,
-                target.waiting_s,
+                target.total_pending_prefill_s,
                 target.busy_since_s,
                 target.oldest_prefill_s,
-                target.shared_step_s,
+                target.mutual_step_delay_s,
             )
             assert cached_values == fresh_values, (
                 f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
             )
-            assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
+            assert target.decode_context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"

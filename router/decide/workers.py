@@ -70,7 +70,7 @@ class WorkerSpec:
     max_num_seqs: int | None = None
     """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
     block_size: int | None = None
-    shortest_first: bool = False
+    is_shortest_first: bool = False
     """Of the prompts it was sent, it computes the one with the least left first; else the one that came first."""
 
 

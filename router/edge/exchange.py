@@ -251,7 +251,7 @@ class Exchange:
         if authorization is not None and not self._services.may_send_key(self.decision.worker):
             authorization = b""
         body, stream, path = self.request.pieces, self._continuation, None
-        if self.route is not None and self.route.stream and self._services.continues_streams:
+        if self.route is not None and self.route.is_streaming and self._services.continues_streams:
             stream = self._continuation = stream or build_continuation(self.request)
         if stream is not None:
             resent_body = stream.request_body_for(self._services.engine_of(self.decision.worker))
@@ -360,7 +360,7 @@ class Exchange:
         is_first_output = bool(data) and not self.progress.has_started and self._has_output(data)
         if is_first_output:
             self.progress.has_started = True
-            if self.is_in_core and self.route is not None and self.route.stream and head.status == 200:
+            if self.is_in_core and self.route is not None and self.route.is_streaming and head.status == 200:
                 proxy.perform(proxy.core.record_first_token(self.request_id, now))
         if content is not None:
             data = bytes(content)
@@ -416,7 +416,7 @@ class Exchange:
         if self.is_in_core:
             self.is_in_core = False
             refused = head.status >= 400
-            if self.route is not None and self.route.stream:
+            if self.route is not None and self.route.is_streaming:
                 self._services.core.record_progress(self.request_id, self.progress.read_count)
             # Of an answer that went on, it is about another request than the last one that was routed.
             usage = None if self._continuation is not None and self._continuation.is_continued else self.usage
@@ -450,7 +450,7 @@ class Exchange:
     def last_progress_s(self) -> float | None:
         """When the last byte came of a stream that is in its middle; None where none is to be expected."""
         streams = (
-            self.progress.has_started and not self._is_client_paused and self.route is not None and self.route.stream
+            self.progress.has_started and not self._is_client_paused and self.route is not None and self.route.is_streaming
         )
         return self.progress.last_byte_s if streams and not self.is_done else None
 

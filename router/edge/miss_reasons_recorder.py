@@ -169,7 +169,7 @@ class MissReasonsRecorder:
         usage, route, completion_tokens = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
             completion_tokens = usage.completion_tokens
-        elif route is not None and route.stream:
+        elif route is not None and route.is_streaming:
             completion_tokens = exchange.progress.read_count
         ended = usage, completion_tokens, self._proxy.now(), exchange.is_sampled
         if isinstance(found, PromptComparison):

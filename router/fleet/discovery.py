@@ -64,7 +64,7 @@ class WorkerFlag:
     cache_tokens: int | None = None
     seats: int | None = None
     """Sequences it runs at once; engines do not tell."""
-    shortest_first: bool | None = None
+    is_shortest_first: bool | None = None
     """`prefill_order=shortest`: which of its prompts it computes first; None: as it tells, else in their order."""
     reannounces: bool = False
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
@@ -93,7 +93,7 @@ class WorkerFacts:
     """model -> what the worker loaded it from: a folder, or a name on a hub."""
     engine: str = ""
     host_tokens: int | None = None
-    shortest_first: bool = False
+    is_shortest_first: bool = False
     is_asleep: bool = False
 
 
@@ -175,7 +175,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         roles=frozenset(filter(None, values.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
         seats=int(seats) if seats is not None else None,
-        shortest_first=None if order is None else order == "shortest",
+        is_shortest_first=None if order is None else order == "shortest",
         reannounces=values.get("reannounce") == "1",
         sends_api_key=values.get("send_key", "1") == "1",
         model=values.get("model", ""),
@@ -254,7 +254,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         host_tokens=facts.host_tokens,
         max_num_seqs=flag.seats,
         block_size=facts.block_size,
-        shortest_first=facts.shortest_first if flag.shortest_first is None else flag.shortest_first,
+        is_shortest_first=facts.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
     )
 
 

@@ -49,10 +49,10 @@ class TargetLoad(msgspec.Struct, array_like=True):
     prefill_s: Amount
     oldest_prefill_s: Amount
     oldest_routed_age: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-    head_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
+    oldest_prefill_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
     """Infinite where the target was never busy."""
     decode_requests: Count
-    decode_context: Count
+    decode_context_tokens: Count
     utilisation: Amount
     prefill_requests: Count = 0
     prefill_rate: Amount | None = None
@@ -167,7 +167,7 @@ class PeerLoads:
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _peer_load(load, now) for load in message.loads}
-        self._tracker.set_peer_loads(message.router, loads, full=message.full or is_restarted)
+        self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
@@ -179,15 +179,15 @@ class PeerLoads:
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _load(self, name: str, now: float) -> TargetLoad:
-        load = self._tracker.own_load(self._tracker.targets[name], now)
+        load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,
             load.prefill_s,
             load.oldest_prefill_s,
             now - load.oldest_routed_s,
-            now - load.head_since_s,
+            now - load.oldest_prefill_since_s,
             load.decode_requests,
-            load.decode_context,
+            load.decode_context_tokens,
             load.utilisation,
             load.prefill_requests,
             load.prefill_rate,
@@ -205,9 +205,9 @@ def _peer_load(load: TargetLoad, now: float) -> PeerLoad:
         prefill_requests=load.prefill_requests,
         oldest_prefill_s=load.oldest_prefill_s,
         oldest_routed_s=now - load.oldest_routed_age,
-        head_since_s=now - load.head_since_age,
+        oldest_prefill_since_s=now - load.oldest_prefill_since_age,
         decode_requests=load.decode_requests,
-        decode_context=load.decode_context,
+        decode_context_tokens=load.decode_context_tokens,
         utilisation=load.utilisation,
         updated_s=now,
         prefill_rate=load.prefill_rate,

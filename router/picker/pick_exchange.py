@@ -98,7 +98,7 @@ class PickExchange(Exchange):
         if caller.allowed_endpoints is not None:
             route.allowed_workers = picking.endpoints.workers_at(caller.allowed_endpoints)
         if not caller.sees_response_body:
-            route.stream = route.stream and self._services.core.registry.is_blockcast(route.model)
+            route.is_streaming = route.is_streaming and self._services.core.registry.is_blockcast(route.model)
 
     def forward(self, decision: Decision) -> None:
         """Tell Envoy where to; once."""
@@ -192,7 +192,7 @@ class PickExchange(Exchange):
         if self.is_in_core:
             self.is_in_core = False
             core, now = self._services.core, self._services.now()
-            if self.route is not None and self.route.stream and self._envoy.sees_response_body:
+            if self.route is not None and self.route.is_streaming and self._envoy.sees_response_body:
                 core.record_progress(self.request_id, self.progress.read_count)
             self._services.perform(core.finish_request(self.request_id, self.usage, now, is_error=self._status >= 400))
 
@@ -217,7 +217,7 @@ class PickExchange(Exchange):
 
     def _record_first_token(self, now: float) -> None:
         self.progress.has_started = True
-        if self.is_in_core and self.route is not None and self.route.stream:
+        if self.is_in_core and self.route is not None and self.route.is_streaming:
             self._services.perform(self._services.core.record_first_token(self.request_id, now))
         self._services.notify_first_byte(self.request_id)
 
@@ -230,7 +230,7 @@ class PickExchange(Exchange):
             self._envoy.sees_response_body
             and self.progress.has_started
             and self.route is not None
-            and self.route.stream
+            and self.route.is_streaming
         )
         return self.progress.last_byte_s if streams and not self.is_done else None
 

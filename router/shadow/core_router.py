@@ -78,7 +78,7 @@ class CoreRouter(Router):
                 models=(ServedModel(MODEL, MODEL),),
                 cache_tokens=None if blocks is None else blocks * cluster.workload.block,
                 host_tokens=int((blocks or 0) * cluster.config.host_memory_ratio) * cluster.workload.block,
-                shortest_first=cluster.config.limits.shortest_first and self._knows_order,
+                is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]

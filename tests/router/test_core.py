@@ -111,7 +111,7 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
     (refusal,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
     assert refusal.status == 502
-    assert not core.tracker.requests
+    assert not core.tracker.in_flight_requests
 
 
 def test_nothing_is_retried_after_the_first_byte() -> None:
@@ -119,7 +119,7 @@ def test_nothing_is_retried_after_the_first_byte() -> None:
     core.route(request("r", [1, 2, 3]), 0.0)
     core.record_first_token("r", 0.1)
     assert core.fail_attempt("r", FailureKind.STREAM, 0.2) == []
-    assert not core.tracker.requests
+    assert not core.tracker.in_flight_requests
 
 
 def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
@@ -171,7 +171,7 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     assert sent_to(retry) != first
     assert core.workers[first].failures == 0
     assert core.move_request("s", 1.0) == [], "the budget is used up"
-    assert core.tracker.requests["s"].target.worker_id == other
+    assert core.tracker.in_flight_requests["s"].target.worker_id == other
     core.record_first_token("r", 2.0)
     assert core.move_request("r", 2.0) == []
     assert core.move_request("unknown", 2.0) == []
@@ -187,7 +187,7 @@ def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
     """How long a whole answer takes is its client's choice, and so is a silent stream beside others that move."""
     core, _ = make("a")
     for number in range(5):
-        core.route(request(f"r{number}", [number], stream=stream), 0.0)
+        core.route(request(f"r{number}", [number], is_streaming=stream), 0.0)
     if others_heard:
         core.route(request("other", [9]), 0.0)
         core.record_first_token("other", 3.0)
@@ -364,7 +364,7 @@ def test_explain_changes_nothing_and_agrees_with_route() -> None:
     assert not isinstance(explanation, Refuse)
     assert [t.worker for t in explanation.candidates] == ["c", "a"]
     assert explanation.not_eligible == {"b": "draining"}
-    assert not core.tracker.requests
+    assert not core.tracker.in_flight_requests
     assert not index.pins
     result = core.route(request("r", prompt), 0.0, explain=True)
     assert isinstance(result, Forward)
@@ -592,7 +592,7 @@ class Books(RuleBasedStateMachine):
         prompt = None if blind else [family] * min(tokens, 12)
         changes = {"prompt_tokens": tokens} if blind else {}
         changes |= {"tenant": str(tokens % 3), "ttft_s_max": ttft_s}
-        new = request(f"r{self.count}", prompt, stream=stream, priority=priority, **changes)
+        new = request(f"r{self.count}", prompt, is_streaming=stream, priority=priority, **changes)
         self.apply([self.core.route(new, self.now)])
 
     @precondition(lambda self: "sent" in self.open.values())
@@ -639,13 +639,13 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), is_stalled=st.booleans())
     def move(self, data: st.DataObject, is_stalled: bool) -> None:
         request_id = self.pick(data)
-        before = self.core.tracker.requests[request_id]
+        before = self.core.tracker.in_flight_requests[request_id]
         instructions = self.core.move_request(request_id, self.now, is_stalled=is_stalled)
         if instructions:
             assert request_id not in self.streaming_ids
             assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
         else:
-            assert self.core.tracker.requests[request_id] is before
+            assert self.core.tracker.in_flight_requests[request_id] is before
         self.apply(instructions)
 
     @rule(name=st.sampled_from(NAMES), change=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
@@ -680,7 +680,7 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.core.check_invariants()
-        assert set(self.core.tracker.requests) == {r for r, state in self.open.items() if state == "sent"}
+        assert set(self.core.tracker.in_flight_requests) == {r for r, state in self.open.items() if state == "sent"}
         for request_id, queued_s in self.queued_since.items():
             assert self.now - queued_s <= 3.0 + 0.05, f"{request_id} has been held for too long"
 
@@ -695,11 +695,11 @@ class Books(RuleBasedStateMachine):
             self.apply(end)
         self.core.tick(self.now + 10.0)
         self.core.check_invariants()
-        assert not self.core.tracker.requests
+        assert not self.core.tracker.in_flight_requests
         assert not self.index.pins
         for target in self.core.tracker.targets.values():
-            assert (target.requests, target.decode_requests, target.context_tokens) == (0, 0, 0)
-            assert target.prefill_s == 0.0
+            assert (target.own_request_count, target.decode_requests, target.decode_context_tokens) == (0, 0, 0)
+            assert target.own_pending_prefill_s == 0.0
         snapshot = self.core.snapshot(self.now + 10.0)
         assert (snapshot.queued_requests, snapshot.in_flight) == (0, 0)
 

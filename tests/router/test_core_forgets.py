@@ -40,7 +40,9 @@ def play(core: RouterCore, first: int, count: int) -> None:
     """Ten prompts again and again; requests end, are given up, fail and are refused by turns."""
     for i in range(first, first + count):
         now, name, prompt = float(i), f"r{i}", [i % 10] * 300
-        route_request = request(name, prompt, output_tokens_max=4, stream=True, session=f"s{i % 7}", tenant=f"t{i % 3}")
+        route_request = request(
+            name, prompt, output_tokens_max=4, is_streaming=True, session=f"s{i % 7}", tenant=f"t{i % 3}"
+        )
         if not isinstance(core.route(route_request, now), Forward):
             raise AssertionError(f"{name} was not sent")
         if i % 11 == 0:

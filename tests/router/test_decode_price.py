@@ -73,7 +73,7 @@ def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> N
         now = i * 0.05
         send(core, make_request(f"r{i}", i), now)
         core.record_first_token(f"r{i}", now + 0.04)
-    running = [target.requests for target in core.tracker.targets.values()]
+    running = [target.own_request_count for target in core.tracker.targets.values()]
     assert max(running) <= 1.25 * 50, running
 
 
@@ -212,11 +212,11 @@ def test_a_worker_that_reports_nothing_is_spread_over_all_the_same() -> None:
     """No usage, no stream, no capacity: what is in flight is known all the same."""
     core, now = pool(), 0.0
     for i in range(40):
-        send(core, make_request(f"r{i}", i, stream=False), now)
+        send(core, make_request(f"r{i}", i, is_streaming=False), now)
         now += 5.0
         core.finish_request(f"r{i}", None, now)
         core.check_invariants()
-    spread = burst(core, now, stream=False)
+    spread = burst(core, now, is_streaming=False)
     assert len(spread) == 8
     assert max(spread.values()) <= 16, spread
 
@@ -237,16 +237,16 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
         core.check_invariants()
     for target in core.tracker.targets.values():
         counters = (
-            target.requests,
-            target.remaining_tokens,
-            target.pending_tokens,
-            target.context_tokens,
-            target.shared_tokens,
+            target.own_request_count,
+            target.remaining_output_tokens,
+            target.pending_prompt_tokens,
+            target.decode_context_tokens,
+            target.duplicate_prompt_tokens,
         )
         assert counters == (0, 0.0, 0, 0, 0)
-        assert target.running_chunks is not None
-        assert not target.running_chunks.counts()
-        assert target.free_tokens == 20_000
+        assert target.running_chunk_counts is not None
+        assert not target.running_chunk_counts.counts()
+        assert target.free_kv_tokens == 20_000
 
 
 def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
@@ -275,7 +275,7 @@ def test_room_comes_when_a_request_ends_whole() -> None:
         decision = core.explain(RouteRequest("x", "m", SCOPE, [77] * length, length), 2.0)
         terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
         waits.append(terms["w0"].memory_wait_s)
-        assert terms["w0"].memory_wait_s == core.tracker.targets["w0"].drain_seconds(0.5)
+        assert terms["w0"].memory_wait_s == core.tracker.targets["w0"].estimate_drain_s(0.5)
     assert waits[0] == waits[1] > 0.0
 
 

@@ -73,7 +73,7 @@ def test_two_routers_see_what_one_would(
         books, targets = pair[i]
         for target, single_target in zip(targets, all_targets):
             at = now + offset[i]
-            in_flight = target.requests + (
+            in_flight = target.own_request_count + (
                 target.peer_load.prefill_requests + target.peer_load.decode_requests if target.peer_load else 0
             )
             assert in_flight == single_target.requests
@@ -84,7 +84,7 @@ def test_two_routers_see_what_one_would(
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
             late_s = target.OVERDUE_SHARE * 0.05 * len(steps)
-            assert target.queue_s(at) == pytest.approx(single_target.queue_s(now), rel=1e-3, abs=0.06 + late_s)
+            assert target.estimate_queue_s(at) == pytest.approx(single_target.queue_s(now), rel=1e-3, abs=0.06 + late_s)
 
 
 def test_work_is_told_whatever_each_learned() -> None:
@@ -98,11 +98,11 @@ def test_work_is_told_whatever_each_learned() -> None:
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     PeerLoads(my_tracker, "me").apply_message(message, 0.0)
-    assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
+    assert targets[0].estimate_queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
-    assert targets[0].queue_s(60.0) == pytest.approx(late_s)
+    assert targets[0].estimate_queue_s(60.0) == pytest.approx(late_s)
     assert targets[0].peer_load is not None
-    assert targets[0].peer_load.utilisation == pytest.approx(targets[0].prefill_seconds(8000, 0) / 60.0)
+    assert targets[0].peer_load.utilisation == pytest.approx(targets[0].estimate_prefill_s(8000, 0) / 60.0)
 
 
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
@@ -132,13 +132,13 @@ def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", PeerConfig(heartbeat_s=1.0))
     their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     loads.apply_message(other.next_message(0.0) or b"", 0.0)
-    assert targets[0].waiting_s > 0.0
+    assert targets[0].total_pending_prefill_s > 0.0
     their_tracker.end_request("a", 0.1)
     assert other.next_message(0.1) is not None, "this one is lost"
     full = other.next_message(1.1)
     assert full is not None
     loads.apply_message(full, 1.1)
-    assert targets[0].waiting_s == 0.0
+    assert targets[0].total_pending_prefill_s == 0.0
 
 
 def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
@@ -186,7 +186,7 @@ def test_over_real_sockets() -> None:
         second.exchange_loads(time.monotonic())
         time.sleep(0.01)
     assert second_targets[1].peer_load is not None
-    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_s)
+    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].own_pending_prefill_s)
     first.close()
     second.close()
 

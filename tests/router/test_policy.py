@@ -50,7 +50,7 @@ def price(
 ) -> KvCost:
     return KvCost(
         targets, cached_tokens, None, prompt_tokens=tokens, expected_tokens=expected,
-        utilisation_factor=tracker.utilisation_factor(now), now=now,
+        utilisation_factor=tracker.utilisation_decay(now), now=now,
         config=CONFIG, queued_s=queued_s,
     )  # fmt: skip
 
@@ -157,17 +157,21 @@ def test_all_seats_taken_is_a_wait() -> None:
 
 def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:
     tracker, (target,) = tracker_of(1)
-    p = target.prefill_seconds(1000, 0)
+    p = target.estimate_prefill_s(1000, 0)
     tracker.add_request("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
     tracker.add_request("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
     lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
-    assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slowdown)
-    assert target.queue_s(0.004) == pytest.approx(2 * p), "not begun"
+    assert target.estimate_queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slowdown)
+    assert target.estimate_queue_s(0.004) == pytest.approx(2 * p), "not begun"
     progress = (100.0 - 0.01 + 0.01 - lead) / target.slowdown
-    assert target.queue_s(100.0) == pytest.approx(p + 0.2 * progress), "not done after so long: it will take longer"
+    assert target.estimate_queue_s(100.0) == pytest.approx(p + 0.2 * progress), (
+        "not done after so long: it will take longer"
+    )
     tracker.record_first_token("a", 50.0)
-    assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
-    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_s) / target.slowdown)
+    assert target.estimate_queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
+    assert target.estimate_queue_s(50.05) == pytest.approx(
+        p - (0.05 - (1 - p / 0.2048) * target.step_s) / target.slowdown
+    )
 
 
 def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
@@ -182,12 +186,12 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
     assert rests == pytest.approx([step_s - 0.002, step_s - 0.009, 0.0]), "who has nothing to do begins at once"
     assert cost.terms(0, 0).cost - cost.terms(1, 0).cost == pytest.approx(0.007)
     tracker.end_request("a", 1.0125)
-    assert targets[0].step_wait_seconds(1.0125) == 0.0
-    assert targets[1].step_wait_seconds(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
+    assert targets[0].estimate_step_wait_s(1.0125) == 0.0
+    assert targets[1].estimate_step_wait_s(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
     tracker.add_request("c", targets[1], prompt_tokens=100, cached_tokens=0, stream=True, now=1.5)
-    assert targets[1].step_wait_seconds(1.5) == 0.0, "the step that runs has its prompt: it is in the queue"
+    assert targets[1].estimate_step_wait_s(1.5) == 0.0, "the step that runs has its prompt: it is in the queue"
     tracker.end_request("c", 1.51, is_computed=False)
-    assert targets[1].step_wait_seconds(1.511) == pytest.approx(step_s / 2), "what failed shows no step"
+    assert targets[1].estimate_step_wait_s(1.511) == pytest.approx(step_s / 2), "what failed shows no step"
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
@@ -201,7 +205,7 @@ def test_beta_is_what_later_requests_will_wait() -> None:
 def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
     """A backlog on one of two workers is none of the pool's: prefill on the idle one stays cheap."""
     tracker, targets = tracker_of(2)
-    p = targets[0].prefill_seconds(2000, 0)
+    p = targets[0].estimate_prefill_s(2000, 0)
     idle = price(tracker, targets, [0, 0], 1000, 0.0)
     for k in range(5):
         tracker.add_request(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
@@ -231,8 +235,10 @@ def test_slower_tiers_cost_their_load() -> None:
 
 def test_another_routers_load_counts() -> None:
     tracker, targets = tracker_of(2)
-    load = PeerLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
-    tracker.set_peer_loads("other", {"w0": load}, full=False)
+    load = PeerLoad(
+        prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, oldest_prefill_since_s=9.5, decode_requests=4
+    )
+    tracker.set_peer_loads("other", {"w0": load}, is_full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
     assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
     assert targets[0].slowdown > targets[1].slowdown
@@ -277,8 +283,8 @@ def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
     tracker.add_request("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
-    tracker.set_peer_loads("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
-    tracker.set_peer_loads("other", {"w2": PeerLoad(decode_requests=3)}, full=False)
+    tracker.set_peer_loads("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, is_full=False)
+    tracker.set_peer_loads("other", {"w2": PeerLoad(decode_requests=3)}, is_full=False)
     assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 
 

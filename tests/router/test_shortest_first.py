@@ -29,13 +29,13 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
     for target in targets:
-        target.shortest_first = True
-        target.refresh_queue()
+        target.is_shortest_first = True
+        target.recompute_queue()
     return tracker, targets
 
 
 def price(tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float) -> KvCost:
-    factor = tracker.utilisation_factor(now)
+    factor = tracker.utilisation_decay(now)
     return KvCost(
         targets, cached_tokens, None, prompt_tokens=tokens, utilisation_factor=factor, now=now, config=CostConfig()
     )
@@ -50,14 +50,14 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     tracker, (target,) = tracker_of(1)
     for i, tokens in enumerate(other_tokens):
         tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
-    lefts = sorted(target.prefill_seconds(tokens, 0) for tokens in other_tokens)
-    own_s, wait_s = target.prefill_seconds(own_tokens, 0), target.queue_s(elapsed_s)
+    lefts = sorted(target.estimate_prefill_s(tokens, 0) for tokens in other_tokens)
+    own_s, wait_s = target.estimate_prefill_s(own_tokens, 0), target.estimate_queue_s(elapsed_s)
     if lefts:  # by how much the first is done is what `queue_s` says
-        lefts[0] -= target.prefill_s - wait_s
-    before_s, overtaken_count = target.shortest_first_place(own_s, wait_s)
+        lefts[0] -= target.own_pending_prefill_s - wait_s
+    before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, wait_s)
     assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
-    assert target.seconds_before(own_s, elapsed_s) == pytest.approx(before_s)
+    assert target.estimate_wait_before_s(own_s, elapsed_s) == pytest.approx(before_s)
     cost = price(tracker, [target], [0], own_tokens, elapsed_s)
     terms = cost.terms(0, 0)
     assert terms.queue_s == pytest.approx(before_s)
@@ -74,8 +74,8 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 0
     assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose(0) == 1
     for target in targets:
-        target.shortest_first = False
-        target.refresh_queue()
+        target.is_shortest_first = False
+        target.recompute_queue()
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 1
 
 
@@ -85,12 +85,12 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
     sizes = [500 + 61 * (i * 37 % 100) for i in range(count)]
     for i, tokens in enumerate(sizes):
         tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
-    assert target.queue_s(0.0) == pytest.approx(target.prefill_s)
-    assert len(target.remaining_s) == 128
+    assert target.estimate_queue_s(0.0) == pytest.approx(target.own_pending_prefill_s)
+    assert len(target.sorted_remaining_prefill_s) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
-        own_s = target.prefill_seconds(prompt_tokens, 0)
-        before_s, overtaken_count = target.shortest_first_place(own_s, target.queue_s(0.0))
-        truth = [s for tokens in sizes if (s := target.prefill_seconds(tokens, 0)) <= own_s]
+        own_s = target.estimate_prefill_s(prompt_tokens, 0)
+        before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, target.estimate_queue_s(0.0))
+        truth = [s for tokens in sizes if (s := target.estimate_prefill_s(tokens, 0)) <= own_s]
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
         assert overtaken_count == pytest.approx(count - len(truth), rel=0.12)
     tracker.check_invariants()
@@ -113,8 +113,8 @@ def test_what_other_routers_sent_counts_by_its_mean() -> None:
     tracker, (target,) = tracker_of(1)
     load = PeerLoad(prefill_s=6.0, prefill_requests=3, oldest_prefill_s=2.0, updated_s=0.0)
     tracker.set_peer_loads("other", {target.name: load})
-    assert target.shortest_first_place(1.0, target.queue_s(0.0)) == (0.0, 3)
-    assert target.shortest_first_place(2.5, target.queue_s(0.0)) == (6.0, 0)
+    assert target.estimate_shortest_first_wait(1.0, target.estimate_queue_s(0.0)) == (0.0, 3)
+    assert target.estimate_shortest_first_wait(2.5, target.estimate_queue_s(0.0)) == (6.0, 0)
 
 
 @given(
@@ -127,7 +127,7 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     tracker, (target,) = tracker_of(1, learn=True)
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if operation in ("route", "blind") and name not in tracker.requests:
+        if operation in ("route", "blind") and name not in tracker.in_flight_requests:
             tracker.add_request(
                 name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
             )
@@ -136,38 +136,43 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         elif operation == "end":
             tracker.end_request(name, now)
         elif operation == "turn":  # its engine was restarted with the other order
-            target.shortest_first = not target.shortest_first
-            target.refresh_queue()
+            target.is_shortest_first = not target.is_shortest_first
+            target.recompute_queue()
         tracker.advance(now)
         tracker.check_invariants()
-        assert target.queue_s(now) >= 0.0
-        if target.shortest_first:
-            flights = target.prefills.values()
-            assert target.remaining_s == sorted(flight.remaining_prefill_s() for flight in flights)
+        assert target.estimate_queue_s(now) >= 0.0
+        if target.is_shortest_first:
+            flights = target.prefilling_requests.values()
+            assert target.sorted_remaining_prefill_s == sorted(flight.remaining_prefill_s() for flight in flights)
             assert all(0.05 * f.prefill_s <= f.remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
-            before_s, overtaken_count = target.shortest_first_place(
-                target.prefill_seconds(tokens, 0), target.queue_s(now)
+            before_s, overtaken_count = target.estimate_shortest_first_wait(
+                target.estimate_prefill_s(tokens, 0), target.estimate_queue_s(now)
             )
-            assert 0.0 <= before_s <= target.queue_s(now) + 1e-9
+            assert 0.0 <= before_s <= target.estimate_queue_s(now) + 1e-9
             assert overtaken_count <= len(flights)
-    for name in list(tracker.requests):
+    for name in list(tracker.in_flight_requests):
         tracker.end_request(name, 1e6)
-    assert (target.requests, target.prefill_s, target.remaining_s, target.waiting_s) == (0, 0.0, [], 0.0)
+    assert (
+        target.own_request_count,
+        target.own_pending_prefill_s,
+        target.sorted_remaining_prefill_s,
+        target.total_pending_prefill_s,
+    ) == (0, 0.0, [], 0.0)
 
 
 def test_what_was_done_before_another_went_first_is_remembered() -> None:
     tracker, (target,) = tracker_of(1)
     tracker.add_request("long", target, prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
-    p = target.prefill_seconds(40_000, 0)
+    p = target.estimate_prefill_s(40_000, 0)
     tracker.add_request("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
     tracker.record_first_token("short", 3.2)
-    assert target.remaining_s == [pytest.approx(p - 3.0, rel=0.1)]
+    assert target.sorted_remaining_prefill_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:
     def core_of(*, shortest: bool, fair: bool) -> RouterCore:
         core = RouterCore(make_index(), CoreConfig(queue=QueueConfig(fair=fair)), seed=0)
-        core.add_worker(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), shortest_first=shortest), 0.0)
+        core.add_worker(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), is_shortest_first=shortest), 0.0)
         return core
 
     def second(core: RouterCore) -> object:
@@ -192,8 +197,8 @@ def test_the_engine_tells_and_an_operator_knows_better() -> None:
         ("url=http://a,prefill_order=arrival", True, False),
         ("url=http://a,prefill_order=shortest", False, True),
     ):
-        facts = WorkerFacts(True, shortest_first=reported_order)
-        assert worker_spec(parse_worker_flag(flag), facts).shortest_first is expected
+        facts = WorkerFacts(True, is_shortest_first=reported_order)
+        assert worker_spec(parse_worker_flag(flag), facts).is_shortest_first is expected
     with pytest.raises(ConfigError, match="prefill_order='longest', expected arrival or shortest"):
         parse_worker_flag("url=http://a,prefill_order=longest")
 
@@ -202,7 +207,7 @@ def test_a_worker_that_comes_back_with_the_other_order_is_priced_by_it() -> None
     core = RouterCore(make_index(), CoreConfig(), seed=0)
     spec = WorkerSpec("w", "http://w", (ServedModel("m", "m"),))
     for shortest, order in ((False, "arrival"), (True, "shortest"), (False, "arrival")):
-        core.add_worker(WorkerSpec(spec.worker_id, spec.url, spec.models, shortest_first=shortest), 0.0)
+        core.add_worker(WorkerSpec(spec.worker_id, spec.url, spec.models, is_shortest_first=shortest), 0.0)
         (row,) = core.snapshot(0.0).workers
         assert row.prefill_order == order
 

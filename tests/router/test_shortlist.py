@@ -64,9 +64,9 @@ def bound(core: RouterCore, decision: Decision) -> float:
     slows = [target.slowdown for target in targets]
     (order,) = core.tracker.load_orders
     prompt, answer = int(order.typical.prompt_tokens), order.typical.answer_tokens
-    typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed_tokens))
-    weighed_s = (1.0 + decision.terms.congestion) * targets[0].prefill_seconds(length, 0)
-    differ = [t.decode_seconds(length, expected) - t.decode_seconds(prompt, answer) for t in targets]
+    typical_s = targets[0].estimate_prefill_s(prompt, prompt - int(order.typical.computed_tokens))
+    weighed_s = (1.0 + decision.terms.congestion) * targets[0].estimate_prefill_s(length, 0)
+    differ = [t.estimate_decode_s(length, expected) - t.estimate_decode_s(prompt, answer) for t in targets]
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
         + config.decode_weight * (max(differ) - min(differ))
@@ -192,8 +192,8 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         now += 30.0
         core.route(make_request(f"late{i}", 1, rng), now)
         order.check_invariants()
-    order.update(core.tracker.utilisation_factor(now))  # the last one's load too
-    fresh = sorted(order._sort_key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
+    order.update(core.tracker.utilisation_decay(now))  # the last one's load too
+    fresh = sorted(order._sort_key(target, core.tracker.utilisation_decay(now)) for target in order.targets.values())
     sort_keys = [key for key, _ in order._order]
     assert sort_keys == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)

@@ -23,12 +23,12 @@ def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
 def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None:
     tracker, target = make()
     tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
-    due = target.slowdown * target.prefill_seconds(10_000, 0)
+    due = target.slowdown * target.estimate_prefill_s(10_000, 0)
     tracker.advance(due * 0.99)
-    assert tracker.requests["a"].phase is RequestPhase.PREFILL
+    assert tracker.in_flight_requests["a"].phase is RequestPhase.PREFILL
     tracker.advance(due * 1.01)
-    assert tracker.requests["a"].phase is RequestPhase.DECODE
-    assert target.queue_s(due * 1.01) == 0.0
+    assert tracker.in_flight_requests["a"].phase is RequestPhase.DECODE
+    assert target.estimate_queue_s(due * 1.01) == 0.0
     tracker.end_request("a", due + 1)
     tracker.check_invariants()
 
@@ -42,14 +42,14 @@ def test_a_removed_target_takes_nothing_with_it() -> None:
     tracker.record_first_token("a", 1.0)
     tracker.end_request("a", 2.0)
     tracker.check_invariants()
-    assert other.prefill_s > 0.0
+    assert other.own_pending_prefill_s > 0.0
 
 
 def test_utilisation_decays_and_survives_rescaling() -> None:
     tracker, target = make()
     tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
     start = tracker.utilisation(target, 0.0)
-    assert start == pytest.approx(target.prefill_seconds(10_000, 0) / 60)
+    assert start == pytest.approx(target.estimate_prefill_s(10_000, 0) / 60)
     assert tracker.utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
     assert tracker.utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
     tracker.add_request("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
@@ -61,7 +61,7 @@ KINDS = ["route", "first", "end", "progress", "blind"]
 
 def test_steady_load_shows_as_utilisation() -> None:
     tracker, target = make()
-    p = target.prefill_seconds(1000, 0)
+    p = target.estimate_prefill_s(1000, 0)
     for i in range(3000):
         tracker.add_request(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
         tracker.end_request(str(i), i * 2 * p)
@@ -80,7 +80,7 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
     tracker, target = make(learn=True)
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if operation in ("route", "blind") and name not in tracker.requests:
+        if operation in ("route", "blind") and name not in tracker.in_flight_requests:
             tracker.add_request(
                 name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
             )
@@ -92,10 +92,15 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
             tracker.record_progress(name, tokens)
         tracker.advance(now)
         tracker.check_invariants()
-        assert target.queue_s(now) >= 0.0
-    for name in list(tracker.requests):
+        assert target.estimate_queue_s(now) >= 0.0
+    for name in list(tracker.in_flight_requests):
         tracker.end_request(name, 1e6)
-    assert (target.requests, target.decode_requests, target.context_tokens, target.prefill_s) == (0, 0, 0, 0.0)
+    assert (
+        target.own_request_count,
+        target.decode_requests,
+        target.decode_context_tokens,
+        target.own_pending_prefill_s,
+    ) == (0, 0, 0, 0.0)
 
 
 # Learning ------------------------------------------------------------------------------------------------------------
@@ -145,9 +150,13 @@ def test_outliers_that_are_slow_do_not_mislead() -> None:
         sample = observation(rng, truth, noise=0.1)
         if rng.random() < 0.1:
             sample = Observation(
-                sample.elapsed_s * 20, sample.uncached_tokens, sample.quadratic, sample.steps, sample.decode_requests,
-                sample.decode_context,
-            )  # fmt: skip
+                sample.elapsed_s * 20,
+                sample.uncached_tokens,
+                sample.quadratic_work,
+                sample.steps,
+                sample.decode_requests,
+                sample.decode_context_tokens,
+            )
         estimate.observe(sample)
     assert 0.7 * 2e-4 < estimate.model().prefill_s_per_token < 1.2 * 2e-4
 
@@ -261,12 +270,14 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
 
     def step_s(target: Target) -> float:
         return (
-            LIVE.step_s + LIVE.decode_request_s * target.decode_requests + LIVE.decode_context_s * target.context_tokens
+            LIVE.step_s
+            + LIVE.decode_request_s * target.decode_requests
+            + LIVE.decode_context_s * target.decode_context_tokens
         )
 
     for tick in range(60):
         now = 0.05 * tick
-        for name, flight in tracker.requests.items():
+        for name, flight in tracker.in_flight_requests.items():
             if flight.phase is RequestPhase.DECODE:
                 output_tokens[name] += 0.05 / step_s(flight.target)
                 if tick % 5 == 0:
@@ -287,17 +298,17 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
     for i in range(3):
         tracker.add_request(f"r{i}", targets[i], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.01 * i)
-    assert targets[3].prefill_seconds(2000, 0) < 0.2
+    assert targets[3].estimate_prefill_s(2000, 0) < 0.2
     tracker.advance(0.6)
-    assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.55, rel=0.1)
-    assert targets[0].prefills["r0"].prefill_s == targets[3].prefill_seconds(2000, 0)
-    assert targets[0].queue_s(0.6) >= 0.1, "it will take longer still"
+    assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.55, rel=0.1)
+    assert targets[0].prefilling_requests["r0"].prefill_s == targets[3].estimate_prefill_s(2000, 0)
+    assert targets[0].estimate_queue_s(0.6) >= 0.1, "it will take longer still"
     tracker.record_first_token("r0", 0.7)
     tracker.record_first_token("r1", 0.71)
     tracker.close_interval(targets[0])
-    assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.63, rel=0.15)
+    assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.63, rel=0.15)
     tracker.advance(60.0)
-    assert targets[3].prefill_seconds(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
+    assert targets[3].estimate_prefill_s(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
     tracker.check_invariants()
 
 

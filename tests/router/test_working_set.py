@@ -153,7 +153,7 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
         pressure_s = {t.worker: t.pressure_s for t in decision.candidates or []}
         assert pressure_s["b"] == 0.0
         over = max(0.0, 6784 + 3968 + 6000 - (capacity or 1e9)) / 6000
-        prefill_s = core.tracker.targets["a"].prefill_seconds(6000, 0)
+        prefill_s = core.tracker.targets["a"].estimate_prefill_s(6000, 0)
         assert pressure_s["a"] == pytest.approx(reuse * over * prefill_s)
 
 

@@ -87,7 +87,7 @@ def test_an_index_that_raises_leaves_nothing_on_the_books(
         with monkeypatch.context() as patch:
             patch.setattr(edge.core.index, "pin", raises)
             assert b" 500 " in (await edge.exchange(request)).split(b"\r\n")[0]
-        assert not edge.core.tracker.requests
+        assert not edge.core.tracker.in_flight_requests
         assert edge.core.snapshot(0.0).in_flight == 0
         edge.core.check_invariants()
         assert b" 200 " in (await edge.exchange(request)).split(b"\r\n")[0]

@@ -88,7 +88,7 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
         assert (None if route.token_ids is None else list(route.token_ids)) == (
             None if expected is None else list(expected)
         )
-        assert (route.model, route.session, route.stream) == ("tiny", "u", False)
+        assert (route.model, route.session, route.is_streaming) == ("tiny", "u", False)
         status, told = parts(await edge.exchange(make_post(body, f"/route?path={path}".encode())))
         assert (status, told["worker"], told["tokenized"]) == (200, "w0", expected is not None)
         assert edge.worker_pool.waiting_bytes == 0

@@ -126,7 +126,7 @@ async def picker(
 
 
 def load(edge: Any) -> dict[str, int]:
-    return {target.worker_id: target.requests for target in edge.core.tracker.targets.values()}
+    return {target.worker_id: target.own_request_count for target in edge.core.tracker.targets.values()}
 
 
 def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
