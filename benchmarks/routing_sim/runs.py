@@ -115,11 +115,11 @@ EXTRA: dict[str, Factory] = {
 it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rest": lambda: patch.object(Target, "estimate_step_wait_s", lambda self, now: 0.0),
-    "hot": lambda: patch.object(CacheState, "shared_prefix", lambda *of: (0, 0.0)),
-    "stall": lambda: patch.object(KvCost, "decode_stall_seconds", lambda self, part_s: 0.0),
+    "hot": lambda: patch.object(CacheState, "estimate_shared_prefix", lambda *of: (0, 0.0)),
+    "stall": lambda: patch.object(KvCost, "estimate_decode_stall_s", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "estimate_drain_s", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
-    "beta": lambda: patch("router.decide.policy.congestion_factor", lambda *of: 0.0),
+    "beta": lambda: patch("router.decide.policy.compute_congestion", lambda *of: 0.0),
     "overdue": lambda: patch.object(Target, "OVERDUE_SHARE", 0.0),
 }
 """Terms of the price, and how a run is made without one; `seat` goes with `memory`."""

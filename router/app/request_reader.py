@@ -425,8 +425,8 @@ class RequestReader:
             return
         conversation.model, conversation.first_message_digest = intent.base_model, intent.digest_first_message()
         shares_token_ids = route.token_ids is conversation.token_ids
-        prompt_query = self._core.cache_state.query_of(route.request_id)
-        memory = None if prompt_query is None else self._core.index.remember(prompt_query.ids)
+        prompt_query = self._core.cache_state.get_query(route.request_id)
+        memory = None if prompt_query is None else self._core.index.remember(prompt_query.prepared_ids)
         if memory is not None:
             shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if shares_token_ids else 0
             conversation.prompt_memory, conversation.prompt_memory_bytes, conversation.is_memory_exact = (

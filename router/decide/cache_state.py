@@ -43,7 +43,7 @@ class RunningPrompt(NamedTuple):
     """The prompt of a running request."""
 
     target: Target
-    keys: Sequence[int]
+    chunk_keys: Sequence[int]
     """Of its chunks."""
     query: PromptQuery
 
@@ -60,19 +60,19 @@ class PromptQuery(msgspec.Struct, eq=False):
     """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
     index: PrefixIndex
-    ids: PreparedPrompt
+    prepared_ids: PreparedPrompt
     scope: Scope
-    tokens: int
+    prompt_tokens: int
     """Its length."""
     _keys: dict[int, list[int]] = {}
 
-    def keys(self, chunk_tokens: int) -> list[int]:
+    def chunk_keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
-        if self.tokens <= chunk_tokens:
+        if self.prompt_tokens <= chunk_tokens:
             return []
         keys = self._keys.get(chunk_tokens)
         if keys is None:
-            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.ids, self.scope, chunk_tokens)
+            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.prepared_ids, self.scope, chunk_tokens)
         return keys
 
 
@@ -99,11 +99,11 @@ class CacheState:
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
-        self._running: dict[str, RunningPrompt] = {}
+        self._running_prompts: dict[str, RunningPrompt] = {}
         """Of live requests: the chunks of their prompts."""
         self._running_chunks = index.tally()
         """How many of them have each."""
-        self._running_copies = index.tally()
+        self._running_chunk_targets = index.tally()
         """On how many targets they run."""
         self._grace_pins: deque[GracePin] = deque()
         """In the order of release."""
@@ -135,9 +135,9 @@ class CacheState:
         holder = target.holder
         for request_id in [request_id for request_id, entry in self._pins.items() if entry[0] == holder]:
             self._index.unpin(self._pins.pop(request_id)[1])
-        self._end_grace(holder)
+        self._release_grace_pins(holder)
 
-    def _end_grace(self, holder: HolderId) -> None:
+    def _release_grace_pins(self, holder: HolderId) -> None:
         for entry in self._grace_pins:
             if entry.holder == holder:
                 self._index.unpin(entry.pin)
@@ -153,7 +153,7 @@ class CacheState:
     def clear_with_requests(self, target: Target, request_ids: Sequence[str]) -> None:
         """Its cache was: neither do these requests, which were sent before, leave anything in it that can be found."""
         self.clear_target(target)
-        self._end_grace(target.holder)
+        self._release_grace_pins(target.holder)
         for request_id in request_ids:
             entry = self._pins.pop(request_id, None)
             if entry is not None:
@@ -172,29 +172,31 @@ class CacheState:
         with so many tokens, where that is known."""
         return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
 
-    def shortlist(self, prompt: PromptQuery, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
+    def make_shortlist(
+        self, prompt: PromptQuery, order: LoadOrder
+    ) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that RIVALS_MIN others do not beat in load and prefix, and what they match; None where a
         prefix is known by an approximate cache and not by the index."""
         if self._approximate_caches:
             return None
-        index_matches = self._index.match(prompt.ids, prompt.scope, order.holders, RIVALS_MIN)
+        index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
         matches = {match.holder: match for match in index_matches}
         holders = dict.fromkeys([*order.holders[:RIVALS_MIN], *matches])
         return [order.targets[holder] for holder in holders], matches
 
-    def find_hits(
+    def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
     ) -> CacheHits:
         """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
-            matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
+            matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
         approximate_caches = self._approximate_caches
-        keys = prompt.keys(CHUNK_TOKENS) if approximate_caches else []
+        keys = prompt.chunk_keys(CHUNK_TOKENS) if approximate_caches else []
         hits = CacheHits()
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
-                pinned_tokens = resident_tokens = approximate_caches[target.name].match(keys)
+                pinned_tokens = resident_tokens = approximate_caches[target.name].count_cached_tokens(keys)
             elif match is None:
                 pinned_tokens = resident_tokens = 0
             else:
@@ -218,29 +220,31 @@ class CacheState:
         """A prompt of a session, of which so many tokens will be cached there, went to the target."""
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
-            approximate_cache.insert(prompt.keys(CHUNK_TOKENS))
+            approximate_cache.insert(prompt.chunk_keys(CHUNK_TOKENS))
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
-            self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
-        keys = prompt.keys(self._chunk_tokens)
-        cached_share = cached_tokens / max(prompt.tokens, 1)
-        self.working_sets.add_prompt(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
-        self._running[request_id] = RunningPrompt(target, keys, prompt)
-        self._add_running(target, keys, now)
+            self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.prepared_ids, prompt.scope))
+        keys = prompt.chunk_keys(self._chunk_tokens)
+        cached_share = cached_tokens / max(prompt.prompt_tokens, 1)
+        self.working_sets.add_prompt(
+            target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
+        )
+        self._running_prompts[request_id] = RunningPrompt(target, keys, prompt)
+        self._count_running_chunks(target, keys, now)
 
-    def query_of(self, request_id: str) -> PromptQuery | None:
+    def get_query(self, request_id: str) -> PromptQuery | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
-        running = self._running.get(request_id)
+        running = self._running_prompts.get(request_id)
         return None if running is None else running.query
 
     def end_request(self, request_id: str, now: float, *, is_computed: bool, ended_session: str | None = None) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
-        running = self._running.pop(request_id, None)
+        running = self._running_prompts.pop(request_id, None)
         if running is not None:
-            self._remove_running(running.target, running.keys)
+            self._uncount_running_chunks(running.target, running.chunk_keys)
             if ended_session is not None:
-                self.working_sets.end_session(running.keys, ended_session)
+                self.working_sets.end_session(running.chunk_keys, ended_session)
         entry = self._pins.pop(request_id, None)
         if entry is None:
             return
@@ -250,25 +254,25 @@ class CacheState:
         else:
             self._index.unpin(pin)
 
-    def _add_running(self, target: Target, keys: Sequence[int], now: float) -> None:
+    def _count_running_chunks(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
         assert target.running_chunk_counts is not None
         self._add_shared_chunks(
-            target, self._running_chunks.enter(keys, target.running_chunk_counts, self._running_copies, now)
+            target, self._running_chunks.enter(keys, target.running_chunk_counts, self._running_chunk_targets, now)
         )
 
-    def _remove_running(self, target: Target, keys: Sequence[int]) -> None:
+    def _uncount_running_chunks(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
         assert target.running_chunk_counts is not None
         self._add_shared_chunks(
-            target, -self._running_chunks.leave(keys, target.running_chunk_counts, self._running_copies)
+            target, -self._running_chunks.leave(keys, target.running_chunk_counts, self._running_chunk_targets)
         )
 
     def _add_shared_chunks(self, target: Target, chunks: int) -> None:
         target.duplicate_prompt_tokens += self._chunk_tokens * chunks
         target.free_kv_tokens += self._chunk_tokens * chunks
 
-    def shared_prefix(
+    def estimate_shared_prefix(
         self, prompt: PromptQuery, now: float, lifetime_s: float, delay: float = 1.0, fair_requests: float = 0.0
     ) -> tuple[int, float]:
         """(tokens of its beginning that SHARED_RUNNING_MIN or more running requests have too, k / (k + 1)): what one
@@ -278,38 +282,40 @@ class CacheState:
         others wait `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
         (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
         elsewhere."""
-        keys = prompt.keys(self._chunk_tokens)
+        keys = prompt.chunk_keys(self._chunk_tokens)
         chunks = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
         if not chunks:
             return 0, 0.0
         last_key = keys[chunks - 1]
-        running, copies = self._running_chunks.count(last_key), self._running_copies.count(last_key)
+        running, copies = self._running_chunks.count(last_key), self._running_chunk_targets.count(last_key)
         arrival_window_s = min(
             max(lifetime_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last_key), SHARED_ARRIVALS_S_MIN)
         )
-        users = running * SHARED_COPY_S / arrival_window_s / (1 + copies) / delay**2
+        sharing_requests = running * SHARED_COPY_S / arrival_window_s / (1 + copies) / delay**2
         if running < copies * fair_requests:
-            users *= math.sqrt(running / (copies * fair_requests))
-        return chunks * self._chunk_tokens, users / (users + 1.0)
+            sharing_requests *= math.sqrt(running / (copies * fair_requests))
+        return chunks * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
-    def memory_wait_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
+    def estimate_memory_wait_s(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
         running_chunks, chunk = target.running_chunk_counts, self._chunk_tokens
-        running_count = 0 if running_chunks is None else running_chunks.leading(prompt.keys(chunk), 1)
+        running_count = 0 if running_chunks is None else running_chunks.leading(prompt.chunk_keys(chunk), 1)
         excess_tokens = needed_tokens - target.free_kv_tokens - chunk * running_count
         capacity = target.kv_capacity_tokens
         if capacity is None or excess_tokens <= 0.0:
             return 0.0
-        running = max(target.own_request_count, 1)
-        return target.estimate_drain_s(math.ceil(min(excess_tokens / capacity, 1.0) * running) / running)
+        running_requests = max(target.own_request_count, 1)
+        return target.estimate_drain_s(
+            math.ceil(min(excess_tokens / capacity, 1.0) * running_requests) / running_requests
+        )
 
-    def tick(self, now: float) -> None:
+    def release_expired_pins(self, now: float) -> None:
         """Release what has outlived its grace."""
         while self._grace_pins and self._grace_pins[0].release_s <= now:
             self._index.unpin(self._grace_pins.popleft().pin)
 
-    def next_tick(self) -> float | None:
+    def next_release_s(self) -> float | None:
         """When `tick` has something to do."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
@@ -318,18 +324,18 @@ class CacheState:
         releases = [entry.release_s for entry in self._grace_pins]
         assert releases == sorted(releases)
         assert set(self._pins) <= live
-        assert set(self._running) <= live
-        for target in (running.target for running in self._running.values()):
+        assert set(self._running_prompts) <= live
+        for target in (running.target for running in self._running_prompts.values()):
             assert target.running_chunk_counts is not None
             duplicates = sum(count - 1 for count in target.running_chunk_counts.counts().values())
             assert target.duplicate_prompt_tokens == self._chunk_tokens * duplicates
-        running = Counter(key for prompt in self._running.values() for key in prompt.keys)
+        running = Counter(key for prompt in self._running_prompts.values() for key in prompt.chunk_keys)
         assert self._running_chunks.counts() == running
-        holders = {running.target for running in self._running.values()}  # a name may come back
+        holders = {running.target for running in self._running_prompts.values()}  # a name may come back
         chunk_counts = [
             target.running_chunk_counts.counts() for target in holders if target.running_chunk_counts is not None
         ]
-        assert self._running_copies.counts() == Counter(key for chunks in chunk_counts for key in chunks)
+        assert self._running_chunk_targets.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()
 
 
@@ -340,13 +346,13 @@ class ApproximateCache:
 
     def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens = chunk_tokens
-        self.capacity = max(1, capacity_tokens // chunk_tokens)
+        self.max_chunks = max(1, capacity_tokens // chunk_tokens)
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def match(self, keys: Sequence[int]) -> int:
+    def count_cached_tokens(self, keys: Sequence[int]) -> int:
         """Tokens of the longest known prefix."""
         for i, key in enumerate(keys):
             if key not in self._chunks:
@@ -359,7 +365,7 @@ class ApproximateCache:
         for key in reversed(keys):
             chunks[key] = None
             chunks.move_to_end(key)
-        while len(chunks) > self.capacity:
+        while len(chunks) > self.max_chunks:
             chunks.popitem(last=False)
 
     def clear(self) -> None:

@@ -34,7 +34,7 @@ from router.decide.messages import (
 )
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import ActiveRequest, QueuePosition, RequestQueue, RetryBudget, refuse_after_failure
-from router.decide.registry import CoreSnapshot, WorkerRegistry, worker_row
+from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
 from router.decide.reported_load import EngineLoad
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -42,14 +42,14 @@ from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
-QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as much as all others could."
+QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
 QUEUED_TRIES_MAX: Final = 24
 """Held requests that are tried at each first token and each tick."""
 QUEUED_TRY_INTERVAL_S: Final = 0.05
-SUSPICIONS_MAX: Final = 2
+CRASH_SUSPICIONS_MAX: Final = 2
 """Workers that a request may have ended or broken, after which it gets no other one."""
-_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
-_MAY_END_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
+_FAILURES_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
+_FAILURES_OF_CRASHED_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """What a worker looks like whose process this very request ended."""
 PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
 
@@ -80,29 +80,29 @@ class RouterCore:
         """From this priority on, a request is in the background."""
         self._background_targets: dict[str, str] = {}
         """Background request in flight -> the target it is on."""
-        self._next_try_s = 0.0
+        self._next_queue_try_s = 0.0
         self._retry_budget = RetryBudget(config.retry)
 
     # Workers -----------------------------------------------------------------------------------------------------
-    def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
+    def add_worker(self, spec: WorkerSpec, now: float, *, is_up: bool = True) -> Worker:
         """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
-        return self.registry.add(spec, up=up)
+        return self.registry.add_worker(spec, is_up=is_up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget it at once. Its requests in flight stay known until the edge reports their end."""
         if worker_id not in self.workers:
             return []
         self.watchdog.forget(worker_id)
-        self.registry.remove(worker_id)
-        return self._try_queued(now)
+        self.registry.remove_worker(worker_id)
+        return self._place_queued(now)
 
     def mark_worker_up(self, worker_id: str, now: float) -> list[Instruction]:
         """A health check succeeded."""
         worker = self.workers.get(worker_id)
         if worker is None or not self.registry.breaker.record_success(worker):
             return []
-        self.registry.refresh()
-        return self._try_queued(now)
+        self.registry.apply_worker_changes()
+        return self._place_queued(now)
 
     def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
         """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
@@ -111,14 +111,14 @@ class RouterCore:
             return []
         was_down = worker.is_down
         self.registry.breaker.open(worker, now, reason)
-        self.registry.refresh()
-        return [] if was_down else [self._clear_lost_cache(worker), *self._try_queued(now)]
+        self.registry.apply_worker_changes()
+        return [] if was_down else [self._clear_lost_cache(worker), *self._place_queued(now)]
 
     def set_draining(self, worker_id: str, now: float, *, is_draining: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
         self.workers[worker_id].is_drained = is_draining
-        self.registry.refresh()
-        return self._try_queued(now)
+        self.registry.apply_worker_changes()
+        return self._place_queued(now)
 
     def set_asleep(self, worker_id: str, now: float, *, is_asleep: bool) -> list[Instruction]:
         """Its engine says that it sleeps, or (`is_asleep` is False) that it does not."""
@@ -126,8 +126,8 @@ class RouterCore:
         if worker is None or worker.is_asleep is is_asleep:
             return []
         worker.is_asleep = is_asleep
-        self.registry.refresh()
-        return self._try_queued(now)
+        self.registry.apply_worker_changes()
+        return self._place_queued(now)
 
     def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
         """The engine forgot all that was cached."""
@@ -148,29 +148,29 @@ class RouterCore:
         self.registry.avoided_workers = frozenset(self.stall_detector.stalled_workers)
         return changed_workers
 
-    def in_flight_by_rank(self, worker_id: str) -> list[int]:
+    def count_in_flight_by_rank(self, worker_id: str) -> list[int]:
         """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
         return [target.own_request_count for target in self.registry.targets_of(worker_id)]
 
     def record_engine_load(
         self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
     ) -> None:
-        """The load that a worker told, or not, of each rank; `in_flight`: what `in_flight_by_rank` said
+        """The load that a worker told, or not, of each rank; `in_flight`: what `count_in_flight_by_rank` said
         when it was asked."""
-        for target, load, count in zip(self.registry.targets_of(worker_id), loads, in_flight):
-            self.tracker.record_engine_load(target.name, load, now, in_flight=count)
+        for target, load, in_flight_count in zip(self.registry.targets_of(worker_id), loads, in_flight):
+            self.tracker.record_engine_load(target.name, load, now, in_flight=in_flight_count)
 
     def record_cache_sizes(self, sizes: Mapping[str, Sequence[int | None]]) -> None:
         """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
         has_changed = False
-        for worker_id, tokens in sizes.items():
-            for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
+        for worker_id, capacities_tokens in sizes.items():
+            for target, seen_tokens in zip(self.registry.targets_of(worker_id), capacities_tokens):
                 if target.observed_kv_capacity_tokens != seen_tokens:
                     target.observed_kv_capacity_tokens = seen_tokens
                     self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
-            self.registry.refresh()
+            self.registry.apply_worker_changes()
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
@@ -184,14 +184,16 @@ class RouterCore:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retry_budget.add_request(request.tenant)
-        active_request = self._active_requests[request.request_id] = ActiveRequest(request, now, explain=explain)
-        return self._forget_refused(active_request, self._place(active_request, now))
+        active_request = self._active_requests[request.request_id] = ActiveRequest(
+            request, now, wants_explanation=explain
+        )
+        return self._forget_refused(active_request, self._place_request(active_request, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
-        chance = self._rng.getstate()
-        choice = self._choose(ActiveRequest(request, now, explain=True), now)
-        self._rng.setstate(chance)
+        rng_state = self._rng.getstate()
+        choice = self._choose_worker(ActiveRequest(request, now, wants_explanation=True), now)
+        self._rng.setstate(rng_state)
         return choice if isinstance(choice, Refuse) else self._chooser.make_decision(request, choice, now, explain=True)
 
     def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
@@ -200,7 +202,7 @@ class RouterCore:
         active_request = self._active_requests.get(request_id)
         if active_request is None or active_request.decision is None or not count:
             return []
-        candidates = self.registry.candidates(
+        candidates = self.registry.find_candidates(
             active_request.request, active_request.tried_workers | {active_request.decision.worker}
         )
         if isinstance(candidates, Refuse):
@@ -218,7 +220,7 @@ class RouterCore:
         if self.tracker.record_first_token(request_id, now) is None:
             return []
         self.registry.record_answer(active_request.decision.worker, now)
-        return self._try_queued(now)
+        return self._place_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
@@ -263,7 +265,7 @@ class RouterCore:
                 resident_tokens=decision.terms.resident_tokens,
                 block_tokens=worker.spec.block_size,
             )
-        return self._try_queued(now)
+        return self._place_queued(now)
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
         """The client left, queued or in flight; the edge cancels upstream by itself."""
@@ -276,7 +278,7 @@ class RouterCore:
             return []
         self._end_attempt(active_request, now, is_computed=active_request.has_first_token)
         self._end_session(active_request.request)
-        return self._try_queued(now)
+        return self._place_queued(now)
 
     def fail_attempt(
         self,
@@ -298,30 +300,32 @@ class RouterCore:
         worker_id = active_request.decision.worker
         instructions: list[Instruction] = []
         worker = self.workers.get(worker_id)
-        probe = worker is not None and worker.probe == request_id
+        is_probe = worker is not None and worker.probe == request_id
         self._end_attempt(active_request, now, is_computed=active_request.has_first_token)
         if worker is not None and _is_worker_fault(kind, active_request.request, worker, now - silent_s):
-            fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
-            went_down = self.registry.breaker.record_failure(worker, now, reason=reason, is_fatal=fatal, is_probe=probe)
-            self.registry.refresh()
-            if went_down and fatal:
+            is_fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
+            went_down = self.registry.breaker.record_failure(
+                worker, now, reason=reason, is_fatal=is_fatal, is_probe=is_probe
+            )
+            self.registry.apply_worker_changes()
+            if went_down and is_fatal:
                 instructions.append(self._clear_lost_cache(worker))
-        if continuation is None and (kind in _AFTER_FIRST_BYTE or active_request.has_first_token):
+        if continuation is None and (kind in _FAILURES_AFTER_FIRST_BYTE or active_request.has_first_token):
             del self._active_requests[request_id]
             self.counters["failed"] += 1
-            return instructions + self._try_queued(now)
-        is_whole = continuation is None or continuation is active_request.request
-        active_request.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
+            return instructions + self._place_queued(now)
+        is_from_start = continuation is None or continuation is active_request.request
+        active_request.crash_suspicions += is_from_start and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS)
         active_request.decision = None
         active_request.tried_workers |= {worker_id}
         active_request.attempt += 1
         instructions.insert(
             0,
-            self._retry(active_request, kind, now)
+            self._retry_request(active_request, kind, now)
             if continuation is None
-            else self._continue(active_request, continuation, kind, now),
+            else self._continue_request(active_request, continuation, kind, now),
         )
-        return instructions + self._try_queued(now)
+        return instructions + self._place_queued(now)
 
     def move_request(
         self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False
@@ -336,7 +340,7 @@ class RouterCore:
             or (continuation is None and active_request.has_first_token)
         ):
             return []
-        candidates = self.registry.candidates(
+        candidates = self.registry.find_candidates(
             continuation or active_request.request, active_request.tried_workers | {active_request.decision.worker}
         )
         if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
@@ -353,27 +357,28 @@ class RouterCore:
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, queued requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
-        self.cache_state.tick(now)
+        self.cache_state.release_expired_pins(now)
         if [worker for worker in self.registry.down_workers if self.registry.breaker.try_half_open(worker, now)]:
-            self.registry.refresh()
+            self.registry.apply_worker_changes()
         due_requests = self._queue.pop_expired(now)
         instructions = [
-            self._expire(self._active_requests[request_id], now, refuse=refuse) for request_id, refuse in due_requests
+            self._expire_queued(self._active_requests[request_id], now, refuse=refuse)
+            for request_id, refuse in due_requests
         ]
-        return [*instructions, *self._try_queued(now)]
+        return [*instructions, *self._place_queued(now)]
 
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
-        times = [worker.open_until_s for worker in self.registry.down_workers]
-        released_s = self.cache_state.next_tick()
-        if released_s is not None:
-            times.append(released_s)
+        due_times_s = [worker.open_until_s for worker in self.registry.down_workers]
+        next_release_s = self.cache_state.next_release_s()
+        if next_release_s is not None:
+            due_times_s.append(next_release_s)
         if len(self._queue):
-            times.append(min(self._next_try_s, self._queue.next_deadline()))
-        return min(times, default=None)
+            due_times_s.append(min(self._next_queue_try_s, self._queue.next_deadline()))
+        return min(due_times_s, default=None)
 
     # Placing -----------------------------------------------------------------------------------------------------
-    def _place(
+    def _place_request(
         self,
         active_request: ActiveRequest,
         now: float,
@@ -383,7 +388,7 @@ class RouterCore:
     ) -> Forward | Enqueue | Refuse:
         """Choose, then commit or enqueue. `queued_ahead_s`: what is queued and goes first, by target; None: to be found
         out. On a Refuse the caller calls `_forget_refused`, or finds another answer."""
-        choice = self._choose(active_request, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
+        choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
         request, queue = active_request.request, self.config.queue
@@ -392,46 +397,46 @@ class RouterCore:
             if refusal is not None:
                 return refusal
         if may_queue and request.priority >= self._background_priority:
-            if self._queue.counts[0] or not self._has_background_room(choice.target, now):
-                return self._enqueue(active_request, choice, now)
+            if self._queue.request_counts[0] or not self._has_background_room(choice.target, now):
+                return self._enqueue_request(active_request, choice, now)
         elif (
             may_queue
             and self._queues_when_busy
             and (choice.wait_s > queue.enqueue_above_s or (queued_ahead_s is None and choice.queued_ahead_s))
         ):
-            return self._enqueue(
+            return self._enqueue_request(
                 active_request, choice, now
             )  # or who has just come would pass by those who wait for that worker
         if len(self._queue):
             if queue.fair:
                 self._queue.charge(self._queue_position(active_request), choice.charge_s / request.share)
             self._queue.remove(request.request_id)
-        return self._commit(active_request, choice, now)
+        return self._commit_choice(active_request, choice, now)
 
     def _check_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
         request, config = active_request.request, self.config.queue
-        limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
-        left_s = min(limits) - (now - active_request.arrived_s)
-        if choice.cost.terms(choice.winner, 0).ttft_s <= left_s:
+        ttft_limits_s = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
+        ttft_left_s = min(ttft_limits_s) - (now - active_request.arrived_s)
+        if choice.cost.make_terms(choice.winner_index, 0).ttft_s <= ttft_left_s:
             return None
-        soonest, ttft_s = choice.earliest()
-        if ttft_s <= left_s:
-            choice.winner = soonest
+        earliest_index, ttft_s = choice.find_earliest()
+        if ttft_s <= ttft_left_s:
+            choice.winner_index = earliest_index
             return None
-        terms = choice.cost.terms(soonest, 0)
+        terms = choice.cost.make_terms(earliest_index, 0)
         self.counters["too_slow"] += 1
-        message = f"The first token is predicted in {ttft_s:.3g} s, and asked for in {min(limits):.3g} s"
-        if terms.prefill_s + terms.tier_load_s > min(limits):
+        message = f"The first token is predicted in {ttft_s:.3g} s, and asked for in {min(ttft_limits_s):.3g} s"
+        if terms.prefill_s + terms.tier_load_s > min(ttft_limits_s):
             alone_s = terms.prefill_s + terms.tier_load_s
             message += f": this prompt takes {alone_s:.3g} s also where nothing else runs."
             return Refuse(request.request_id, 429, "too_slow", message)
-        return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
+        return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(ttft_limits_s))
 
     def _queue_position(self, active_request: ActiveRequest) -> QueuePosition:
         request = active_request.request
-        background = request.priority >= self._background_priority
-        return QueuePosition(request.tenant, background, request.priority, active_request.arrived_s)
+        is_background = request.priority >= self._background_priority
+        return QueuePosition(request.tenant, is_background, request.priority, active_request.arrived_s)
 
     def _has_background_room(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
@@ -440,7 +445,7 @@ class RouterCore:
         running = sum(name == target.name for name in self._background_targets.values())
         return running < self.config.queue.background_running
 
-    def _choose(
+    def _choose_worker(
         self,
         active_request: ActiveRequest,
         now: float,
@@ -450,7 +455,7 @@ class RouterCore:
     ) -> RoutingChoice | Refuse:
         """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
         self.tracker.advance(now)
-        candidates = self.registry.candidates(active_request.request, active_request.tried_workers)
+        candidates = self.registry.find_candidates(active_request.request, active_request.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
         if active_request.request.priority >= self._background_priority and behind_queue:
@@ -461,20 +466,22 @@ class RouterCore:
             now,
             queued_ahead_s=queued_ahead_s,
             queued_s=self._queue.prefill_s,
-            explain=active_request.explain,
+            explain=active_request.wants_explanation,
         )
         if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
-            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(active_request)))
+            self._chooser.rechoose_behind_queue(
+                choice, self._queue.prefill_ahead_of(self._queue_position(active_request))
+            )
         return choice
 
-    def _commit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
+    def _commit_choice(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = active_request.request
         decision = self._chooser.make_decision(
             request,
             choice,
             now,
-            explain=active_request.explain,
+            explain=active_request.wants_explanation,
             attempt=active_request.attempt,
             waited_s=now - active_request.arrived_s,
         )
@@ -482,7 +489,7 @@ class RouterCore:
             decision  # from here on `aborted` takes off the books what was written of it, if all raises
         )
         target = choice.target
-        self._chooser.rotate()
+        self._chooser.advance_tie_rotation()
         self.tracker.add_request(
             request.request_id,
             target,
@@ -491,13 +498,13 @@ class RouterCore:
             stream=request.is_streaming,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
-            tier_load_s=choice.cost.tier_load_seconds(choice.winner) / target.tier_load_speed.factor,
+            tier_load_s=choice.cost.tier_load_s_of(choice.winner_index) / target.tier_load_speed.factor,
         )
-        if choice.prompt is not None:
+        if choice.prompt_query is not None:
             self.cache_state.add_request(
                 request.request_id,
                 target,
-                choice.prompt,
+                choice.prompt_query,
                 now,
                 cached_tokens=decision.predicted_cached_tokens,
                 session=request.session,
@@ -510,7 +517,7 @@ class RouterCore:
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
-            self.registry.refresh()
+            self.registry.apply_worker_changes()
         if request.priority >= self._background_priority:
             self._background_targets[request.request_id] = target.name
         target.routed_requests += 1
@@ -518,11 +525,11 @@ class RouterCore:
         return Forward(request.request_id, decision)
 
     # The queue ---------------------------------------------------------------------------------------------------
-    def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
+    def _enqueue_request(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         request, config = active_request.request, self.config.queue
         is_queued, position = request.request_id in self._queue, self._queue_position(active_request)
         if not is_queued and self._queue.is_full(position):
-            return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
+            return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
         deadline_s = request.deadline_s if request.deadline_s is not None else active_request.arrived_s + wait_s
         self._queue.put(
@@ -537,33 +544,33 @@ class RouterCore:
         if not is_queued:
             self.counters["queued"] += 1
             if len(self._queue) == 1:
-                self._next_try_s = now + QUEUED_TRY_INTERVAL_S
+                self._next_queue_try_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request.request_id, deadline_s)
 
-    def _try_queued(self, now: float) -> list[Instruction]:
+    def _place_queued(self, now: float) -> list[Instruction]:
         """Try the first few queued requests again; each that is placed or refused yields an instruction."""
         config = self.config.queue
         if not len(self._queue):
             return []
         self.tracker.advance(now)
-        self._next_try_s = now + QUEUED_TRY_INTERVAL_S
+        self._next_queue_try_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Instruction] = []
         queued_ahead_s: dict[str, float] = {}
-        for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
+        for request_id in self._queue.next_request_ids(QUEUED_TRIES_MAX):
             if not self.tracker.has_free_target(config.enqueue_above_s, now):
                 break
             active_request = self._active_requests[request_id]
             instruction = self._forget_refused(
-                active_request, self._place(active_request, now, queued_ahead_s=queued_ahead_s)
+                active_request, self._place_request(active_request, now, queued_ahead_s=queued_ahead_s)
             )
             if isinstance(instruction, Enqueue):
-                target, prefill_s = self._queue.target_of(request_id)
+                target, prefill_s = self._queue.get_queued_target(request_id)
                 queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
             else:
                 instructions.append(instruction)
         return instructions
 
-    def _expire(self, active_request: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
+    def _expire_queued(self, active_request: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
         """A queued request's deadline came."""
         self._queue.remove(active_request.request.request_id)
         if refuse:
@@ -572,29 +579,32 @@ class RouterCore:
             ):  # to send it now would make all who ask for their share pay for it
                 waited_s = now - active_request.arrived_s
                 return self._forget_refused(
-                    active_request, Refuse(active_request.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
+                    active_request,
+                    Refuse(active_request.request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, waited_s),
                 )
             message = "The request's deadline passed while it waited in the router."
             return self._forget_refused(
                 active_request, Refuse(active_request.request.request_id, 503, "deadline", message, 1.0)
             )
         self.counters["deadline_forwards"] += 1
-        instruction = self._place(active_request, now, may_queue=False)
+        instruction = self._place_request(active_request, now, may_queue=False)
         assert not isinstance(instruction, Enqueue)
         return self._forget_refused(active_request, instruction)
 
     # Ends --------------------------------------------------------------------------------------------------------
-    def _retry(self, active_request: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
-        if active_request.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(
+    def _retry_request(
+        self, active_request: ActiveRequest, kind: FailureKind, now: float
+    ) -> Forward | Enqueue | Refuse:
+        if active_request.crash_suspicions < CRASH_SUSPICIONS_MAX and self._retry_budget.spend_retry(
             active_request.request.tenant, active_request.attempt
         ):
-            instruction = self._place(active_request, now)
+            instruction = self._place_request(active_request, now)
             if not isinstance(instruction, Refuse):
                 self.counters["retried"] += 1
                 return instruction
         return self._forget_refused(
             active_request,
-            refuse_after_failure(active_request.request.request_id, kind, self.registry.retry_after_s(now)),
+            refuse_after_failure(active_request.request.request_id, kind, self.registry.seconds_until_retry(now)),
         )
 
     def _forget_refused(self, active_request: ActiveRequest, instruction: PlacementT) -> PlacementT:
@@ -605,15 +615,16 @@ class RouterCore:
             self.counters["refused"] += 1
         return instruction
 
-    def _continue(
+    def _continue_request(
         self, active_request: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
         active_request.request, active_request.has_first_token = continuation, False
-        if active_request.crash_suspicions >= SUSPICIONS_MAX:
+        if active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self._forget_refused(
-                active_request, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
+                active_request,
+                refuse_after_failure(continuation.request_id, kind, self.registry.seconds_until_retry(now)),
             )
-        instruction = self._forget_refused(active_request, self._place(active_request, now))
+        instruction = self._forget_refused(active_request, self._place_request(active_request, now))
         self.counters["continued"] += not isinstance(instruction, Refuse)
         return instruction
 
@@ -624,12 +635,12 @@ class RouterCore:
         request = active_request.request
         self._background_targets.pop(request.request_id, None)
         self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
-        over = request.session if request.is_final else None
-        self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=over)
+        ended_session = request.session if request.is_final else None
+        self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=ended_session)
         worker = self.workers.get(active_request.decision.worker) if active_request.decision is not None else None
         if worker is not None and worker.probe == active_request.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
-            self.registry.refresh()
+            self.registry.apply_worker_changes()
 
     def _end_session(self, request: RouteRequest) -> None:
         if request.is_final and request.session is not None:
@@ -645,16 +656,16 @@ class RouterCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
         self.tracker.advance(now)
-        rows = []
+        worker_rows = []
         for worker_id, worker in self.workers.items():
             alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
             alarms += self.stall_detector.alarms(worker_id, now)
             targets = self.registry.targets_of(worker_id)
-            rows += [worker_row(worker, target, self.tracker, alarms, now) for target in targets]
+            worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
         if self._chooser.custom_policy is not None:
             counters["policy_failed"] = self._chooser.custom_policy.failures
-        return CoreSnapshot(rows, len(self._queue), len(self._active_requests) - len(self._queue), counters)
+        return CoreSnapshot(worker_rows, len(self._queue), len(self._active_requests) - len(self._queue), counters)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests after every stimulus."""

@@ -35,7 +35,7 @@ TIE_S: Final = 1e-6
 """Prices that are at most so many seconds apart are a tie, and ties rotate."""
 
 
-def congestion_factor(utilisation: float, backlogs: float, config: CostConfig) -> float:
+def compute_congestion(utilisation: float, backlogs: float, config: CostConfig) -> float:
     """How much more a second of new prefill weighs than a second of waiting, because it also delays whoever comes next.
 
     In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
@@ -48,7 +48,7 @@ def congestion_factor(utilisation: float, backlogs: float, config: CostConfig) -
     return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
 
 
-def tier_load_seconds(match: Match, config: CostConfig) -> float:
+def estimate_tier_load_s(match: Match, config: CostConfig) -> float:
     """Time to fetch the part of a match that lies on slower tiers."""
     if match.tokens <= match.gpu_tokens:
         return 0.0
@@ -58,22 +58,22 @@ def tier_load_seconds(match: Match, config: CostConfig) -> float:
 class KvCost:
     """The cost of sending one prompt to each of several targets at one moment.
 
-    `cached_tokens[i]` is h of `targets[i]` in tokens; `tier_load_s[i]` its load seconds, or `tier_load_s` is None where
-    all are zero; `queued_ahead_s[i]` seconds of prefill that the router has queued for it and will send before this
-    prompt, or None; `pressure_s[i]` seconds that will be computed again for want of room there, or None where there is
-    room everywhere; `memory_wait_s[i]` the wait for KV memory, where there is one; `queued_s` seconds of prefill that
-    the router has queued in all: they wait like what the targets were sent; `shared_prefix_tokens` is the beginning
-    that running requests have in common with this one, `shared_discount` the part of its prefill that is laid to
-    others; `pool`: what the targets are the shortlist of."""
+    `cached_tokens[i]` is h of `targets[i]` in tokens; `tier_loads_s[i]` its load seconds, or `tier_loads_s` is None
+    where all are zero; `queued_ahead_s[i]` seconds of prefill that the router has queued for it and will send before
+    this prompt, or None; `pressures_s[i]` seconds that will be computed again for want of room there, or None where
+    there is room everywhere; `memory_wait_s[i]` the wait for KV memory, where there is one; `queued_s` seconds of
+    prefill that the router has queued in all: they wait like what the targets were sent; `shared_prefix_tokens` is
+    the beginning that running requests have in common with this one, `shared_discount` the part of its prefill that
+    is laid to others; `pool`: what the targets are the shortlist of."""
 
     def __init__(
         self,
         targets: Sequence[Target],
         cached_tokens: list[int],
-        tier_load_s: Sequence[float] | None,
+        tier_loads_s: Sequence[float] | None,
         *,
         prompt_tokens: int,
-        utilisation_factor: float,
+        utilisation_decay: float,
         now: float,
         config: CostConfig,
         queued_s: float = 0.0,
@@ -82,21 +82,21 @@ class KvCost:
     ) -> None:
         self.targets = targets
         self.cached_tokens = cached_tokens
-        self.tier_load_s = tier_load_s
+        self.tier_loads_s = tier_loads_s
         self.queued_ahead_s: Sequence[float] | None = None
-        self.pressure_s: Sequence[float] | None = None
+        self.pressures_s: Sequence[float] | None = None
         self.memory_wait_s: dict[int, float] = {}
         self.shared_prefix_tokens, self.shared_discount = 0, 0.0
-        self.media_candidate, self.media_cached_tokens = -1, 0
+        self.media_candidate_index, self.media_cached_tokens = -1, 0
         """Where the conversation was before, and what it is taken to have there."""
         self.prompt_tokens = prompt_tokens
         self.expected_tokens = expected_tokens
-        self.utilisation_factor = utilisation_factor
+        self.utilisation_decay = utilisation_decay
         self.config = config
-        utilisation, work_rate, arrival_rate, shortest = 0.0, 0.0, 0.0, math.inf
-        waits: list[float] = []
-        self.waits = waits
-        self.step_waits = [target.estimate_step_wait_s(now) for target in targets]
+        utilisation, work_rate, arrival_rate, shortest_wait_s = 0.0, 0.0, 0.0, math.inf
+        queue_waits_s: list[float] = []
+        self.queue_waits_s = queue_waits_s
+        self.step_waits_s = [target.estimate_step_wait_s(now) for target in targets]
         for target in targets:
             wait_s = target.total_pending_prefill_s
             if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
@@ -104,9 +104,9 @@ class KvCost:
                 if progress > 0.0:
                     remaining_s, overdue_s = target.oldest_prefill_s - progress, target.OVERDUE_SHARE * progress
                     wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_prefill_s
-            waits.append(wait_s)
-            if wait_s * target.slowdown < shortest:
-                shortest = wait_s * target.slowdown
+            queue_waits_s.append(wait_s)
+            if wait_s * target.slowdown < shortest_wait_s:
+                shortest_wait_s = wait_s * target.slowdown
             work_rate += target.utilisation_scaled
             arrival_rate += target.arrivals_scaled
             if target.peer_load is not None:
@@ -120,37 +120,43 @@ class KvCost:
                 len(pool.targets),
             )
         mean_prefill = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
-        backlogs = (shortest + queued_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
-        self.congestion = congestion_factor((utilisation + work_rate * utilisation_factor) / count, backlogs, config)
+        backlogs = (shortest_wait_s + queued_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
+        self.congestion = compute_congestion((utilisation + work_rate * utilisation_decay) / count, backlogs, config)
 
-    def choose(self, rotation: int) -> int:
+    def choose_cheapest(self, rotation: int) -> int:
         """The cheapest candidate; of several within `TIE_S`, the `rotation`-th in turn."""
-        config, length = self.config, self.prompt_tokens
+        config, prompt_tokens = self.config, self.prompt_tokens
         prefill_weight, decode_weight = 1.0 + self.congestion, config.decode_weight
-        utilisation_weight = config.utilisation_weight * self.utilisation_factor
-        tier_load_s, queued_ahead_s, pressure_s, step_waits = (
-            self.tier_load_s,
+        utilisation_weight = config.utilisation_weight * self.utilisation_decay
+        tier_loads_s, queued_ahead_s, pressures_s, step_waits_s = (
+            self.tier_loads_s,
             self.queued_ahead_s,
-            self.pressure_s,
-            self.step_waits,
+            self.pressures_s,
+            self.step_waits_s,
         )
-        square, expected_tokens, memory_wait_s = length * length, self.expected_tokens, self.memory_wait_s
-        lowest, ties = float("inf"), []
+        prompt_tokens_squared, expected_tokens, memory_wait_s = (
+            prompt_tokens * prompt_tokens,
+            self.expected_tokens,
+            self.memory_wait_s,
+        )
+        lowest_cost, tied_candidates = float("inf"), []
         shared_prefix, shared_discount = self.shared_prefix_tokens, self.shared_discount
-        mean_context = length + 0.5 * expected_tokens
-        # The formula of `terms`, written out: see above.
-        for i, (target, hit_tokens, wait_s) in enumerate(zip(self.targets, self.priced_cached_tokens, self.waits)):
-            prefill_s = target.prefill_rate * (length - hit_tokens) + target.quadratic_rate * (
-                square - hit_tokens * hit_tokens
+        mean_context = prompt_tokens + 0.5 * expected_tokens
+        # The formula of `make_terms`, written out: see above.
+        for i, (target, hit_tokens, wait_s) in enumerate(
+            zip(self.targets, self.priced_cached_tokens, self.queue_waits_s)
+        ):
+            prefill_s = target.prefill_rate * (prompt_tokens - hit_tokens) + target.quadratic_rate * (
+                prompt_tokens_squared - hit_tokens * hit_tokens
             )
             stall_s = 0.0
             if hit_tokens < shared_prefix:
                 shared_prefill_s = target.estimate_prefill_s(shared_prefix, hit_tokens)
                 prefill_s -= shared_discount * shared_prefill_s
-                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.total_request_count
+                stall_s = decode_weight * self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count
             cost = prefill_weight * prefill_s + wait_s
             if wait_s and target.is_shortest_first:
-                cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, hit_tokens, wait_s)
+                cost = prefill_weight * prefill_s + self.estimate_shortest_first_s(target, hit_tokens, wait_s)
             if queued_ahead_s is not None:
                 cost += queued_ahead_s[i]
             cost = target.slowdown * cost + utilisation_weight * target.utilisation_scaled
@@ -159,66 +165,66 @@ class KvCost:
             if decode_weight:
                 context_s = target.decode_context_s * mean_context
                 decode_s = expected_tokens * (target.single_step_s + context_s)
-                sharers = target.total_request_count
-                if sharers:
+                running_requests = target.total_request_count
+                if running_requests:
                     overlap_tokens = expected_tokens
                     mean_remaining = target.mean_remaining_output_tokens
                     if mean_remaining < expected_tokens:
                         overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
-                    decode_s += overlap_tokens * (target.mutual_step_delay_s + sharers * context_s)
+                    decode_s += overlap_tokens * (target.mutual_step_delay_s + running_requests * context_s)
                 cost += decode_weight * decode_s
-            cost += target.slot_wait_s + stall_s + step_waits[i]
+            cost += target.slot_wait_s + stall_s + step_waits_s[i]
             if memory_wait_s:
                 cost += memory_wait_s.get(i, 0.0)
-            if tier_load_s is not None:
-                cost += tier_load_s[i]
-            if pressure_s is not None:
-                cost += pressure_s[i]
-            if cost < lowest - TIE_S:
-                lowest, ties = cost, [i]
-            elif cost <= lowest + TIE_S:
-                ties.append(i)
-                lowest = min(lowest, cost)
-        return ties[rotation % len(ties)]
+            if tier_loads_s is not None:
+                cost += tier_loads_s[i]
+            if pressures_s is not None:
+                cost += pressures_s[i]
+            if cost < lowest_cost - TIE_S:
+                lowest_cost, tied_candidates = cost, [i]
+            elif cost <= lowest_cost + TIE_S:
+                tied_candidates.append(i)
+                lowest_cost = min(lowest_cost, cost)
+        return tied_candidates[rotation % len(tied_candidates)]
 
     @property
     def priced_cached_tokens(self) -> list[int]:
         """h of each candidate, or what the conversation is taken to have there, if that is more."""
-        if self.media_candidate < 0 or self.media_cached_tokens <= self.cached_tokens[self.media_candidate]:
+        if self.media_candidate_index < 0 or self.media_cached_tokens <= self.cached_tokens[self.media_candidate_index]:
             return self.cached_tokens
         hits = self.cached_tokens[:]
-        hits[self.media_candidate] = self.media_cached_tokens
+        hits[self.media_candidate_index] = self.media_cached_tokens
         return hits
 
-    def decode_stall_seconds(self, shared_prefill_s: float) -> float:
+    def estimate_decode_stall_s(self, shared_prefill_s: float) -> float:
         """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
         return (1.0 - self.shared_discount) * shared_prefill_s
 
-    def shortest_first_seconds(self, target: Target, hit_tokens: int, wait_s: float) -> float:
+    def estimate_shortest_first_s(self, target: Target, hit_tokens: int, wait_s: float) -> float:
         """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
         prefill_s = target.estimate_prefill_s(self.prompt_tokens, hit_tokens)
         before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
         return before_s + overtaken_count * prefill_s
 
-    def tier_load_seconds(self, i: int) -> float:
+    def tier_load_s_of(self, i: int) -> float:
         """To fetch what candidate i has on slower tiers."""
-        return self.tier_load_s[i] if self.tier_load_s is not None else 0.0
+        return self.tier_loads_s[i] if self.tier_loads_s is not None else 0.0
 
-    def terms(self, i: int, resident_tokens: int) -> Terms:
+    def make_terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
         config, target, hit_tokens = self.config, self.targets[i], self.priced_cached_tokens[i]
         prefill_s = target.estimate_prefill_s(self.prompt_tokens, hit_tokens)
-        queue_s, overtaken_count = self.waits[i], 0
+        queue_s, overtaken_count = self.queue_waits_s[i], 0
         if target.is_shortest_first:
             queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
-        utilisation = target.utilisation_scaled * self.utilisation_factor
-        decoding = target.decode_requests
+        utilisation = target.utilisation_scaled * self.utilisation_decay
+        decode_requests = target.decode_requests
         if target.peer_load is not None:
             utilisation += target.peer_load.utilisation
-            decoding += target.peer_load.decode_requests
-        tier_load_s = self.tier_load_seconds(i)
-        pressure_s = self.pressure_s[i] if self.pressure_s is not None else 0.0
+            decode_requests += target.peer_load.decode_requests
+        tier_load_s = self.tier_load_s_of(i)
+        pressure_s = self.pressures_s[i] if self.pressures_s is not None else 0.0
         shared_prefill_s = (
             target.estimate_prefill_s(self.shared_prefix_tokens, hit_tokens)
             if hit_tokens < self.shared_prefix_tokens
@@ -226,7 +232,7 @@ class KvCost:
         )
         shared_s, stall_s = (
             self.shared_discount * shared_prefill_s,
-            self.decode_stall_seconds(shared_prefill_s) * target.total_request_count,
+            self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count,
         )
         overtaking_s = overtaken_count * prefill_s
         cost = target.slowdown * (
@@ -235,12 +241,12 @@ class KvCost:
         cost += config.utilisation_weight * utilisation + tier_load_s + pressure_s
         slot_wait_s, memory_wait_s = target.slot_wait_s, self.memory_wait_s.get(i, 0.0)
         decode_s = target.estimate_decode_s(self.prompt_tokens, self.expected_tokens)
-        step_wait_s = self.step_waits[i]
+        step_wait_s = self.step_waits_s[i]
         cost += slot_wait_s + memory_wait_s + step_wait_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
             cached_tokens=self.cached_tokens[i],
-            media_cached_tokens=self.media_cached_tokens if i == self.media_candidate else 0,
+            media_cached_tokens=self.media_cached_tokens if i == self.media_candidate_index else 0,
             resident_tokens=resident_tokens,
             prefill_s=prefill_s,
             queue_s=queue_s,
@@ -251,7 +257,7 @@ class KvCost:
             pressure_s=pressure_s,
             utilisation=utilisation,
             congestion=self.congestion,
-            decode_requests=decoding,
+            decode_requests=decode_requests,
             output_tokens=self.expected_tokens,
             slot_wait_s=slot_wait_s,
             memory_wait_s=memory_wait_s,
@@ -309,13 +315,13 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Fewest requests in flight, other routers' included; ties in turn."""
-    counts = [
+    request_counts = [
         t.own_request_count + (t.peer_load.prefill_requests + t.peer_load.decode_requests if t.peer_load else 0)
         for t in targets
     ]
-    fewest = min(counts)
-    ties = [i for i, count in enumerate(counts) if count == fewest]
-    return ties[rotation % len(ties)]
+    fewest = min(request_counts)
+    tied_candidates = [i for i, count in enumerate(request_counts) if count == fewest]
+    return tied_candidates[rotation % len(tied_candidates)]
 
 
 def choose_random(targets: Sequence[Target], rng: random.Random) -> int:

@@ -27,7 +27,7 @@ LOOKAHEAD_MAX: Final = 1024
 """Queued requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
 TENANTS_MAX: Final = 4096
 """Tenants whose retries are counted; who asked longest ago begins anew."""
-_BUDGET_MULTIPLE: Final = 10.0
+_RETRIES_MAX_RATIO: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
 
@@ -36,7 +36,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
     request: RouteRequest
     arrived_s: float
-    explain: bool
+    wants_explanation: bool
     """Its decisions carry every candidate's terms."""
     attempt: int = 0
     tried_workers: frozenset[str] = frozenset()
@@ -53,8 +53,8 @@ class RetryBudget:
 
     def __init__(self, config: RetryConfig) -> None:
         self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
-        self._initial = float(config.budget_min)
-        self._retries_max = _BUDGET_MULTIPLE * max(config.budget_min, 1)
+        self._initial_retries = float(config.budget_min)
+        self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
         self._retries: OrderedDict[str, float] = OrderedDict()
         """Tenant -> retries; the one that asked longest ago is first."""
 
@@ -63,20 +63,22 @@ class RetryBudget:
 
     def add_request(self, tenant: str) -> None:
         """A new request came."""
-        self._store(tenant, min(self._retries.get(tenant, self._initial) + self._ratio, self._retries_max))
+        self._store_retries(
+            tenant, min(self._retries.get(tenant, self._initial_retries) + self._ratio, self._retries_max)
+        )
 
-    def spend(self, tenant: str, attempt: int) -> bool:
+    def spend_retry(self, tenant: str, attempt: int) -> bool:
         """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
         if not self.has_retry(tenant, attempt):
             return False
-        self._store(tenant, self._retries.get(tenant, self._initial) - 1.0)
+        self._store_retries(tenant, self._retries.get(tenant, self._initial_retries) - 1.0)
         return True
 
     def has_retry(self, tenant: str, attempt: int) -> bool:
-        """Whether `spend` would."""
-        return attempt < self._attempts_max and self._retries.get(tenant, self._initial) >= 1.0
+        """Whether `spend_retry` would."""
+        return attempt < self._attempts_max and self._retries.get(tenant, self._initial_retries) >= 1.0
 
-    def _store(self, tenant: str, retries: float) -> None:
+    def _store_retries(self, tenant: str, retries: float) -> None:
         self._retries[tenant] = retries
         self._retries.move_to_end(tenant)
         if len(self._retries) > TENANTS_MAX:
@@ -127,10 +129,10 @@ class RequestQueue:
         self._requests: dict[str, _QueuedRequest] = {}
         self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
         """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
-        self._fair_turns = (DeficitRoundRobin(), DeficitRoundRobin())
+        self._tenant_schedulers = (DeficitRoundRobin(), DeficitRoundRobin())
         self._deadlines: list[tuple[float, str]] = []
-        self._arrivals = 0
-        self.counts = [0, 0]
+        self._arrival_count = 0
+        self.request_counts = [0, 0]
         """Requests that wait, and those of the background."""
         self.prefill_s = 0.0
         """Sum of P over all that is queued, but for the background."""
@@ -144,10 +146,10 @@ class RequestQueue:
     def is_full(self, position: QueuePosition) -> bool:
         """Each of the two has its bound, so that neither keeps the other out; and with `fair` no tenant waits with more
         than are left for all others."""
-        room = self._config.requests_max - self.counts[position.is_background]
-        if self._config.fair and room > 0:
-            return len(self._lines[position.is_background].get(position.tenant, ())) >= room
-        return room <= 0
+        free_places = self._config.requests_max - self.request_counts[position.is_background]
+        if self._config.fair and free_places > 0:
+            return len(self._lines[position.is_background].get(position.tenant, ())) >= free_places
+        return free_places <= 0
 
     def put(
         self,
@@ -163,15 +165,15 @@ class RequestQueue:
         """Queue it for `target` (P there), or for another target when it is queued already. `charge_s`: what its turn
         costs its tenant. `refuse_at_deadline`: at its deadline it is refused, else forwarded to the cheapest worker."""
         entry, is_background = self._requests.get(request_id), position.is_background
-        key = (position.priority, position.arrived_s, self._arrivals)
+        key = (position.priority, position.arrived_s, self._arrival_count)
         if entry is not None:
             assert entry.sort_key[:2] == key[:2], f"queued request {request_id} has another place than before"
             self._add_prefill(is_background, prefill_s - entry.prefill_s)
             entry.target, entry.prefill_s, entry.charge_s = target, prefill_s, charge_s
             return
-        self._arrivals += 1
+        self._arrival_count += 1
         self._add_prefill(is_background, prefill_s)
-        self.counts[is_background] += 1
+        self.request_counts[is_background] += 1
         request = _QueuedRequest(
             key, self._line_name(position), is_background, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
         )
@@ -186,11 +188,11 @@ class RequestQueue:
             return False
         is_background = entry.is_background
         self._remove_from_line(request_id, entry)
-        self.counts[is_background] -= 1
+        self.request_counts[is_background] -= 1
         if not self._lines[is_background]:
-            self._fair_turns[is_background].reset()
+            self._tenant_schedulers[is_background].reset()
         self._add_prefill(is_background, -entry.prefill_s)
-        if not self.counts[0]:
+        if not self.request_counts[0]:
             self.prefill_s = 0.0  # so that rounding never accumulates
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
@@ -200,38 +202,38 @@ class RequestQueue:
     def charge(self, position: QueuePosition, charge_s: float) -> None:
         """A request was sent, whether or not it was queued, while others wait: its tenant has had a turn. Call it
         before `remove`, which forgets all turns with the last who waits."""
-        if self._config.fair and self.counts[position.is_background]:
-            self._fair_turns[position.is_background].charge(
+        if self._config.fair and self.request_counts[position.is_background]:
+            self._tenant_schedulers[position.is_background].charge(
                 self._line_name(position), charge_s, self._lines[position.is_background]
             )
 
     def prefill_ahead_of(self, position: QueuePosition) -> dict[str, float]:
         """target -> seconds of prefill queued for it that would be tried before such a request."""
         prefill_s: dict[str, float] = {}
-        key = (position.priority, position.arrived_s, self._arrivals)
+        key = (position.priority, position.arrived_s, self._arrival_count)
         line_name, limit = self._line_name(position), LOOKAHEAD_MAX
-        iterators: list[Iterable[str]] = []
+        request_id_iterators: list[Iterable[str]] = []
         for background in range(position.is_background + 1):
-            lines, turns = self._lines[background], self._fair_turns[background]
+            lines, turns = self._lines[background], self._tenant_schedulers[background]
             if background < position.is_background:
-                iterators.append(self._in_order(background))
+                request_id_iterators.append(self._ids_in_order(background))
                 continue
             same_line = list(itertools.takewhile(lambda entry: entry[0] <= key, lines.get(line_name, ())))
-            at_s = turns.served_s(line_name) + sum(
+            served_until_s = turns.served_s(line_name) + sum(
                 self._requests[request_id].charge_s for _, request_id in same_line[:limit]
             )
-            iterators.append(request_id for _, request_id in same_line)
-            iterators += [
-                self._served_before(line, turns.served_s(name), at_s)
+            request_id_iterators.append(request_id for _, request_id in same_line)
+            request_id_iterators += [
+                self._ids_served_before(line, turns.served_s(name), served_until_s)
                 for name, line in lines.items()
                 if name != line_name
             ]
-        for request_id in itertools.islice(itertools.chain.from_iterable(iterators), limit):
+        for request_id in itertools.islice(itertools.chain.from_iterable(request_id_iterators), limit):
             request = self._requests[request_id]
             prefill_s[request.target] = prefill_s.get(request.target, 0.0) + request.prefill_s
         return prefill_s
 
-    def _served_before(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
+    def _ids_served_before(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
         """Those of a line whose turn comes before a line that has been given `end_s`."""
         for _, request_id in line:
             if at_s >= end_s:
@@ -239,21 +241,21 @@ class RequestQueue:
             yield request_id
             at_s += self._requests[request_id].charge_s
 
-    def target_of(self, request_id: str) -> tuple[str, float]:
+    def get_queued_target(self, request_id: str) -> tuple[str, float]:
         """(target, P there) of a queued request."""
         request = self._requests[request_id]
         return request.target, request.prefill_s
 
-    def next_requests(self, count: int) -> list[str]:
+    def next_request_ids(self, count: int) -> list[str]:
         """The next `count` to try, and of the background as many besides: it may find room where the others do not."""
-        return [*itertools.islice(self._in_order(0), count), *itertools.islice(self._in_order(1), count)]
+        return [*itertools.islice(self._ids_in_order(0), count), *itertools.islice(self._ids_in_order(1), count)]
 
-    def _in_order(self, background: int) -> Iterator[str]:
+    def _ids_in_order(self, background: int) -> Iterator[str]:
         lines = self._lines[background]
         if len(lines) == 1:
             return (request_id for (line,) in (lines.values(),) for _, request_id in line)
         costs = {name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()}
-        return self._fair_turns[background].merge(costs)
+        return self._tenant_schedulers[background].merge(costs)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""
@@ -280,7 +282,7 @@ class RequestQueue:
                 assert sorted(line) == line
                 assert all(self._requests[request_id].line_name == name for _, request_id in line)
                 request_ids += [request_id for _, request_id in line]
-            assert sum(map(len, lines.values())) == self.counts[background]
+            assert sum(map(len, lines.values())) == self.request_counts[background]
         assert len(request_ids) == len(set(request_ids))
         assert set(request_ids) == set(self._requests)
         waiting = (self._requests[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)

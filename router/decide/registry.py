@@ -42,7 +42,7 @@ class WorkerRegistry:
         self.breaker = breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
-        self._states: dict[str, WorkerState] = {}
+        self._announced_states: dict[str, WorkerState] = {}
         self.avoided_workers: frozenset[str] = frozenset()
         """Workers that are candidates only where there is no other."""
         self.workers: dict[str, Worker] = {}
@@ -57,42 +57,42 @@ class WorkerRegistry:
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
-    def add(self, spec: WorkerSpec, *, up: bool) -> Worker:
+    def add_worker(self, spec: WorkerSpec, *, is_up: bool) -> Worker:
         """Register a worker or replace what is known of it; its load and, for the same base model, its entries stay."""
         worker = self.workers.get(spec.worker_id)
         if worker is None:
-            worker = Worker(spec, WorkerState.UP if up else WorkerState.STARTING)
+            worker = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
             self.workers[spec.worker_id] = worker
-            remake = True
+            must_recreate_targets = True
         else:
             old_spec = worker.spec
-            remake = (_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
+            must_recreate_targets = (_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
                 _base_model(spec),
                 spec.ranks,
                 spec.cache_view,
             )
         worker.spec, worker.models = spec, {model.name: model for model in spec.models}
-        if remake:
+        if must_recreate_targets:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
             self._cache_state.add_target(target, spec)
-        self.refresh()
+        self.apply_worker_changes()
         return worker
 
-    def remove(self, worker_id: str) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
-        self._states.pop(worker_id, None)
-        self.refresh()
+        self._announced_states.pop(worker_id, None)
+        self.apply_worker_changes()
 
-    def refresh(self) -> None:
+    def apply_worker_changes(self) -> None:
         """A worker's state changed: pools are rebuilt when they are next asked for, and who listens is told."""
         for worker_id, worker in self.workers.items():
             state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            previous = self._states.get(worker_id)
+            previous = self._announced_states.get(worker_id)
             if state is not previous:
-                self._states[worker_id] = state
+                self._announced_states[worker_id] = state
                 self.on_state_change(worker, previous)
         reachable = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
         self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
@@ -110,7 +110,7 @@ class WorkerRegistry:
         if worker is None or (not worker.failures and worker.state is WorkerState.UP):
             return
         if self.breaker.record_success(worker):
-            self.refresh()
+            self.apply_worker_changes()
 
     def targets_of(self, worker_id: str) -> list[Target]:
         """The worker's targets, one a rank."""
@@ -139,7 +139,7 @@ class WorkerRegistry:
         return all(worker.spec.engine == BLOCKCAST for worker in self._workers_serving(model))
 
     # Eligibility -------------------------------------------------------------------------------------------------
-    def candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
+    def find_candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
         """Targets that may serve the request, or why there is none."""
         key = (request.model, request.role)
         cached_pool = self._pools.get(key)
@@ -149,11 +149,15 @@ class WorkerRegistry:
         tokens_needed = (request.longest_prompt_tokens or request.prompt_tokens) + 1
         is_exact = request.token_ids is not None  # an estimate never refuses
         if is_exact and context_max is not None and tokens_needed > context_max:
-            pool = [t for t in pool if self._fits(t.worker_id, request.model, tokens_needed)]
+            pool = [t for t in pool if self._fits_context(t.worker_id, request.model, tokens_needed)]
             if not pool:
-                limit = max(w.models[request.model].max_model_len or 0 for w in self._workers_serving(request.model))
-                message = f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {limit} tokens."
-                return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
+                context_limit = max(
+                    w.models[request.model].max_model_len or 0 for w in self._workers_serving(request.model)
+                )
+                message = (
+                    f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {context_limit} tokens."
+                )
+                return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=context_limit)
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
@@ -171,7 +175,7 @@ class WorkerRegistry:
             return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
         return pool
 
-    def load_order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
+    def get_load_order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
         """The order of a large pool, up to date; None for a small one, or where these candidates are only a part of it.
         `factor`: of the tracker's utilisation."""
         key = (request.model, request.role)
@@ -188,10 +192,10 @@ class WorkerRegistry:
         """worker -> why it is no candidate, for explanations."""
         reasons: dict[str, str] = {}
         for worker in self.workers.values():
-            reason = _ineligibility(worker, request.model, request.role)
+            reason = _ineligibility_reason(worker, request.model, request.role)
             tokens = request.longest_prompt_tokens or request.prompt_tokens
             tokens_needed = tokens + 1 if request.token_ids is not None else 0
-            if reason is None and not self._fits(worker.worker_id, request.model, tokens_needed):
+            if reason is None and not self._fits_context(worker.worker_id, request.model, tokens_needed):
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
@@ -205,7 +209,7 @@ class WorkerRegistry:
                 reasons[worker.worker_id] = reason
         return reasons
 
-    def retry_after_s(self, now: float) -> float:
+    def seconds_until_retry(self, now: float) -> float:
         """When a broken worker will next be tried."""
         waits = [worker.open_until_s - now for worker in self.down_workers]
         return max(1.0, min(waits, default=1.0))
@@ -213,14 +217,14 @@ class WorkerRegistry:
     def _build_pool(self, key: tuple[str, str | None]) -> tuple[list[Target], int | None]:
         model, role = key
         pool: list[Target] = []
-        limits: list[int] = []
+        context_limits: list[int] = []
         for worker in self.workers.values():
-            if _ineligibility(worker, model, role) is None:
+            if _ineligibility_reason(worker, model, role) is None:
                 pool += self._targets[worker.worker_id]
-                limit = worker.models[model].max_model_len
-                if limit is not None:
-                    limits.append(limit)
-        entry = pool, min(limits, default=None)
+                context_limit = worker.models[model].max_model_len
+                if context_limit is not None:
+                    context_limits.append(context_limit)
+        entry = pool, min(context_limits, default=None)
         if pool:  # names come from clients: what nobody serves is not remembered
             self._pools[key] = entry
         return entry
@@ -228,23 +232,27 @@ class WorkerRegistry:
     def _workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
 
-    def _fits(self, worker_id: str, model: str, tokens: int) -> bool:
+    def _fits_context(self, worker_id: str, model: str, tokens: int) -> bool:
         limit = self.workers[worker_id].models[model].max_model_len
         return limit is None or tokens <= limit
 
     def _refuse_unserved(self, request: RouteRequest) -> Refuse:
-        serving = self._workers_serving(request.model)
-        if not serving and any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()):
+        serving_workers = self._workers_serving(request.model)
+        if not serving_workers and any(
+            w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()
+        ):
             names = ", ".join(sorted(self.models())) or "none"
             return Refuse(
                 request.request_id, 404, "unknown_model", f"No worker serves model {request.model!r}; served: {names}."
             )
-        if request.role is not None and all(request.role not in w.spec.roles for w in serving):
+        if request.role is not None and all(request.role not in w.spec.roles for w in serving_workers):
             return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         model_text = f" of model {request.model!r}" if request.model else ""
-        states = Counter(worker.state.value for worker in (serving if request.model else self.workers.values()))
-        summary = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
-        return Refuse(request.request_id, 503, "no_worker", f"No worker{model_text} is up: {summary}.", 1.0)
+        states = Counter(worker.state.value for worker in (serving_workers if request.model else self.workers.values()))
+        state_summary = (
+            ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
+        )
+        return Refuse(request.request_id, 503, "no_worker", f"No worker{model_text} is up: {state_summary}.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
@@ -261,11 +269,11 @@ class WorkerRegistry:
         if base_model is None:
             return
         for rank in range(worker.spec.ranks):
-            label = rank if worker.spec.ranks > 1 else None
-            name = worker.worker_id if label is None else f"{worker.worker_id}#{rank}"
+            target_rank = rank if worker.spec.ranks > 1 else None
+            name = worker.worker_id if target_rank is None else f"{worker.worker_id}#{rank}"
             holder = self._index.add_holder(name, base_model)
             worker.holders.append(holder)
-            target = self._tracker.add_target(worker.worker_id, label, holder, pool=base_model)
+            target = self._tracker.add_target(worker.worker_id, target_rank, holder, pool=base_model)
             self._targets[worker.worker_id].append(target)
 
     def _drop_targets(self, worker: Worker) -> None:
@@ -276,7 +284,7 @@ class WorkerRegistry:
         worker.holders.clear()
 
 
-def _ineligibility(worker: Worker, model: str, role: str | None) -> str | None:
+def _ineligibility_reason(worker: Worker, model: str, role: str | None) -> str | None:
     """Why it takes none of these requests now, or None."""
     if model not in worker.models:
         return f"does not serve {model}"
@@ -336,7 +344,9 @@ class CoreSnapshot:
     counters: dict[str, int]
 
 
-def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float) -> WorkerSnapshot:
+def make_worker_snapshot(
+    worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
+) -> WorkerSnapshot:
     """One target's row of `/workers`."""
     service, peer, reported_load, external = (
         target.service,

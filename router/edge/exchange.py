@@ -450,7 +450,10 @@ class Exchange:
     def last_progress_s(self) -> float | None:
         """When the last byte came of a stream that is in its middle; None where none is to be expected."""
         streams = (
-            self.progress.has_started and not self._is_client_paused and self.route is not None and self.route.is_streaming
+            self.progress.has_started
+            and not self._is_client_paused
+            and self.route is not None
+            and self.route.is_streaming
         )
         return self.progress.last_byte_s if streams and not self.is_done else None
 

@@ -149,8 +149,10 @@ class MissReasonsRecorder:
         if route is None or decision is None or not exchange.is_in_core or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
-            prompt = self._core.cache_state.query_of(route.request_id)
-            removed_prefix = self._removed_prefix(route.token_ids if prompt is None else prompt.ids, route, decision)
+            prompt = self._core.cache_state.get_query(route.request_id)
+            removed_prefix = self._removed_prefix(
+                route.token_ids if prompt is None else prompt.prepared_ids, route, decision
+            )
             name = exchange.trace_id.decode("latin-1")
             if found is None:
                 now, tokens = self._proxy.now(), len(route.token_ids)
@@ -237,9 +239,9 @@ class MissReasonsRecorder:
         keys: Sequence[int] = ()
         short: Sequence[int] = ()
         if route.session is None:
-            query = self._core.cache_state.query_of(route.request_id)
+            query = self._core.cache_state.get_query(route.request_id)
             if query is not None:
-                keys = query.keys(self._chunk_tokens)
+                keys = query.chunk_keys(self._chunk_tokens)
             else:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
             if self.analyzer.needs_short_keys(keys):

@@ -378,7 +378,7 @@ class Fleet:
     async def _poll_load(self, member: _Member) -> None:
         """What does the worker itself say that it has to do?"""
         worker_id, is_silent = member.flag.worker_id, True
-        in_flight = self._core.in_flight_by_rank(worker_id)
+        in_flight = self._core.count_in_flight_by_rank(worker_id)
         try:
             loads = await self._prober.loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
@@ -469,7 +469,7 @@ class Fleet:
 
     def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
         spec = worker_spec(member.flag, facts)
-        worker = self._core.add_worker(spec, self._now(), up=True)
+        worker = self._core.add_worker(spec, self._now(), is_up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
         if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:

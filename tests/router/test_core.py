@@ -253,8 +253,8 @@ def test_the_tenants_whose_retries_are_counted_are_bounded() -> None:
     budget = RetryBudget(RetryConfig(budget_min=1, budget_ratio=0.0))
     for number in range(2 * TENANTS_MAX):
         budget.add_request(str(number))
-        assert budget.spend(str(number), 1)
-        assert not budget.spend(str(number), 1)
+        assert budget.spend_retry(str(number), 1)
+        assert not budget.spend_retry(str(number), 1)
     assert len(budget) == TENANTS_MAX
 
 
@@ -409,7 +409,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     index.store(core.workers["a"].holders[0], hot)
     placements = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
     workers = {sent_to(p) for p in placements if isinstance(p, Forward)}
-    queued_for = {core._queue.target_of(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
+    queued_for = {core._queue.get_queued_target(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
     assert "b" in workers | queued_for
     instructions = core.tick(0.05)
     assert all(isinstance(i, Forward) for i in instructions)

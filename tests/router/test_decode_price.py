@@ -98,22 +98,22 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
-            "two on one: one on each of two"
-        )
+        assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (
+            (0, 0.0) if name in "ab" else (2816, 1 / 2)
+        ), "two on one: one on each of two"
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
-    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
-    assert core.cache_state.shared_prefix(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
+    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
         "ten times as many come while a copy is good"
     )
-    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
+    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
         "work makes others wait twice as long"
     )
-    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 1.0, 2.0) == core.cache_state.shared_prefix(
-        prompt, 60.0, 10.0
-    ), "it is all that runs there"
-    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
+    assert core.cache_state.estimate_shared_prefix(
+        prompt, 60.0, 10.0, 1.0, 2.0
+    ) == core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0), "it is all that runs there"
+    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
         "it is a quarter of what runs there"
     )
     core.check_invariants()
@@ -121,7 +121,7 @@ def test_what_has_ended_is_not_hot() -> None:
     core.fail_attempt("a", FailureKind.OVERLOADED, 1.0)
     core.abort_request("a", 1.0)
     core.finish_request("b", None, 1.0)
-    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == (0, 0.0)
+    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (0, 0.0)
     core.check_invariants()
 
 
@@ -132,18 +132,19 @@ def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> No
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
     for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):
         users = 4 * 10 / came_s / 2
-        assert core.cache_state.shared_prefix(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
-            "four in the seconds since the first, but in three at least, and in no more than a request's life"
-        )
-    assert core.cache_state.shared_prefix(prompt, 13.0, 1.0) == core.cache_state.shared_prefix(prompt, 100.0, 1.0), (
-        "a life is shorter than that"
-    )
+        assert core.cache_state.estimate_shared_prefix(prompt, now, 20.0) == (
+            2816,
+            pytest.approx(users / (users + 1)),
+        ), "four in the seconds since the first, but in three at least, and in no more than a request's life"
+    assert core.cache_state.estimate_shared_prefix(prompt, 13.0, 1.0) == core.cache_state.estimate_shared_prefix(
+        prompt, 100.0, 1.0
+    ), "a life is shorter than that"
     core.abort_request("a", 14.0)
     for name in "bcd":
         core.abort_request(name, 14.0)
     for i, name in enumerate("ef"):
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 50.0 + i)
-    assert core.cache_state.shared_prefix(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), (
+    assert core.cache_state.estimate_shared_prefix(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), (
         "they are the first again"
     )
 

@@ -55,7 +55,7 @@ def test_two_routers_see_what_one_would(
         now += 0.05
         name, side = str(key), key % 2
         for books, targets, at in ((single_tracker, all_targets, now), (*pair[side], now + offset[side])):
-            if event == "route" and name not in books.requests:
+            if event == "route" and name not in books.in_flight_requests:
                 books.add_request(
                     name, targets[target_index], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at
                 )
@@ -76,7 +76,7 @@ def test_two_routers_see_what_one_would(
             in_flight = target.own_request_count + (
                 target.peer_load.prefill_requests + target.peer_load.decode_requests if target.peer_load else 0
             )
-            assert in_flight == single_target.requests
+            assert in_flight == single_target.own_request_count
             assert target.slowdown == pytest.approx(single_target.slowdown)
             assert books.utilisation(target, at) == pytest.approx(
                 single_tracker.utilisation(single_target, now), rel=1e-3, abs=1e-5
@@ -84,7 +84,9 @@ def test_two_routers_see_what_one_would(
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
             late_s = target.OVERDUE_SHARE * 0.05 * len(steps)
-            assert target.estimate_queue_s(at) == pytest.approx(single_target.queue_s(now), rel=1e-3, abs=0.06 + late_s)
+            assert target.estimate_queue_s(at) == pytest.approx(
+                single_target.estimate_queue_s(now), rel=1e-3, abs=0.06 + late_s
+            )
 
 
 def test_work_is_told_whatever_each_learned() -> None:
@@ -98,7 +100,7 @@ def test_work_is_told_whatever_each_learned() -> None:
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     PeerLoads(my_tracker, "me").apply_message(message, 0.0)
-    assert targets[0].estimate_queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
+    assert targets[0].estimate_queue_s(0.0) == pytest.approx(targets[0].estimate_prefill_s(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].estimate_queue_s(60.0) == pytest.approx(late_s)
     assert targets[0].peer_load is not None

@@ -21,9 +21,9 @@ from router.decide.policy import (
     KvCost,
     choose_least_requests,
     choose_sticky,
-    congestion_factor,
+    compute_congestion,
+    estimate_tier_load_s,
     sticky_key,
-    tier_load_seconds,
 )
 from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
@@ -50,7 +50,7 @@ def price(
 ) -> KvCost:
     return KvCost(
         targets, cached_tokens, None, prompt_tokens=tokens, expected_tokens=expected,
-        utilisation_factor=tracker.utilisation_decay(now), now=now,
+        utilisation_decay=tracker.utilisation_decay(now), now=now,
         config=CONFIG, queued_s=queued_s,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_every_term_by_hand() -> None:
     u0 = p_a / 60 * exp(-0.5 / 60)
     ubar = u0 / 2
     beta = max(ubar / (1 - ubar), CONGESTION_MIN)  # nothing waits on worker 1
-    first, second = cost.terms(0, 0), cost.terms(1, 2000)
+    first, second = cost.make_terms(0, 0), cost.make_terms(1, 2000)
     assert (first.slowdown, second.slowdown) == pytest.approx((slow0, slow1))
     assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
     assert (first.queue_s, second.queue_s) == pytest.approx((q0, 0.0))
@@ -85,7 +85,7 @@ def test_every_term_by_hand() -> None:
     step_wait_s = 0.5 * (0.012 + 50e-6 + 2.5e-8 * 4000)  # its last step was seen long ago: half of one
     assert (first.step_wait_s, second.step_wait_s) == pytest.approx((0.0, step_wait_s))
     assert second.cost == pytest.approx(slow1 * (1 + beta) * p1 + step_wait_s)
-    assert cost.choose(0) == 1
+    assert cost.choose_cheapest(0) == 1
 
 
 def test_the_rest_of_the_answer_by_hand() -> None:
@@ -101,11 +101,11 @@ def test_the_rest_of_the_answer_by_hand() -> None:
     cost = price(tracker, targets, [499, 499], 500, 1000.0, expected=400)
     t0, c, d = 0.012, 50e-6, 2.5e-8
     single_s = 400 * (t0 + c + d * (500 + 200))
-    assert cost.terms(1, 0).decode_s == pytest.approx(single_s)
+    assert cost.make_terms(1, 0).decode_s == pytest.approx(single_s)
     together = 400 * 2 * 200 / (200 + 400)  # tokens of it that are said beside theirs
     its_steps, other_steps = together * (3 * c + d * 3000), together * 3 * (c + d * (500 + 200))
-    assert cost.terms(0, 0).decode_s == pytest.approx(single_s + its_steps + other_steps)
-    assert cost.choose(0) == 1
+    assert cost.make_terms(0, 0).decode_s == pytest.approx(single_s + its_steps + other_steps)
+    assert cost.choose_cheapest(0) == 1
 
 
 def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
@@ -115,23 +115,23 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
     cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
     part = 1e-4 * (524 + (1024**2 - 500**2) / 1e5)
     whole_prefill_s = 1e-4 * (1500 + (2000**2 - 500**2) / 1e5)
-    terms = cost.terms(1, 0)
-    assert cost.terms(0, 0).shared_s == 0.0
+    terms = cost.make_terms(1, 0)
+    assert cost.make_terms(0, 0).shared_s == 0.0
     assert terms.shared_s == pytest.approx(0.75 * part)
     assert terms.prefill_s == pytest.approx(whole_prefill_s)
     assert terms.cost == pytest.approx(targets[1].slowdown * (1 + cost.congestion) * (whole_prefill_s - 0.75 * part))
     assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole_prefill_s), "it takes its time all the same"
-    assert (cost.terms(0, 0).decode_stall_s, terms.decode_stall_s) == (0.0, 0.0), "nobody is there to stand still"
+    assert (cost.make_terms(0, 0).decode_stall_s, terms.decode_stall_s) == (0.0, 0.0), "nobody is there to stand still"
     for name in "xyz":
         tracker.add_request(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
     cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
-    terms_with_stall = cost.terms(1, 0)
+    terms_with_stall = cost.make_terms(1, 0)
     assert terms_with_stall.decode_stall_s == pytest.approx(0.25 * part * 3)
     without = price(tracker, targets, [1024, 500], 2000, 0.0)
     without.shared_prefix_tokens, without.shared_discount = 1024, 1.0
     shared_s = targets[1].slowdown * (1 + cost.congestion) * 0.25 * part
-    assert terms_with_stall.cost - without.terms(1, 0).cost == pytest.approx(
+    assert terms_with_stall.cost - without.make_terms(1, 0).cost == pytest.approx(
         shared_s + 0.2 * terms_with_stall.decode_stall_s
     )
 
@@ -147,12 +147,12 @@ def test_all_seats_taken_is_a_wait() -> None:
         tracker.record_first_token(f"a{k}", 0.1)
     cost = price(tracker, targets, [8, 0], 9, 1.0)
     slot_wait_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
-    assert cost.terms(0, 0).slot_wait_s == pytest.approx(slot_wait_s)
-    assert cost.terms(0, 0).ttft_s > slot_wait_s
-    assert cost.terms(1, 0).slot_wait_s == 0.0
-    assert cost.choose(0) == 1
+    assert cost.make_terms(0, 0).slot_wait_s == pytest.approx(slot_wait_s)
+    assert cost.make_terms(0, 0).ttft_s > slot_wait_s
+    assert cost.make_terms(1, 0).slot_wait_s == 0.0
+    assert cost.choose_cheapest(0) == 1
     tracker.end_request("a0", 2.0)
-    assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).slot_wait_s == 0.0
+    assert price(tracker, targets, [8, 0], 9, 2.0).make_terms(0, 0).slot_wait_s == 0.0
 
 
 def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:
@@ -182,9 +182,9 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
         tracker.record_first_token(name, at)
     step_s = targets[0].step_s
     cost = price(tracker, targets, [0, 0, 0], 100, 1.009)
-    rests = [cost.terms(i, 0).step_wait_s for i in range(3)]
+    rests = [cost.make_terms(i, 0).step_wait_s for i in range(3)]
     assert rests == pytest.approx([step_s - 0.002, step_s - 0.009, 0.0]), "who has nothing to do begins at once"
-    assert cost.terms(0, 0).cost - cost.terms(1, 0).cost == pytest.approx(0.007)
+    assert cost.make_terms(0, 0).cost - cost.make_terms(1, 0).cost == pytest.approx(0.007)
     tracker.end_request("a", 1.0125)
     assert targets[0].estimate_step_wait_s(1.0125) == 0.0
     assert targets[1].estimate_step_wait_s(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
@@ -195,11 +195,11 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
-    assert congestion_factor(0.0, 0.0, CONFIG) == CONGESTION_MIN
-    assert congestion_factor(0.5, 0.0, CONFIG) == pytest.approx(1.0)
-    assert congestion_factor(0.5, 3.0, CONFIG) == pytest.approx(4.0)
-    assert congestion_factor(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
-    assert congestion_factor(3.0, 100.0, CONFIG) == CONGESTION_MAX
+    assert compute_congestion(0.0, 0.0, CONFIG) == CONGESTION_MIN
+    assert compute_congestion(0.5, 0.0, CONFIG) == pytest.approx(1.0)
+    assert compute_congestion(0.5, 3.0, CONFIG) == pytest.approx(4.0)
+    assert compute_congestion(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
+    assert compute_congestion(3.0, 100.0, CONFIG) == CONGESTION_MAX
 
 
 def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
@@ -229,8 +229,8 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
 
 def test_slower_tiers_cost_their_load() -> None:
     match = Match(HolderId(0), 300, 100, (100, 150, 0, 50), 300)
-    assert tier_load_seconds(match, CONFIG) == pytest.approx(150 * 2e-6 + 50 * 4e-5)
-    assert tier_load_seconds(Match(HolderId(0), 100, 100, (100, 0, 0, 0), 500), CONFIG) == 0.0
+    assert estimate_tier_load_s(match, CONFIG) == pytest.approx(150 * 2e-6 + 50 * 4e-5)
+    assert estimate_tier_load_s(Match(HolderId(0), 100, 100, (100, 0, 0, 0), 500), CONFIG) == 0.0
 
 
 def test_another_routers_load_counts() -> None:
@@ -240,12 +240,12 @@ def test_another_routers_load_counts() -> None:
     )
     tracker.set_peer_loads("other", {"w0": load}, is_full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
-    assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
+    assert cost.make_terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
     assert targets[0].slowdown > targets[1].slowdown
-    assert cost.choose(0) == 1
+    assert cost.choose_cheapest(0) == 1
     tracker.set_peer_loads("other", {})
     assert targets[0].peer_load is None
-    assert price(tracker, targets, [0, 0], 1000, 10.0).terms(0, 0).queue_s == 0.0
+    assert price(tracker, targets, [0, 0], 1000, 10.0).make_terms(0, 0).queue_s == 0.0
 
 
 @given(
@@ -268,15 +268,15 @@ def test_the_winner_has_the_least_cost_of_the_terms(
     cached_tokens = [min(h, tokens - 1) for _, _, h in loads]
     cost = price(tracker, targets, cached_tokens, tokens, 4.0)
     cost.shared_prefix_tokens, cost.shared_discount = tokens // 2, 0.5
-    winner = cost.choose(rotation)
-    costs = [cost.terms(i, 0).cost for i in range(len(loads))]
+    winner = cost.choose_cheapest(rotation)
+    costs = [cost.make_terms(i, 0).cost for i in range(len(loads))]
     assert costs[winner] <= min(costs) + 2 * TIE_S
 
 
 def test_ties_go_round() -> None:
     tracker, targets = tracker_of(3)
     cost = price(tracker, targets, [0, 0, 0], 100, 0.0)
-    assert [cost.choose(r) for r in range(4)] == [0, 1, 2, 0]
+    assert [cost.choose_cheapest(r) for r in range(4)] == [0, 1, 2, 0]
 
 
 def test_least_requests_counts_what_is_in_flight() -> None:

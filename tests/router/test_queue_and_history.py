@@ -46,7 +46,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
                 del entries[expired_name], before[expired_name]
         queue.check_invariants()
         assert len(queue) == len(entries)
-        assert queue.next_requests(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
+        assert queue.next_request_ids(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
         ahead_s: dict[str, float] = {}
         for n, (p, w, arrived_s, _) in entries.items():
             if (p, arrived_s) <= (0, now):
@@ -66,7 +66,7 @@ def test_history_is_an_lru_that_loses_the_deepest_chunks_first(prompts: list[lis
         length = 0
         while length < len(prefixes) and prefixes[length] in naive:
             length += 1
-        assert cache.match(keys) == length * 4
+        assert cache.count_cached_tokens(keys) == length * 4
         cache.insert(keys)
         for prefix in reversed(prefixes):
             if prefix in naive:

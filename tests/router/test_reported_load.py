@@ -209,9 +209,9 @@ def core_of(workers: int) -> RouterCore:
 def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     core = core_of(2)
     for now in (0.0, 4.0):
-        core.record_engine_load("w0", [EngineLoad(32, 8, 0.9)], core.in_flight_by_rank("w0"), now)
-        core.record_engine_load("w1", [EngineLoad(0, 0, 0.0)], core.in_flight_by_rank("w1"), now)
-    core.record_engine_load("gone", [EngineLoad(1, 1, 0.0)], core.in_flight_by_rank("gone"), 4.0)
+        core.record_engine_load("w0", [EngineLoad(32, 8, 0.9)], core.count_in_flight_by_rank("w0"), now)
+        core.record_engine_load("w1", [EngineLoad(0, 0, 0.0)], core.count_in_flight_by_rank("w1"), now)
+    core.record_engine_load("gone", [EngineLoad(1, 1, 0.0)], core.count_in_flight_by_rank("gone"), 4.0)
     request = RouteRequest("test", "m", Scope("m"), list(range(600)), 600, worker="w0")
     core.route(request, 4.0)  # what is new is tested by the next request
     core.abort_request("test", 4.0)
@@ -286,7 +286,7 @@ def play(
                 truth = EngineLoad(worker.running, len(worker.waiting), worker.cache.usage())
                 name = str(worker.number)
                 self.core.record_engine_load(
-                    name, [say(worker.number, truth, now)], self.core.in_flight_by_rank(name), now
+                    name, [say(worker.number, truth, now)], self.core.count_in_flight_by_rank(name), now
                 )  # type: ignore[misc]
             self.cluster.schedule(now + 4.0, self.report_load)
 

@@ -37,7 +37,7 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
 def price(tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float) -> KvCost:
     factor = tracker.utilisation_decay(now)
     return KvCost(
-        targets, cached_tokens, None, prompt_tokens=tokens, utilisation_factor=factor, now=now, config=CostConfig()
+        targets, cached_tokens, None, prompt_tokens=tokens, utilisation_decay=factor, now=now, config=CostConfig()
     )
 
 
@@ -59,7 +59,7 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
     assert target.estimate_wait_before_s(own_s, elapsed_s) == pytest.approx(before_s)
     cost = price(tracker, [target], [0], own_tokens, elapsed_s)
-    terms = cost.terms(0, 0)
+    terms = cost.make_terms(0, 0)
     assert terms.queue_s == pytest.approx(before_s)
     assert terms.overtaking_s == pytest.approx(overtaken_count * own_s)
     least = sum(min(remaining_s, own_s) for remaining_s in lefts)
@@ -71,12 +71,12 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
     tracker, targets = tracker_of(2)
     tracker.add_request("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
-    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 0
-    assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose(0) == 1
+    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 0
+    assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose_cheapest(0) == 1
     for target in targets:
         target.is_shortest_first = False
         target.recompute_queue()
-    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 1
+    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 1
 
 
 @pytest.mark.parametrize("count", [128, 129, 1000])
@@ -105,8 +105,8 @@ def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
     for now in (0.6, 0.9, 2.0):
         for tokens in (100, 3000, 20_000):
             cost = price(tracker, targets, [0, 90, 50], tokens, now)
-            costs = [cost.terms(i, 0).cost for i in range(3)]
-            assert cost.choose(0) == costs.index(min(costs))
+            costs = [cost.make_terms(i, 0).cost for i in range(3)]
+            assert cost.choose_cheapest(0) == costs.index(min(costs))
 
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
