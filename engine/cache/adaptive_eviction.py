@@ -55,13 +55,13 @@ class AdaptiveEviction(Generic[EvictableT]):
 
     def add_host_leaf(self, node: EvictableT) -> None:
         """Add `node`, the end of a path that goes to host memory, or is not read there any more."""
-        self._host_queue.add(node, self._device_queue.turn_of(node) or self._last_turn)
+        self._host_queue.add(node, self._device_queue.find_turn(node) or self._last_turn)
 
     def remove_host_leaf(self, leaf: EvictableT, parent: EvictableT | None) -> None:
         """`leaf` has left host memory, or is read; of `parent`, which is there, nothing is left below it."""
         if parent is None:
             self._host_queue.remove(leaf)
-        elif self._host_queue.turn_of(leaf) is not None:
+        elif self._host_queue.find_turn(leaf) is not None:
             self._host_queue.shorten_path(leaf, parent)
         else:
             self._host_queue.add(parent, self._last_turn)

@@ -29,19 +29,19 @@ class AttentionWindows:
         """Whether any of them slides."""
         return bool(self._sliding_groups)
 
-    def blocks_needed(self, blocks: int) -> list[int]:
+    def count_blocks_needed(self, block_count: int) -> list[int]:
         """Blocks of every kind that a sequence of so many blocks holds at once at most."""
         counts = [
-            blocks if window is None or self._step_blocks is None else min(blocks, window + self._step_blocks)
+            block_count if window is None or self._step_blocks is None else min(block_count, window + self._step_blocks)
             for window in self.window_blocks
         ]
         return counts + [1] * (self._state_kind is not None)
 
-    def token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
+    def compute_token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
         """Tokens that one sequence alone can hold in so many units."""
 
         def fits(tokens: int) -> bool:
-            counts = self.blocks_needed(-(-tokens // self._block_size))
+            counts = self.count_blocks_needed(-(-tokens // self._block_size))
             return sum(-(-count // n) for count, n in zip(counts, blocks_per_unit)) <= unit_count
 
         low, high = 0, (unit_count * blocks_per_unit[0] + 1) * self._block_size
@@ -50,34 +50,34 @@ class AttentionWindows:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def resumable_count(self, nodes: list[Node]) -> int:
+    def count_resumable_nodes(self, nodes: list[Node]) -> int:
         """The largest number of leading nodes after which every group, and the state, can resume."""
-        count = len(nodes)
-        while count:
-            smaller_count = self.usable_count(nodes, count)
+        node_count = len(nodes)
+        while node_count:
+            usable_count = self.count_usable_nodes(nodes, node_count)
             if self._state_kind is not None:
                 kind = self._state_kind
                 while (
-                    smaller_count
-                    and not nodes[smaller_count - 1].can_resume(kind)
-                    and not nodes[smaller_count - 1].has_host_block(kind)
+                    usable_count
+                    and not nodes[usable_count - 1].can_resume(kind)
+                    and not nodes[usable_count - 1].has_host_block(kind)
                 ):
-                    smaller_count -= 1
-            if smaller_count == count:
+                    usable_count -= 1
+            if usable_count == node_count:
                 break
-            count = smaller_count
-        return count
+            node_count = usable_count
+        return node_count
 
-    def usable_count(self, nodes: list[Node], count: int) -> int:
+    def count_usable_nodes(self, nodes: list[Node], node_count: int) -> int:
         """The largest number of leading nodes, up to `count`, after which no window misses a block."""
         for group, window in self._sliding_groups:
-            while count:
-                window_indices = range(count - 1, max(0, count - window) - 1, -1)
-                missing = next(
+            while node_count:
+                window_indices = range(node_count - 1, max(0, node_count - window) - 1, -1)
+                missing_index = next(
                     (i for i in window_indices if not nodes[i].blocks[group] and not nodes[i].has_host_block(group)),
                     None,
                 )
-                if missing is None:
+                if missing_index is None:
                     break
-                count = missing
-        return count
+                node_count = missing_index
+        return node_count

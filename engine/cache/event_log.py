@@ -32,7 +32,7 @@ class EventLog:
         """(`kv_cache_spec_kind`, sliding window) of each kind of block."""
         if spec.state is not None:
             self.kinds.append((MAMBA, None))
-        self.joins_chains = [kind != MAMBA for kind, _ in self.kinds]
+        self.joins_chains_by_kind = [kind != MAMBA for kind, _ in self.kinds]
         """Whether blocks of a chain go into one event."""
         self._changes: list[Change] = []
 
@@ -40,7 +40,7 @@ class EventLog:
         changes = self._changes
         if (
             changes
-            and self.joins_chains[kind]
+            and self.joins_chains_by_kind[kind]
             and (last_change := changes[-1])
             and last_change[0] == STORED
             and last_change[1] == kind
@@ -67,19 +67,19 @@ class EventLog:
 
     def record_host_removed(self, kind: int, node: Node) -> None:
         """From the host, to make room for others mostly: so it is told before those, and they in one go."""
-        position = len(self._changes)
+        insert_index = len(self._changes)
         if (
-            position
+            insert_index
             and (last_change := self._changes[-1])
             and last_change[0] == DEMOTED
             and (kind, node) not in last_change[2]
         ):
-            position -= 1
-        last_change = self._changes[position - 1] if position else None
+            insert_index -= 1
+        last_change = self._changes[insert_index - 1] if insert_index else None
         if last_change and last_change[0] == HOST_REMOVED and last_change[1] == kind:
             last_change[2].append(node)
         else:
-            self._changes.insert(position, (HOST_REMOVED, kind, [node]))
+            self._changes.insert(insert_index, (HOST_REMOVED, kind, [node]))
 
     def record_cleared(self) -> None:
         self._changes.append(None)
@@ -124,35 +124,35 @@ class StepEvents(Collection[Event]):
 
     def _make_demoted(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
         """Parents left the device last, and are told first."""
-        by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
+        nodes_by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
         for kind, node in demoted_nodes:
-            by_kind[kind].append(node)
-        for kind, nodes in enumerate(by_kind):
+            nodes_by_kind[kind].append(node)
+        for kind, nodes in enumerate(nodes_by_kind):
             chain_nodes: list[Node] = []
             for node in reversed(nodes):
-                if chain_nodes and not (self._log.joins_chains[kind] and node.parent is chain_nodes[-1]):
+                if chain_nodes and not (self._log.joins_chains_by_kind[kind] and node.parent is chain_nodes[-1]):
                     yield self._make_stored(kind, chain_nodes, CPU)
                     chain_nodes = []
                 chain_nodes.append(node)
             if chain_nodes:
                 yield self._make_stored(kind, chain_nodes, CPU)
-        for kind in range(len(by_kind) - 1, -1, -1):
-            if by_kind[kind]:
-                yield _make_removed(kind, by_kind[kind], GPU)
+        for kind in range(len(nodes_by_kind) - 1, -1, -1):
+            if nodes_by_kind[kind]:
+                yield _make_removed(kind, nodes_by_kind[kind], GPU)
 
     def _make_stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
-        hashes: list[int | bytes] = [node.hash for node in nodes]
-        first, (kind_name, window) = nodes[0], self._log.kinds[kind]
+        block_hashes: list[int | bytes] = [node.hash for node in nodes]
+        first_node, (kind_name, window) = nodes[0], self._log.kinds[kind]
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
-        assert len(token_ids) == len(hashes) * self._log.block_size
+        assert len(token_ids) == len(block_hashes) * self._log.block_size
         return BlockStored(
-            hashes,
-            None if first.parent is None else first.parent.hash,
+            block_hashes,
+            None if first_node.parent is None else first_node.parent.hash,
             token_ids,
             self._log.block_size,
             None,  # lora_id
             medium,
-            first.key.lora_name,
+            first_node.key.lora_name,
             [node.key.extra_keys for node in nodes],
             kind,
             kind_name,

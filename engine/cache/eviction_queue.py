@@ -107,7 +107,7 @@ class EvictionQueue(Generic[EvictableT]):
             if self._path_by_turn.get(path.turn) is path:
                 del self._path_by_turn[path.turn]
 
-    def turn_of(self, leaf: EvictableT) -> ConversationTurn | None:
+    def find_turn(self, leaf: EvictableT) -> ConversationTurn | None:
         """Who left the path that ends there; None if it is not the end of one."""
         path = self._path_by_leaf.get(leaf)
         return None if path is None else path.turn
@@ -153,7 +153,7 @@ class EvictionQueue(Generic[EvictableT]):
         next_path = self._select_path()
         if next_path is None:
             return node
-        return_share, gap_log2 = self._reuse_stats.mean_reuse()
+        return_share, gap_log2 = self._reuse_stats.compute_mean_reuse()
         return (
             node
             if value * return_share / max(2.0**gap_log2, self._reuse_stats.clock - superseded_clock)
@@ -223,7 +223,7 @@ class EvictionQueue(Generic[EvictableT]):
         _, gap_step, value_log2 = path.queue_key
         gap, age = 2.0 ** (gap_step / _QUEUES_PER_DOUBLING), self._reuse_stats.clock - path.turn.end_clock
         return (
-            self._reuse_stats.counts_of(path.turn).return_share
+            self._reuse_stats.get_counts(path.turn).return_share
             / (age if age > _OVERDUE_GAPS * gap else gap)
             * 2.0**value_log2
         )
@@ -235,7 +235,7 @@ class EvictionQueue(Generic[EvictableT]):
     def _enqueue(self, path: CachedPath[EvictableT]) -> None:
         turn = path.turn
         gap_step = round(self._reuse_stats.expected_gap_log2(turn) * _QUEUES_PER_DOUBLING)
-        path.queue_key = key = QueueKey(self._reuse_stats.turn_class(turn), gap_step, self._value_log2(path.leaf))
+        path.queue_key = key = QueueKey(self._reuse_stats.classify_turn(turn), gap_step, self._value_log2(path.leaf))
         self._queues.setdefault(key, OrderedDict())[path] = None
 
     def _dequeue(self, path: CachedPath[EvictableT]) -> None:

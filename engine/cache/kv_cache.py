@@ -147,11 +147,11 @@ class KVCache:
     @property
     def token_capacity(self) -> int:
         """Tokens that one sequence alone can hold."""
-        return self._windows.token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
+        return self._windows.compute_token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
 
     def has_room_for_blocks(self, block_count: int) -> bool:
         """Whether so many more tokens' worth of blocks could be live beside what is live now."""
-        return self.pool.can_allocate(self._windows.blocks_needed(block_count))
+        return self.pool.can_allocate(self._windows.count_blocks_needed(block_count))
 
     def match_prefix(self, seq: Sequence) -> list[Node]:
         """The nodes of the longest known prefix of `seq`, early sharing included; changes nothing.
@@ -169,7 +169,7 @@ class KVCache:
 
     def count_cached_tokens(self, seq: Sequence) -> int:
         """Tokens of `seq` that need not be computed if it is admitted now; changes nothing."""
-        return self._windows.resumable_count(self.match_prefix(seq)) * self.block_size
+        return self._windows.count_resumable_nodes(self.match_prefix(seq)) * self.block_size
 
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
@@ -181,7 +181,7 @@ class KVCache:
         keys = self._hasher.block_keys(seq, full_block_count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
             return self._checkpoints.has_planned_checkpoint(
-                keys[:full_block_count], self._windows.resumable_count(matched_nodes)
+                keys[:full_block_count], self._windows.count_resumable_nodes(matched_nodes)
             )
         return len(matched_nodes) < full_block_count and self._will_compute(
             len(matched_nodes), keys[len(matched_nodes)].hash
@@ -197,8 +197,8 @@ class KVCache:
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self.match_prefix(seq)
-        nodes = matched_nodes[: self._windows.resumable_count(matched_nodes)]
-        block_counts = self._windows.blocks_needed(-(-len(seq.token_ids) // self.block_size) + reserve_blocks)
+        nodes = matched_nodes[: self._windows.count_resumable_nodes(matched_nodes)]
+        block_counts = self._windows.count_blocks_needed(-(-len(seq.token_ids) // self.block_size) + reserve_blocks)
         for g, window in enumerate(self._windows.window_blocks):
             window_nodes = nodes if window is None else nodes[max(0, len(nodes) - window) :]
             block_counts[g] -= sum(
@@ -486,7 +486,7 @@ class KVCache:
                 references_by_block[merge.identical_block] = references_by_block.get(merge.identical_block, 0) + 1
         if self._checkpoints is not None:
             self._checkpoints.check_invariants()
-            for block in self._checkpoints.references():
+            for block in self._checkpoints.list_references():
                 references_by_block[block] = references_by_block.get(block, 0) + 1
         if self.host_tier is not None:
             assert self.host_loads is not None

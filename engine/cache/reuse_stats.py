@@ -135,7 +135,7 @@ class ReuseStats:
             turn.gap_blocks = self.clock - previous.end_clock
             turn.previous = previous
             previous.previous = None
-            self.counts_of(previous).record_return(turn.gap_blocks)
+            self.get_counts(previous).record_return(turn.gap_blocks)
             self._count_turn(previous)
         if prompt_blocks > turn.shared_blocks:
             # The last block but one, since a template may end a prompt otherwise than it goes on.
@@ -148,11 +148,11 @@ class ReuseStats:
             prefix_turn = self._shared_prefixes[block_hash] = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
         else:
             prefix_turn.gap_blocks = self.clock - prefix_turn.end_clock
-            self.counts_of(prefix_turn).record_return(prefix_turn.gap_blocks)
+            self.get_counts(prefix_turn).record_return(prefix_turn.gap_blocks)
             prefix_turn.turn_count += 1
             self._shared_prefixes.move_to_end(block_hash)
         prefix_turn.end_clock = self.clock
-        self.counts_of(prefix_turn).record_turn()
+        self.get_counts(prefix_turn).record_turn()
         if len(self._shared_prefixes) > self._capacity_blocks:
             self._shared_prefixes.popitem(last=False)
 
@@ -160,7 +160,7 @@ class ReuseStats:
         """The request is over: from now on its continuation is waited for."""
         turn.end_clock = self.clock
         if turn.continuation_hash is None:
-            self.counts_of(turn).record_turn()
+            self.get_counts(turn).record_turn()
             return
         self._uncounted_turns[turn] = None
         while (
@@ -176,7 +176,7 @@ class ReuseStats:
         """It has come back, or it is overdue; once only."""
         if turn in self._uncounted_turns:
             del self._uncounted_turns[turn]
-            self.counts_of(turn).record_turn()
+            self.get_counts(turn).record_turn()
 
     def shared_prefix_turn(self, block_hash: int, last_use: int) -> ConversationTurn | None:
         """What is known of the shared beginning that ends with this block, which was last used at `last_use`."""
@@ -185,7 +185,7 @@ class ReuseStats:
             prefix_turn.end_clock = max(prefix_turn.end_clock, last_use)
         return prefix_turn
 
-    def turn_class(self, turn: ConversationTurn) -> tuple[bool, int, int]:
+    def classify_turn(self, turn: ConversationTurn) -> tuple[bool, int, int]:
         """The class of a turn."""
         return (
             turn.is_shared_prefix,
@@ -193,14 +193,14 @@ class ReuseStats:
             min(5, (turn.added_blocks // self._size_scale).bit_length() // 2),
         )
 
-    def counts_of(self, turn: ConversationTurn) -> ReuseCounts:
-        turn_class = self.turn_class(turn)
+    def get_counts(self, turn: ConversationTurn) -> ReuseCounts:
+        turn_class = self.classify_turn(turn)
         counts = self._counts_by_class.get(turn_class)
         if counts is None:
             counts = self._counts_by_class[turn_class] = ReuseCounts(self._capacity_blocks)
         return counts
 
-    def mean_reuse(self) -> tuple[float, float]:
+    def compute_mean_reuse(self) -> tuple[float, float]:
         """(share of turns that come back, log2 of the gap after which they do), of all classes when the last began."""
         clock, mean = self._mean_at_clock
         if clock != self.clock and self._counts_by_class:
@@ -215,5 +215,5 @@ class ReuseStats:
 
     def expected_gap_log2(self, turn: ConversationTurn) -> float:
         """log2 of the gap after which this turn is due."""
-        class_gap_log2 = self.counts_of(turn).mean_gap_log2
+        class_gap_log2 = self.get_counts(turn).mean_gap_log2
         return class_gap_log2 if turn.gap_blocks is None else (class_gap_log2 + math.log2(max(1, turn.gap_blocks))) / 2

@@ -47,9 +47,9 @@ class _SequenceState:
     """The state has yet to be restored or zeroed by the step being planned."""
     planned_stops: list[int] = field(default_factory=list)
     """Planned checkpoints as counts of blocks, ascending."""
-    stop_hashes: dict[int, int] = field(default_factory=dict)
+    hash_by_stop: dict[int, int] = field(default_factory=dict)
     """Hash of the prefix at each stop: what waiting requests compare with."""
-    pending_checkpoints: dict[int, Block[Node]] = field(default_factory=dict)
+    pending_checkpoint_by_end: dict[int, Block[Node]] = field(default_factory=dict)
     """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
     rolling_checkpoint: Block[Node] | None = None
     """Last checkpoint taken in decode. It `is_shared` if another sequence has reached or used it."""
@@ -71,7 +71,7 @@ class StateCheckpoints:
         self._pool = pool
         self._tree = tree
         self._allocate = allocate
-        self._states: dict[Sequence, _SequenceState] = {}
+        self._state_by_sequence: dict[Sequence, _SequenceState] = {}
         self._stop_counts: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
 
@@ -91,22 +91,22 @@ class StateCheckpoints:
         if source is None or should_copy:
             state_block = self._allocate(self._kind)
             assert state_block is not None, "admitted without room for its state"
-            self._states[seq] = _SequenceState(state_block, source, needs_init)
+            self._state_by_sequence[seq] = _SequenceState(state_block, source, needs_init)
         else:
             state_block = source
             assert state_block.ref_count == 1
             self._tree.detach(state_block)
-            self._states[seq] = _SequenceState(state_block, None, needs_init=False)
+            self._state_by_sequence[seq] = _SequenceState(state_block, None, needs_init=False)
         seq.state_unit = state_block.unit.index
         return state_block
 
-    def plan_checkpoint(self, seq: Sequence, blocks: int, hash_: int) -> None:
+    def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
-        state = self._states[seq]
-        if blocks * self._block_size > seq.computed_tokens and blocks not in state.stop_hashes:
-            state.planned_stops = sorted([*state.planned_stops, blocks])
-            state.stop_hashes[blocks] = hash_
-            self._stop_counts[blocks, hash_] += 1
+        state = self._state_by_sequence[seq]
+        if block_count * self._block_size > seq.computed_tokens and block_count not in state.hash_by_stop:
+            state.planned_stops = sorted([*state.planned_stops, block_count])
+            state.hash_by_stop[block_count] = hash_
+            self._stop_counts[block_count, hash_] += 1
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
         """Whether a running sequence will take a checkpoint of the prefix `keys`, deeper than `resumable_blocks`."""
@@ -117,13 +117,13 @@ class StateCheckpoints:
 
     def cancel_planned(self, seq: Sequence) -> None:
         """Take no further checkpoint of `seq`: what it computes stays unnamed, and nobody shall wait for it."""
-        state = self._states[seq]
+        state = self._state_by_sequence[seq]
         while state.planned_stops:
             self._remove_first_stop(state)
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
-        stops = self._states[seq].planned_stops
+        stops = self._state_by_sequence[seq].planned_stops
         if not stops:
             return end
         end = min(end, stops[0] * self._block_size)
@@ -131,18 +131,18 @@ class StateCheckpoints:
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
-        state = self._states[seq]
-        blocks, remainder = divmod(end, self._block_size)
-        if remainder or blocks > len(nodes):
+        state = self._state_by_sequence[seq]
+        block_count, remainder = divmod(end, self._block_size)
+        if remainder or block_count > len(nodes):
             return
         is_decode = end - start == 1 and end > seq.prompt_len
-        if not (is_decode or blocks in state.stop_hashes or end - start >= _LONG_CHUNK_TOKENS // 2):
+        if not (is_decode or block_count in state.hash_by_stop or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
-        block = nodes[blocks - 1].blocks[self._kind]
+        block = nodes[block_count - 1].blocks[self._kind]
         if block is not None:
             block.is_shared = True
-        elif not nodes[blocks - 1].has_host_block(self._kind):
-            self.save_checkpoint(seq, nodes[blocks - 1], end)
+        elif not nodes[block_count - 1].has_host_block(self._kind):
+            self.save_checkpoint(seq, nodes[block_count - 1], end)
 
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
         """Take a checkpoint with the step that computes up to `end`, if memory allows.
@@ -152,13 +152,13 @@ class StateCheckpoints:
         if block is not None:
             if node is not None:
                 self._tree.attach(node, block)
-            state = self._states[seq]
-            state.pending_checkpoints[end] = block
+            state = self._state_by_sequence[seq]
+            state.pending_checkpoint_by_end[end] = block
             self._planned_copies.append((state.block.unit.index, block.unit.index))
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
-        block, existing_block = self._states[seq].pending_checkpoints.get(end), node.blocks[self._kind]
+        block, existing_block = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end), node.blocks[self._kind]
         if existing_block is not None:
             existing_block.is_shared = True
         elif block is not None:
@@ -167,7 +167,7 @@ class StateCheckpoints:
     def fill_plan(self, plan: StepPlan) -> None:
         """Add the copies that the chunks of `plan` need. It is out: the next one may resume from what it takes."""
         for chunk in plan.chunks:
-            state = self._states[chunk.seq]
+            state = self._state_by_sequence[chunk.seq]
             if state.needs_init:
                 state.needs_init = False
                 if state.source_checkpoint is None:
@@ -176,15 +176,15 @@ class StateCheckpoints:
                     plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
             while state.planned_stops and state.planned_stops[0] * self._block_size <= chunk.end:
                 self._remove_first_stop(state)
-            if (block := state.pending_checkpoints.get(chunk.end)) is not None:
+            if (block := state.pending_checkpoint_by_end.get(chunk.end)) is not None:
                 block.is_in_flight = True
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
 
     def commit(self, seq: Sequence, start: int, end: int) -> None:
         """The step's compute is done."""
-        state = self._states[seq]
+        state = self._state_by_sequence[seq]
         self._release_source(state)
-        block = state.pending_checkpoints.pop(end, None)
+        block = state.pending_checkpoint_by_end.pop(end, None)
         if block is None:
             return
         if block.node is None:  # the cache was reset meanwhile, or nothing that ends here got a name
@@ -210,7 +210,7 @@ class StateCheckpoints:
     def rollback(self, seq: Sequence, end: int) -> None:
         """The step that computed up to `end` failed."""
         self._planned_copies.clear()
-        block = self._states[seq].pending_checkpoints.pop(end, None)
+        block = self._state_by_sequence[seq].pending_checkpoint_by_end.pop(end, None)
         if block is not None:
             if block.node is not None:
                 self._tree.detach_pending(block)
@@ -219,8 +219,8 @@ class StateCheckpoints:
     def release(self, seq: Sequence) -> None:
         """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
         self.cancel_planned(seq)
-        state = self._states.pop(seq)
-        assert not state.pending_checkpoints
+        state = self._state_by_sequence.pop(seq)
+        assert not state.pending_checkpoint_by_end
         self._release_source(state)
         self._pool.release(state.block)
         seq.state_unit = None
@@ -252,11 +252,11 @@ class StateCheckpoints:
         return block is not None and block.ref_count == 0 and block.is_superseded
 
     def _remove_first_stop(self, state: _SequenceState) -> None:
-        blocks = state.planned_stops.pop(0)
-        key = (blocks, state.stop_hashes.pop(blocks))
-        self._stop_counts[key] -= 1
-        if not self._stop_counts[key]:
-            del self._stop_counts[key]
+        stop = state.planned_stops.pop(0)
+        stop_and_hash = (stop, state.hash_by_stop.pop(stop))
+        self._stop_counts[stop_and_hash] -= 1
+        if not self._stop_counts[stop_and_hash]:
+            del self._stop_counts[stop_and_hash]
 
     def _previous_checkpoint(self, node: Node) -> Node | None:
         ancestor = node.parent
@@ -274,19 +274,21 @@ class StateCheckpoints:
             self._release_checkpoint(block, is_superseded=True)
 
     def check_invariants(self) -> None:
-        stop_counts = Counter((b, state.stop_hashes[b]) for state in self._states.values() for b in state.planned_stops)
+        stop_counts = Counter(
+            (b, state.hash_by_stop[b]) for state in self._state_by_sequence.values() for b in state.planned_stops
+        )
         assert stop_counts == self._stop_counts
-        for seq, state in self._states.items():
+        for seq, state in self._state_by_sequence.items():
             assert state.block.ref_count == 1
             assert state.block.node is None
             assert state.block.unit.index == seq.state_unit
-            assert state.planned_stops == sorted(state.stop_hashes)
+            assert state.planned_stops == sorted(state.hash_by_stop)
             assert all(blocks * self._block_size > seq.computed_tokens for blocks in state.planned_stops)
 
-    def references(self) -> list[Block[Node]]:
+    def list_references(self) -> list[Block[Node]]:
         """Every reference that this class holds, one entry each."""
         blocks_by_state = [
-            [state.block, state.source_checkpoint, *state.pending_checkpoints.values()]
-            for state in self._states.values()
+            [state.block, state.source_checkpoint, *state.pending_checkpoint_by_end.values()]
+            for state in self._state_by_sequence.values()
         ]
         return [block for blocks in blocks_by_state for block in blocks if block is not None]

@@ -211,7 +211,7 @@ class DeltaStream:
         for choice, delta in deltas:
             while count := formatter.format_logprob_slice(choice, delta):
                 if self._generation.body.stream:
-                    self._stream.logprobs.release(count)
+                    self._stream.logprob_share.release(count)
                 since_pause += count
                 if since_pause >= LOGPROBS_PER_PAUSE:
                     since_pause = 0

@@ -259,7 +259,7 @@ class Server:
             await client.close()
 
     async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
-        ready = asyncio.ensure_future(client.ready())
+        ready = asyncio.ensure_future(client.wait_ready())
         waits: list[asyncio.Future[Any]] = [ready, self._stop]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():

@@ -60,7 +60,7 @@ class Follower:
         self._spec: CacheSpec | None = None
         self._dtype = torch.float32
         self._runner: ModelRunner | None = None
-        self._plans = PlanDecoder()
+        self._plan_decoder = PlanDecoder()
 
     def load(self, config: EngineConfig, folder: Path) -> RankLoaded:
         """Raises what loading raises."""
@@ -88,11 +88,11 @@ class Follower:
                 dtype=self._dtype, device=self.device, max_model_len=message.max_model_len, eos_token_ids=(),
             )  # fmt: skip
             self._runner.record_decode_steps(sequences_max(self._config))
-            self._plans = PlanDecoder()
+            self._plan_decoder = PlanDecoder()
         else:
             assert not isinstance(message, LoadModel)
             assert self._runner is not None
-            self._runner.execute(self._plans.decode(message))
+            self._runner.execute(self._plan_decoder.decode(message))
 
     def close(self) -> None:
         """Before the ranks part; see `ModelRunner`."""

@@ -126,7 +126,7 @@ class _FollowerHandle:
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank = rank
         self._sock, follower_sock = socket.socketpair()
-        self._reader = FrameReader()
+        self._frame_reader = FrameReader()
         self._decoder: msgspec.msgpack.Decoder[FollowerReply] = msgspec.msgpack.Decoder(FollowerReply)
         with follower_sock:
             arguments = [str(number) for number in (follower_sock.fileno(), rank, size, port)]
@@ -150,21 +150,21 @@ class _FollowerHandle:
             if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(GRACE_S)
-                raise RunnerLostError(self.exit_reason())
-            replies = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
+                raise RunnerLostError(self.describe_exit())
+            replies = [self._decoder.decode(payload) for payload in self._frame_reader.feed(data)]
             if replies:
                 assert len(replies) == 1, replies
                 return replies[0]
 
-    def exit_reason(self) -> str:
-        status = self.process.poll()
-        if status is None:
-            event = "closed its socket"
-        elif status < 0:
-            event = f"was killed by {signal.Signals(-status).name}"
+    def describe_exit(self) -> str:
+        exit_status = self.process.poll()
+        if exit_status is None:
+            exit_event = "closed its socket"
+        elif exit_status < 0:
+            exit_event = f"was killed by {signal.Signals(-exit_status).name}"
         else:
-            event = f"ended with exit status {status}"
-        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {event}"
+            exit_event = f"ended with exit status {exit_status}"
+        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {exit_event}"
 
     def close(self) -> None:
         self._sock.close()
@@ -175,17 +175,17 @@ class Leader:
 
     def __init__(self, size: int) -> None:
         assert size > 1, size
-        self._size = size
+        self._rank_count = size
         listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on every interface
         port = listener.getsockname()[1]
         self._store = TCPStore(
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._encoder = msgspec.msgpack.Encoder()
-        self._plans = PlanEncoder()
+        self._plan_encoder = PlanEncoder()
         self._step_lock = threading.Lock()
         self._is_joined = False
-        self._closing = False
+        self._is_closing = False
         self._lost_reason: str | None = None
         self._followers: list[_FollowerHandle] = []
         for rank in range(1, size):
@@ -194,7 +194,7 @@ class Leader:
     @property
     def shard(self) -> Shard:
         """Rank 0's part of a model."""
-        return Shard(0, self._size, all_reduce_sum, gather_columns)
+        return Shard(0, self._rank_count, all_reduce_sum, gather_columns)
 
     def load(self, config: EngineConfig, folder: Path) -> None:
         """Have the followers load a model, while the caller loads its own part."""
@@ -207,7 +207,7 @@ class Leader:
             if isinstance(reply, LoadFailed):
                 raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
         if not self._is_joined:
-            join_process_group(0, self._size, self._store, device)
+            join_process_group(0, self._rank_count, self._store, device)
             self._is_joined = True
 
     def all_reduce_min(self, count: int, device: torch.device) -> int:
@@ -220,7 +220,7 @@ class Leader:
     def make_leading_runner(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
         """A runner of all ranks, from that of rank 0; the followers make theirs."""
         self.broadcast(StartRunner(unit_count, max_model_len))
-        self._plans = PlanEncoder()
+        self._plan_encoder = PlanEncoder()
         return LeadingRunner(self, runner)
 
     def broadcast(self, message: LeaderMessage) -> None:
@@ -235,7 +235,7 @@ class Leader:
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan; the result of rank 0. Raises RunnerLostError if any of them fails."""
         with self._step_lock:
-            self.broadcast(self._plans.encode(plan))
+            self.broadcast(self._plan_encoder.encode(plan))
             try:
                 return runner.execute(plan)
             except Exception as error:  # whatever it is, the ranks may now be at different places
@@ -249,7 +249,7 @@ class Leader:
             if self._lost_reason is None:
                 time.sleep(0.02)
         if self._lost_reason is None:
-            self._lost_reason = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
+            self._lost_reason = f"a step failed on rank 0 of {self._rank_count}, and the others cannot follow: {error}"
         return RunnerLostError(self._lost_reason)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
@@ -259,7 +259,7 @@ class Leader:
 
     def close(self) -> None:
         """End the followers; by force where they do not obey. Idempotent."""
-        self._closing = True
+        self._is_closing = True
         for follower in self._followers:
             follower.close()
         destroy_thread = None
@@ -283,8 +283,8 @@ class Leader:
     def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
         follower.process.wait()
         has_step_lock = self._step_lock.acquire(timeout=GRACE_S)  # a step that fails says so itself
-        if self._lost_reason is None and not self._closing:
-            self._lost_reason = self._find_exit_reason() or follower.exit_reason()
+        if self._lost_reason is None and not self._is_closing:
+            self._lost_reason = self._find_exit_reason() or follower.describe_exit()
             on_lost(self._lost_reason)
         if has_step_lock:
             self._step_lock.release()
@@ -292,7 +292,9 @@ class Leader:
     def _find_exit_reason(self) -> str | None:
         """Of the follower that is gone; one that was killed before one that then failed."""
         exited = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
-        return min(exited, key=lambda status_and_follower: status_and_follower[0])[1].exit_reason() if exited else None
+        return (
+            min(exited, key=lambda status_and_follower: status_and_follower[0])[1].describe_exit() if exited else None
+        )
 
 
 class LeadingRunner:

@@ -58,12 +58,12 @@ class OutputStream:
 
     Fails, and is closed, where it would hold more logprobs than it may."""
 
-    def __init__(self, client: EngineClient, request_ids: Sequence[str], logprobs: LogprobShare) -> None:
-        self.logprobs = logprobs
+    def __init__(self, client: EngineClient, request_ids: Sequence[str], logprob_share: LogprobShare) -> None:
+        self.logprob_share = logprob_share
         """Whoever takes outputs releases the logprobs that need no memory any more."""
         self._client = client
         self._open_request_ids = set(request_ids)
-        self._pending: dict[str, SequenceOutput] = {}
+        self._pending_output_by_id: dict[str, SequenceOutput] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
@@ -72,7 +72,7 @@ class OutputStream:
 
     async def __anext__(self) -> list[SequenceOutput]:
         """What has arrived since the last call, at least one output; ends when every sequence has finished."""
-        while not self._pending:
+        while not self._pending_output_by_id:
             if self._error is not None:
                 raise self._error
             if not self._open_request_ids:
@@ -82,8 +82,8 @@ class OutputStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        outputs = list(self._pending.values())
-        self._pending.clear()
+        outputs = list(self._pending_output_by_id.values())
+        self._pending_output_by_id.clear()
         for output in outputs:
             if output.finish_reason is not None:
                 self._open_request_ids.discard(output.request_id)
@@ -92,25 +92,27 @@ class OutputStream:
     def close(self, request_id: str | None = None) -> None:
         """Want no more of one sequence, or of any: what still runs is aborted. Idempotent."""
         if request_id is None:
-            self.logprobs.close()
+            self.logprob_share.close()
         closed_ids = [request_id] if request_id is not None else list(self._open_request_ids)
         closed_ids = [name for name in closed_ids if name in self._open_request_ids]
         self._open_request_ids.difference_update(closed_ids)
         for name in closed_ids:
-            self._pending.pop(name, None)
+            self._pending_output_by_id.pop(name, None)
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
         if output.logprobs or output.prompt_logprobs:
-            count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
+            logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
             try:
-                self.logprobs.acquire(count)
+                self.logprob_share.acquire(logprob_count)
             except RequestError as error:
                 self.fail(error)
                 self.close()
                 return
-        earlier = self._pending.get(output.request_id)
-        self._pending[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
+        pending_output = self._pending_output_by_id.get(output.request_id)
+        self._pending_output_by_id[output.request_id] = (
+            output if pending_output is None else merge_outputs(pending_output, output)
+        )
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -149,22 +151,22 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
 class EngineClient(asyncio.Protocol):
     """One core process and its socket. Make with `EngineClient.start`; then `await ready()`."""
 
-    def __init__(self, child: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
-        self._child = child
+    def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
+        self._core_process = core_process
         self._on_death = on_death
-        self._reader = FrameReader()
+        self._frame_reader = FrameReader()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
-        self._streams: dict[str, OutputStream] = {}
+        self._stream_by_request_id: dict[str, OutputStream] = {}
         self._pending_calls: dict[int, asyncio.Future[str | None]] = {}
         self._call_count = 0
-        self.logprobs = LogprobBudget()
+        self.logprob_budget = LogprobBudget()
         self._open_ping: tuple[int, float] | None = None
         """The ping that is not answered yet, and when it was sent."""
-        self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
-        self._closing = False
-        self.stats: EngineStats | None = None
+        self._ready_future: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
+        self._is_closing = False
+        self.engine_stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
@@ -176,7 +178,7 @@ class EngineClient(asyncio.Protocol):
         """`on_death` is called once, with the reason, if the core ends without having been told to."""
         client_sock, core_sock = socket.socketpair()
         with core_sock:
-            child = subprocess.Popen(
+            core_process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(core_sock.fileno())],
                 pass_fds=[core_sock.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -184,39 +186,41 @@ class EngineClient(asyncio.Protocol):
         client_sock.sendall(encode_frame(msgspec.msgpack.encode(config)))
         client_sock.setblocking(False)
         _, client = await asyncio.get_running_loop().create_unix_connection(
-            lambda: cls(child, on_death), sock=client_sock
+            lambda: cls(core_process, on_death), sock=client_sock
         )
         return client
 
-    async def ready(self) -> CoreInfo:
+    async def wait_ready(self) -> CoreInfo:
         """Wait until the core can serve. Raises EngineDeadError with the reason if it cannot."""
-        return await asyncio.shield(self._ready)
+        return await asyncio.shield(self._ready_future)
 
     @property
     def in_flight_count(self) -> int:
         """Sequences the core has not finished."""
-        return len(self._streams)
+        return len(self._stream_by_request_id)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Raises EngineDeadError, or RequestError where the prompts' logprobs are too many."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
-        self.logprobs.check_prompts(sum(map(_count_prompt_logprobs, requests)))
+        self.logprob_budget.check_prompts(sum(map(_count_prompt_logprobs, requests)))
         payload = self._encoder.encode(
             AddRequests(list(requests))
         )  # may refuse, so it comes before anything is registered
-        stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprobs))
+        stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprob_budget))
         for request in requests:
-            assert request.request_id not in self._streams, request.request_id
-            self._streams[request.request_id] = stream
+            assert request.request_id not in self._stream_by_request_id, request.request_id
+            self._stream_by_request_id[request.request_id] = stream
         self._write(payload)
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sequences and free what they hold; those that are already done are ignored."""
-        running = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
-        if running and self.death_reason is None:
-            self._send(AbortRequests(running))
+        running_ids = [
+            request_id for request_id in request_ids if self._stream_by_request_id.pop(request_id, None) is not None
+        ]
+        if running_ids and self.death_reason is None:
+            self._send(AbortRequests(running_ids))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running sequences keep what they hold."""
@@ -255,28 +259,28 @@ class EngineClient(asyncio.Protocol):
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """End the core process; after `timeout_s` by force."""
-        self._closing = True
+        self._is_closing = True
         if self._transport is not None:
             self._transport.close()
-        wait = asyncio.get_running_loop().run_in_executor(None, self._child.wait, timeout_s)
+        exit_wait = asyncio.get_running_loop().run_in_executor(None, self._core_process.wait, timeout_s)
         try:
-            await wait
+            await exit_wait
         except subprocess.TimeoutExpired:
             log.warning("the core process did not end within %.0f s and is killed", timeout_s)
-            self._child.kill()
-            self._child.wait()
+            self._core_process.kill()
+            self._core_process.wait()
 
     # asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        for payload in self._reader.feed(data):
+        for payload in self._frame_reader.feed(data):
             report = self._decoder.decode(payload)
             if isinstance(report, StepOutputs):
                 self._deliver_outputs(report)
             elif isinstance(report, CoreReady):
-                self._ready.set_result(report.info)
+                self._ready_future.set_result(report.info)
             elif isinstance(report, CommandDone):
                 if self._open_ping is not None and report.call_id == self._open_ping[0]:
                     self._open_ping = None
@@ -287,17 +291,17 @@ class EngineClient(asyncio.Protocol):
                 self._mark_dead(report.message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._closing:
+        if not self._is_closing:
             self._mark_dead("the core process ended without a word" + (f": {exc}" if exc else ""))
 
     def _deliver_outputs(self, report: StepOutputs) -> None:
         if report.stats is not None:
-            self.stats, self.publisher_stats, self.simulation_lag = (
+            self.engine_stats, self.publisher_stats, self.simulation_lag = (
                 report.stats,
                 report.publisher_stats,
                 report.simulation_lag,
             )
-        streams = self._streams
+        streams = self._stream_by_request_id
         for output in chain(report.outputs, report.decoded_tokens or ()):
             stream = streams.get(output.request_id)
             if stream is None:
@@ -316,14 +320,14 @@ class EngineClient(asyncio.Protocol):
     def _mark_dead(self, reason: str) -> None:
         if self.death_reason is not None:
             return
-        status = self._child.poll()
-        self.death_reason = reason if status is None else f"{reason} (exit status {status})"
+        exit_status = self._core_process.poll()
+        self.death_reason = reason if exit_status is None else f"{reason} (exit status {exit_status})"
         error = EngineDeadError(self.death_reason)
-        if not self._ready.done():
-            self._ready.set_exception(error)
-        for stream in set(self._streams.values()):
+        if not self._ready_future.done():
+            self._ready_future.set_exception(error)
+        for stream in set(self._stream_by_request_id.values()):
             stream.fail(error)
-        self._streams.clear()
+        self._stream_by_request_id.clear()
         for future in self._pending_calls.values():
             if not future.done():
                 future.set_exception(error)

@@ -57,10 +57,10 @@ class CoreSocket:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._reader = FrameReader()
+        self._frame_reader = FrameReader()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
-        self._unsent = bytearray()
+        self._unsent_bytes = bytearray()
         self.is_closed = False
 
     def receive(self, wait: bool) -> list[Command]:
@@ -78,35 +78,35 @@ class CoreSocket:
             if not data:
                 self.is_closed = True
                 break
-            commands.extend(self._decoder.decode(payload) for payload in self._reader.feed(data))
+            commands.extend(self._decoder.decode(payload) for payload in self._frame_reader.feed(data))
         return commands
 
     def send(self, report: Report) -> None:
-        self._unsent += encode_frame(self._encoder.encode(report))
+        self._unsent_bytes += encode_frame(self._encoder.encode(report))
         self.flush()
 
     def flush(self) -> None:
-        while self._unsent and not self.is_closed:
+        while self._unsent_bytes and not self.is_closed:
             try:
-                sent_bytes = self._sock.send(self._unsent)
+                sent_bytes = self._sock.send(self._unsent_bytes)
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:
                 self.is_closed = True
                 return
-            del self._unsent[:sent_bytes]
+            del self._unsent_bytes[:sent_bytes]
 
     def send_fatal(self, message: str) -> None:
         """Tell the other side why the core ends, and wait until it is sent."""
         self.send(CoreFailed(message))
         end_s = time.monotonic() + SEND_FATAL_TIMEOUT_S
-        while self._unsent and not self.is_closed and time.monotonic() < end_s:
+        while self._unsent_bytes and not self.is_closed and time.monotonic() < end_s:
             select.select([], [self._sock], [], 0.1)
             self.flush()
 
     def _wait_readable(self) -> None:
         while not self.is_closed:
-            readable, _, _ = select.select([self._sock], [self._sock] if self._unsent else [], [])
+            readable, _, _ = select.select([self._sock], [self._sock] if self._unsent_bytes else [], [])
             self.flush()
             if readable:
                 return
@@ -120,7 +120,7 @@ class CoreLoop:
         self._executor = engine.executor
         self._sleep_level: int | None = None
         """How deeply."""
-        self._simulation_lag = engine.executor.get_simulation_lag
+        self._get_simulation_lag = engine.executor.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
@@ -136,7 +136,7 @@ class CoreLoop:
                 core_socket.send(self._make_report([], (), with_stats=True))
             is_idle_reported = not is_busy
             for command in core_socket.receive(wait=not is_busy):
-                self._execute(command)
+                self._execute_command(command)
             rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
             outputs: Collection[SequenceOutput] = ()
             if core.has_work:
@@ -175,10 +175,10 @@ class CoreLoop:
             return report
         publisher_stats = None if self._publisher is None else self._publisher.stats
         return replace(
-            report, stats=self._core.stats(), publisher_stats=publisher_stats, simulation_lag=self._simulation_lag()
+            report, stats=self._core.stats(), publisher_stats=publisher_stats, simulation_lag=self._get_simulation_lag()
         )
 
-    def _execute(self, command: Command) -> None:
+    def _execute_command(self, command: Command) -> None:
         if isinstance(command, AddRequests):
             for request in command.requests:
                 try:

@@ -199,7 +199,7 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
         stream.deliver(make_output("a", 3))
         stream.deliver(make_output("b", 2))
         await anext(stream)
-        stream.logprobs.release(6)
+        stream.logprob_share.release(6)
         stream.deliver(make_output("a", 3))
         assert not client.aborted_names
         stream.deliver(make_output("b", 1))
@@ -215,7 +215,7 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
 def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> None:
     generation, _ = completion(prompt_logprobs=2, n=4)
     client = object.__new__(EngineClient)
-    client.death_reason, client.logprobs = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
+    client.death_reason, client.logprob_budget = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
     with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as error_info:
         client.submit(generation.requests)
     assert (error_info.value.param, error_info.value.status) == ("prompt_logprobs", 400)

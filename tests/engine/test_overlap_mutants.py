@@ -86,7 +86,7 @@ def one_checkpoint_at_a_time(patch: Patch) -> None:
     real = StateCheckpoints.save_checkpoint
 
     def save_checkpoint(self: StateCheckpoints, seq: Any, node: Any, end: int) -> None:
-        self._states[seq].pending_checkpoints.clear()
+        self._state_by_sequence[seq].pending_checkpoint_by_end.clear()
         real(self, seq, node, end)
 
     patch.setattr(StateCheckpoints, "save_checkpoint", save_checkpoint)
@@ -97,7 +97,7 @@ def a_state_is_resumed_from_in_the_step_that_takes_it(patch: Patch) -> None:
 
     def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         real(self, seq, nodes, start, end)
-        for block in self._states[seq].pending_checkpoints.values():
+        for block in self._state_by_sequence[seq].pending_checkpoint_by_end.values():
             block.is_in_flight = True
 
     patch.setattr(StateCheckpoints, "reserve_checkpoint", reserve)

@@ -131,14 +131,14 @@ def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -
 def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
     reuse_stats = ReuseStats(10, 16)
     first = reuse_stats.begin_turn([1, 2, 3, 4], 0)
-    counts = reuse_stats.counts_of(first)
+    counts = reuse_stats.get_counts(first)
     before = counts.turn_count
     reuse_stats.end_turn(first)
     assert counts.turn_count == before, "it is not known yet whether it comes back"
     returning_turn = reuse_stats.begin_turn([1, 2, 3, 4, 5, 6], 4)
     assert (returning_turn.previous, counts.turn_count, counts.return_count) == (first, before + 1, before / 2 + 1)
     reuse_stats.end_turn(returning_turn)
-    late = reuse_stats.counts_of(returning_turn)
+    late = reuse_stats.get_counts(returning_turn)
     before = late.turn_count
     for k in range(100, 110):  # 20 blocks, two caches' worth
         reuse_stats.end_turn(reuse_stats.begin_turn([k, -k], 0))
@@ -168,7 +168,7 @@ class Naive:
             assert isinstance(key, tuple)
             gap = 2 ** (key[1] / 2)
             age = self.reuse_stats.clock - min(turn.end_clock for turn in turns)
-            values.append(self.reuse_stats.counts_of(turns[0]).return_share / (age if age > 1.5 * gap else gap))
+            values.append(self.reuse_stats.get_counts(turns[0]).return_share / (age if age > 1.5 * gap else gap))
         return min(values)
 
 
@@ -188,7 +188,7 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
         place = Place(step, 0, None)
         queue.add(place, turn)
         naive.entries.append(
-            (place, turn, (reuse_stats.turn_class(turn), round(reuse_stats.expected_gap_log2(turn) * 2)))
+            (place, turn, (reuse_stats.classify_turn(turn), round(reuse_stats.expected_gap_log2(turn) * 2)))
         )
         if rng.random() < 0.4:
             selected_leaf = queue.select_leaf()
@@ -200,7 +200,7 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
             overdue = age > 1.5 * gap
             assert selected_entry[1] is (turns[0] if overdue else turns[-1])
             assert (
-                reuse_stats.counts_of(selected_entry[1]).return_share / (age if overdue else gap) == naive.value_min()
+                reuse_stats.get_counts(selected_entry[1]).return_share / (age if overdue else gap) == naive.value_min()
             )
             queue.remove(selected_entry[0])
             naive.entries.remove(selected_entry)

@@ -170,7 +170,7 @@ def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
 
     def create_state(self: StateCheckpoints, seq: Any, source: Any, *, should_copy: bool) -> None:
         real(self, seq, source, should_copy=should_copy)
-        self._release_source(self._states[seq])
+        self._release_source(self._state_by_sequence[seq])
 
     patch.setattr(StateCheckpoints, "create_state", create_state)
 
