@@ -15,9 +15,9 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
-from engine.grammars import Grammars, GrammarVocabulary, unsupported_reason
+from engine.grammars import GrammarCompiler, GrammarVocabulary, unsupported_reason
 from engine.messages import CoreInfo
-from engine.model_files import default_sampling
+from engine.model_files import read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
 from events import Event
 from events.publisher import EventPublisher
@@ -33,7 +33,7 @@ class AssembledEngine:
     info: CoreInfo
     publisher: EventPublisher | None
     executor: Executor
-    grammars: Grammars | None
+    grammars: GrammarCompiler | None
 
     def close(self) -> None:
         """Flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
@@ -45,7 +45,7 @@ class AssembledEngine:
             self.grammars.close()
 
 
-def model_files(config: EngineConfig) -> tuple[str, Path]:
+def locate_model_files(config: EngineConfig) -> tuple[str, Path]:
     """(name, folder) of what is served. Raises ConfigError."""
     if config.simulate is None:
         from engine.loading import resolve_model
@@ -62,7 +62,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
     RunnerLostError where another rank ends.
     """
-    name, folder = model_files(config)
+    name, folder = locate_model_files(config)
     if config.simulate is None:
         from engine.loading import load
         from engine.models import HfConfig
@@ -78,7 +78,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         eos_token_ids = tokenizer.eos_token_ids
         no_constraint_reason = unsupported_reason(tokenizer)
         if no_constraint_reason is None:
-            grammars = Grammars(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
+            grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
         spec = executor.cache_spec
         cache = KVCache(
             spec,
@@ -99,7 +99,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         )
         scheduler = Scheduler(scheduler_config, cache)
         runner = executor.make_runner(tuple(eos_token_ids), grammars)
-        groups = group_infos(spec)
+        groups = make_group_infos(spec)
         publisher = None
         if config.kv_events.is_enabled:
             publisher = EventPublisher(
@@ -127,7 +127,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         event_sources=[] if publisher is None else [publisher.source()],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
-        default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
+        default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
         no_constraint_reason=no_constraint_reason,
         script=executor.script_turns,
     )
@@ -143,7 +143,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     return AssembledEngine(core, info, publisher, executor, grammars)
 
 
-def group_infos(spec: CacheSpec) -> list[GroupInfo]:
+def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:
     """The answer of /kv_cache/groups: attention groups, then recurrent state where the model has it."""
     groups = [
         GroupInfo(group_idx=i, kind=group.kind, block_size=spec.block_size, sliding_window=group.sliding_window)

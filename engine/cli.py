@@ -62,7 +62,7 @@ def serve_command(dry_run: bool, **parameters: Any) -> None:
     configure_logging(engine_config.log_level, as_json=engine_config.log_json)
     try:
         if dry_run:
-            click.echo(describe(engine_config))
+            click.echo(describe_dry_run(engine_config))
             return
         if engine_config.model is not None:
             check_model_exists(engine_config.model, weights=engine_config.simulate is None)
@@ -73,7 +73,7 @@ def serve_command(dry_run: bool, **parameters: Any) -> None:
     sys.exit(serve(engine_config, config.server))
 
 
-def describe(config: EngineConfig) -> str:
+def describe_dry_run(config: EngineConfig) -> str:
     """What --dry-run prints. Raises ValueError."""
     if config.simulate is not None:
         from simulation.spec import read_spec

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from engine.cache.spec import CacheSpec
-from engine.grammars import Grammars
+from engine.grammars import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event
@@ -66,7 +66,7 @@ class Executor:
     vocab_size: int
     dtype: str
     device: str
-    make_runner: Callable[[tuple[int, ...], Grammars | None], Runner]
+    make_runner: Callable[[tuple[int, ...], GrammarCompiler | None], Runner]
     """From the token ids that end an answer, and what constrained answers match. Called once, after the cache is made.
     """
     close: Callable[[], None]
@@ -155,7 +155,7 @@ class EngineCore:
         publish: PublishEvents,
         *,
         overlaps_steps: bool = False,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         get_copy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`overlaps_steps`: the runner is `OverlappingRunner`; a step is planned and begun while another is computed.
@@ -195,7 +195,7 @@ class EngineCore:
         if constraint is not None:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
-            if (grammar_future := self._grammars.prepare(constraint.lark_grammar)) is not None:
+            if (grammar_future := self._grammars.start_compiling(constraint.lark_grammar)) is not None:
                 self._compiling_requests[request.request_id] = _CompilingRequest(request, now, grammar_future)
                 return
         self.scheduler.add(request, now)

@@ -2,8 +2,8 @@
 
 A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check_grammar` runs
 first, in a process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while.
-What has passed is compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has
-limits too, and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
+What has passed is compiled once more in the core, on a thread, by `GrammarCompiler`. While an answer grows every mask
+has limits too, and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GRAMMARS_MAX = 256
 GRAMMAR_CHARS_MAX = 16 << 20
 """Compiled grammars that are kept, and of their texts together; the ones used last."""
-_POSITION = re.compile(r"^at \d+\(\d+\): ")
+_POSITION_PREFIX = re.compile(r"^at \d+\(\d+\): ")
 """Where in a grammar that no client has written."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
 """Lines that show a grammar, or point at a place in it."""
@@ -47,7 +47,7 @@ def unsupported_reason(tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def read_added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Texts that are one token each, and that token."""
     return {token.content: token_id for token_id, token in tokenizer.hf_tokenizer.get_added_tokens_decoder().items()}
 
@@ -66,9 +66,9 @@ class GrammarVocabulary:
         slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
         self.token_count = max(vocab_size, tokenizer.vocab_size)
         """Bits of a mask."""
-        self.added_tokens = added_tokens(tokenizer)
+        self.added_tokens = read_added_tokens(tokenizer)
         self.end_token_ids = [token for token in tokenizer.eos_token_ids if token < self.token_count]
-        self.tokens: LLTokenizer = LLTokenizer(
+        self.ll_tokenizer: LLTokenizer = LLTokenizer(
             tokenizer.hf_tokenizer.to_str(), n_vocab=self.token_count, eos_token=self.end_token_ids, slices=slices
         )
         self._limits = LLParserLimits(
@@ -85,66 +85,68 @@ class GrammarVocabulary:
         """Raises GrammarError."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self.tokens, lark, log_level=0, limits=self._limits)
+        matcher = LLMatcher(self.ll_tokenizer, lark, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(error_summary(matcher))
+            raise GrammarError(summarize_error(matcher))
         return matcher
 
 
-class Grammars:
+class GrammarCompiler:
     """Of one core. `close` it."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         """`load`: makes the vocabulary, on the thread of these."""
-        self._threads = ThreadPoolExecutor(1, "grammar")
+        self._compile_executor = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
-        self._load = load
-        self._compiling: dict[str, Future[LLMatcher]] = {}
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._load_vocabulary = load
+        self._future_by_grammar: dict[str, Future[LLMatcher]] = {}
+        self._matcher_by_grammar: OrderedDict[str, LLMatcher] = OrderedDict()
         self._text_chars = 0
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
         """Made for the first answer that must match something."""
-        return self._load()
+        return self._load_vocabulary()
 
-    def prepare(self, lark: str) -> Future[LLMatcher] | None:
+    def start_compiling(self, lark: str) -> Future[LLMatcher] | None:
         """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
-        if lark in self._matchers:
+        if lark in self._matcher_by_grammar:
             return None
-        if lark not in self._compiling or self._compiling[lark].done():
-            self._compiling = {text: future for text, future in self._compiling.items() if not future.done()}
-            self._compiling[lark] = self._threads.submit(self._compile, lark)
-        return self._compiling[lark]
+        if lark not in self._future_by_grammar or self._future_by_grammar[lark].done():
+            self._future_by_grammar = {
+                text: future for text, future in self._future_by_grammar.items() if not future.done()
+            }
+            self._future_by_grammar[lark] = self._compile_executor.submit(self._compile, lark)
+        return self._future_by_grammar[lark]
 
-    def matcher(self, lark: str) -> LLMatcher:
+    def make_matcher(self, lark: str) -> LLMatcher:
         """One of its own for an answer that begins. Raises GrammarError."""
         with self._lock:
-            cached_matcher = self._matchers.get(lark)
+            cached_matcher = self._matcher_by_grammar.get(lark)
             if cached_matcher is not None:
-                self._matchers.move_to_end(lark)
+                self._matcher_by_grammar.move_to_end(lark)
         if cached_matcher is None:  # what was prepared has been pushed out meanwhile
             cached_matcher = self._compile(lark)
         return cached_matcher.deep_copy()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compile_executor.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, lark: str) -> LLMatcher:
         matcher = self.vocabulary.compile(lark)
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
-            if lark not in self._matchers:
-                self._matchers[lark] = matcher
+            if lark not in self._matcher_by_grammar:
+                self._matcher_by_grammar[lark] = matcher
                 self._text_chars += len(lark)
-            while len(self._matchers) > GRAMMARS_MAX or (
-                self._text_chars > GRAMMAR_CHARS_MAX and len(self._matchers) > 1
+            while len(self._matcher_by_grammar) > GRAMMARS_MAX or (
+                self._text_chars > GRAMMAR_CHARS_MAX and len(self._matcher_by_grammar) > 1
             ):
-                self._text_chars -= len(self._matchers.popitem(last=False)[0])
+                self._text_chars -= len(self._matcher_by_grammar.popitem(last=False)[0])
         return matcher
 
 
-def check_grammar(vocabulary: GrammarVocabulary, text: str) -> str:
+def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
     """The grammar as it is to be compiled. Raises GrammarError for what no answer can be asked to match.
 
     May crash, or take long: see above. A grammar in GBNF becomes one in Lark.
@@ -152,7 +154,7 @@ def check_grammar(vocabulary: GrammarVocabulary, text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        lark = any_to_lark(text)
+        lark = any_to_lark(grammar_text)
     except Exception as error:
         raise GrammarError(f"not a grammar in GBNF: {error}") from error
     matcher = vocabulary.compile(lark)
@@ -161,7 +163,7 @@ def check_grammar(vocabulary: GrammarVocabulary, text: str) -> str:
     for _ in range(WALK_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(error_summary(matcher))
+            raise GrammarError(summarize_error(matcher))
         if time.thread_time() - begin_s > WALK_S_MAX:
             raise GrammarError(f"too slow to follow: {WALK_TOKENS} tokens take more than {WALK_S_MAX:g} s")
         if matcher.is_stopped():
@@ -170,9 +172,9 @@ def check_grammar(vocabulary: GrammarVocabulary, text: str) -> str:
     return lark
 
 
-def error_summary(matcher: LLMatcher) -> str:
+def summarize_error(matcher: LLMatcher) -> str:
     """What is wrong with it, in a line: the compiler's words without the grammar that they are about."""
-    lines = _POSITION.sub("", matcher.get_error()).splitlines()
+    lines = _POSITION_PREFIX.sub("", matcher.get_error()).splitlines()
     message = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
     return message.removeprefix(_ERROR_PREFIX)[:ERROR_CHARS_MAX] or "unknown error"
 

@@ -25,7 +25,7 @@ from engine.api.generation import make_sample_requests
 from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.api.schemas.constraint_check import check_constraint
-from engine.assembly import AssembledEngine, assemble, model_files
+from engine.assembly import AssembledEngine, assemble, locate_model_files
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
@@ -106,9 +106,9 @@ class LLM:
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
         config = _make_config(model, kv_events_config, settings)
-        _, folder = model_files(config)
+        _, folder = locate_model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
-        self._factory = DetokenizerFactory(self._tokenizer.hf_tokenizer)
+        self._detokenizer_factory = DetokenizerFactory(self._tokenizer.hf_tokenizer)
         self._engine: AssembledEngine | None = assemble(config, self._tokenizer)
         self._core = self._engine.core
         self.info = self._engine.info
@@ -118,7 +118,7 @@ class LLM:
             default_sampling=self.info.default_sampling,
             constraint_refusal=self.info.no_constraint_reason,
         )
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     def __enter__(self) -> LLM:
         return self
@@ -157,7 +157,7 @@ class LLM:
 
         Raises RequestError, naming the prompt or parameter, before anything is computed.
         """
-        prompt_list = _prompt_list(prompts)
+        prompt_list = _make_prompt_list(prompts)
         encoded_prompts = [
             self._encode_prompt(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompt_list)
         ]
@@ -249,50 +249,56 @@ class LLM:
                     f"priority: got {len(priority)} values, expected one for each of {len(encoded_prompts)} prompts"
                 )
         jobs = [
-            self._make_job(text, ids, job_params, salt, priority[number] if priority else 0, number)
-            for number, ((text, ids), job_params, salt) in enumerate(zip(encoded_prompts, params, salts))
+            self._make_job(text, token_ids, job_params, salt, priority[prompt_index] if priority else 0, prompt_index)
+            for prompt_index, ((text, token_ids), job_params, salt) in enumerate(zip(encoded_prompts, params, salts))
         ]
-        by_id = {request.request_id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
-        progress = _Progress(len(jobs), is_shown=use_tqdm)
+        job_and_index_by_id = {request.request_id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
+        progress = _ProgressBar(len(jobs), is_shown=use_tqdm)
         try:
             for job in jobs:
                 for request in job.requests:
                     self._core.add(request, time.monotonic())
             while self._core.has_work:
                 for output in self._core.step(time.monotonic()):
-                    job, index = by_id[output.request_id]
+                    job, index = job_and_index_by_id[output.request_id]
                     if output.error is not None:
                         raise RuntimeError(f"{output.request_id}: {output.error}")
-                    piece = job.choices[index].push(output)
-                    if piece.should_abort:
+                    choice_delta = job.choices[index].push(output)
+                    if choice_delta.should_abort:
                         self._core.abort([output.request_id])
-                    progress.count_tokens(len(piece.token_ids))
-                    if piece.finish_reason is not None and job.is_done:
+                    progress.count_tokens(len(choice_delta.token_ids))
+                    if choice_delta.finish_reason is not None and job.is_done:
                         progress.count_prompt(job)
         finally:
             progress.close()
-            self._core.abort(list(by_id))  # only what an exception (or Ctrl-C) has left behind
+            self._core.abort(list(job_and_index_by_id))  # only what an exception (or Ctrl-C) has left behind
         return [self._make_output(job) for job in jobs]
 
     def _make_job(
-        self, text: str | None, ids: list[int], params: SamplingParams, salt: str | None, priority: int, number: int
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        salt: str | None,
+        priority: int,
+        prompt_index: int,
     ) -> _PromptJob:
-        check_prompt(ids, self._limits, f"prompts[{number}]")
-        params = fit_max_tokens(params, self._limits, len(ids))
-        name = str(next(self._numbers))
-        requests = make_sample_requests(name, 0, ids, params, salt, priority)
+        check_prompt(token_ids, self._limits, f"prompts[{prompt_index}]")
+        params = fit_max_tokens(params, self._limits, len(token_ids))
+        request_id = str(next(self._request_numbers))
+        requests = make_sample_requests(request_id, 0, token_ids, params, salt, priority)
         choices = [
-            make_choice(i, request.params, self._factory, keeps_text=True, keeps_logprobs=True)
+            make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)
         ]
-        return _PromptJob(name, text, ids, params, requests, choices)
+        return _PromptJob(request_id, text, token_ids, params, requests, choices)
 
     def _make_output(self, job: _PromptJob) -> RequestOutput:
-        first = job.choices[0]
+        first_choice = job.choices[0]
         prompt_logprobs = None
-        if first.prompt_logprobs is not None:
+        if first_choice.prompt_logprobs is not None:
             prompt_logprobs = [
-                None if entry is None else self._convert_logprobs(entry) for entry in first.prompt_logprobs
+                None if entry is None else self._convert_logprobs(entry) for entry in first_choice.prompt_logprobs
             ]
         return RequestOutput(
             request_id=job.request_id,
@@ -300,7 +306,7 @@ class LLM:
             prompt_token_ids=job.token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[self._make_completion(choice) for choice in job.choices],
-            num_cached_tokens=first.cached_tokens,
+            num_cached_tokens=first_choice.cached_tokens,
         )
 
     def _make_completion(self, choice: Choice) -> CompletionOutput:
@@ -315,35 +321,41 @@ class LLM:
             stop_reason=choice.stop_reason,
         )
 
-    def _convert_logprobs(self, entry: TokenLogprobs) -> Logprobs:
-        ranks_by_token = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top_logprobs, 1)}
-        ranks_by_token = {entry.token_id: (entry.logprob, entry.rank), **ranks_by_token}
+    def _convert_logprobs(self, token_logprobs: TokenLogprobs) -> Logprobs:
+        logprob_and_rank_by_token = {
+            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token_logprobs.top_logprobs, 1)
+        }
+        logprob_and_rank_by_token = {
+            token_logprobs.token_id: (token_logprobs.logprob, token_logprobs.rank),
+            **logprob_and_rank_by_token,
+        }
         return {
-            token_id: Logprob(logprob, rank, self._factory.token_bytes(token_id).decode("utf-8", "replace"))
-            for token_id, (logprob, rank) in ranks_by_token.items()
+            token_id: Logprob(logprob, rank, self._detokenizer_factory.token_bytes(token_id).decode("utf-8", "replace"))
+            for token_id, (logprob, rank) in logprob_and_rank_by_token.items()
         }
 
 
-class _Progress:
+class _ProgressBar:
     """vLLM's bar: prompts done, and the speed of input and output so far."""
 
-    def __init__(self, total: int, *, is_shown: bool) -> None:
+    def __init__(self, prompt_count: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
-        self._input = self._output = 0
+        self._input_tokens = self._output_tokens = 0
         self._bar: Any = None
         if is_shown:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+            self._bar = tqdm(total=prompt_count, desc="Processed prompts", dynamic_ncols=True)
 
     def count_tokens(self, count: int) -> None:
-        self._output += count
+        self._output_tokens += count
 
     def count_prompt(self, job: _PromptJob) -> None:
-        self._input += len(job.token_ids)
+        self._input_tokens += len(job.token_ids)
         if self._bar is not None:
             elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
-            speeds = f"input: {self._input / elapsed_s:.1f} toks/s, output: {self._output / elapsed_s:.1f} toks/s"
+            input_speed, output_speed = self._input_tokens / elapsed_s, self._output_tokens / elapsed_s
+            speeds = f"input: {input_speed:.1f} toks/s, output: {output_speed:.1f} toks/s"
             self._bar.set_postfix_str(speeds, refresh=False)
             self._bar.update(1)
 
@@ -374,7 +386,7 @@ def _make_config(
     return replace(config, model=model, kv_events=events_config)
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _make_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt in any form, or several, as a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -390,11 +402,11 @@ def _check_token_ids(values: object, param: str) -> list[int]:
         raise RequestError(f"{param}: expected token ids, which are integers", param=param) from None
 
 
-def _get_salt(prompt: Prompt, number: int) -> str | None:
+def _get_salt(prompt: Prompt, prompt_index: int) -> str | None:
     try:
         return msgspec.convert(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None, Salt | None)
     except msgspec.ValidationError as error:
-        raise RequestError(f"prompts[{number}].cache_salt: {error}", param="cache_salt") from None
+        raise RequestError(f"prompts[{prompt_index}].cache_salt: {error}", param="cache_salt") from None
 
 
 def _check_iterable(value: object) -> Iterable[Any]:

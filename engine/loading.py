@@ -21,7 +21,7 @@ from engine.execution.sizing import (
     size_cache,
     step_tokens,
 )
-from engine.grammars import Grammars
+from engine.grammars import GrammarCompiler
 from engine.model_files import locate_model
 from engine.models import CausalLM, HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
@@ -80,7 +80,7 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, all_reduce_min=all_reduce_min)
     runners: list[ModelRunner] = []
 
-    def make_executor_runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
+    def make_executor_runner(eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         rank_runner = make_runner(
             config, model, spec, unit_count, dtype=dtype, device=device, max_model_len=max_model_len,
             eos_token_ids=eos_token_ids, grammars=grammars,

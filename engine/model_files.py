@@ -87,7 +87,7 @@ def _download(name: str, patterns: list[str]) -> Path:
         raise ConfigError(f"MODEL {name!r}: no such folder, and the hub does not give it: {error}") from error
 
 
-def default_sampling(folder: Path) -> dict[str, float | int]:
+def read_default_sampling(folder: Path) -> dict[str, float | int]:
     """Sampling parameters of generation_config.json under their request names."""
     path = folder / "generation_config.json"
     if not path.is_file():

@@ -25,7 +25,7 @@ from engine.api.params import ModelLimits
 from engine.api.readers.json_calls import NAME
 from engine.api.readers.markup_calls import encode_as_types
 from engine.api.schemas.inspection import Property, listed_values, properties_of, resolve, schema_types
-from engine.grammars import added_tokens
+from engine.grammars import read_added_tokens
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
 from prompts.responses import ClientTool
@@ -74,7 +74,7 @@ def build_constraint(
         return None
     if limits.constraint_refusal is not None:
         raise RequestError(f"{spec.param}: {limits.constraint_refusal}", param=spec.param)
-    lark = write_lark(spec, added_tokens(tokenizer))
+    lark = write_lark(spec, read_added_tokens(tokenizer))
     return Constraint(lark, spec.param, msgspec.json.encode(spec), *reasoning_ids)
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.grammars import GrammarError, Grammars, error_summary
+from engine.grammars import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Constraint, Sequence
 from kernels.transfer import to_device
 
@@ -101,7 +101,7 @@ class TokenMasks:
 class Masks:
     """Of all rows. `close` it."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device, threads: int) -> None:
+    def __init__(self, grammars: GrammarCompiler, vocab_size: int, device: torch.device, threads: int) -> None:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._device = device
@@ -187,7 +187,7 @@ class Masks:
         for index, request in enumerate(masked_requests):
             state = request.state
             if state.failure is None and state.matcher is not None and state.matcher.is_error():
-                state.failure = error_summary(state.matcher)
+                state.failure = summarize_error(state.matcher)
             if state.failure is not None:
                 failures[request.logits_row] = state.failure
                 bits[index] = 0xFFFFFFFF
@@ -216,7 +216,7 @@ class Masks:
             state.is_reasoning = False
         if state.matcher is None:
             try:
-                state.matcher = self._grammars.matcher(constraint.lark_grammar)
+                state.matcher = self._grammars.make_matcher(constraint.lark_grammar)
             except GrammarError as error:
                 state.failure = str(error)
                 return True
@@ -224,7 +224,7 @@ class Masks:
             if state.matcher.is_stopped():
                 break  # whoever ignores the end repeats it
             if not state.matcher.consume_token(token):
-                state.failure = f"the answer so far does not match: {error_summary(state.matcher)}"
+                state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
                 break
         return True
 

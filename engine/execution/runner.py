@@ -33,7 +33,7 @@ from engine.execution.prepared_step import (
     wants_prompt_logprobs,
 )
 from engine.execution.sampler import Sampler
-from engine.grammars import Grammars
+from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import Step
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult, UnitId
@@ -85,7 +85,7 @@ class ModelRunner:
         seed: int = 0,
         capture: Capture | None = None,
         overlap: bool = False,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         mask_threads: int = 1,
         host_units: int = 0,
     ) -> None:

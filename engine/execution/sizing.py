@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.profiling import peak_step_bytes
 from engine.execution.runner import ModelRunner, unit_stride_bytes, units_for_memory
-from engine.grammars import Grammars
+from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from kernels import select
 from options import ConfigError
@@ -104,7 +104,7 @@ def make_runner(
     device: torch.device,
     max_model_len: int,
     eos_token_ids: tuple[int, ...],
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     """The runner of this process's model; made alike on every rank, but for `grammars`: only the leader samples."""
     return ModelRunner(

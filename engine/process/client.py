@@ -166,7 +166,7 @@ class EngineClient(asyncio.Protocol):
         """The ping that is not answered yet, and when it was sent."""
         self._ready_future: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._is_closing = False
-        self.engine_stats: EngineStats | None = None
+        self.stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
@@ -296,7 +296,7 @@ class EngineClient(asyncio.Protocol):
 
     def _deliver_outputs(self, report: StepOutputs) -> None:
         if report.stats is not None:
-            self.engine_stats, self.publisher_stats, self.simulation_lag = (
+            self.stats, self.publisher_stats, self.simulation_lag = (
                 report.stats,
                 report.publisher_stats,
                 report.simulation_lag,

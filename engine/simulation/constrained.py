@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.grammars import Grammars, error_summary
+from engine.grammars import GrammarCompiler, summarize_error
 from engine.types import Sequence
 from prompts import Tokenizer
 
@@ -38,7 +38,7 @@ class _MatcherState:
 class ConstrainedAnswers:
     """Chooses tokens that a grammar allows. The same prompt and grammar give the same answer."""
 
-    def __init__(self, grammars: Grammars, tokenizer: Tokenizer, eos_token_id: int, length: int | None) -> None:
+    def __init__(self, grammars: GrammarCompiler, tokenizer: Tokenizer, eos_token_id: int, length: int | None) -> None:
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._eos = eos_token_id
@@ -64,7 +64,7 @@ class ConstrainedAnswers:
         matcher = state.matcher
         mask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
-            return error_summary(matcher)
+            return summarize_error(matcher)
 
         state.forced_tokens = matcher.compute_ff_tokens()[::-1]
         if state.forced_tokens:
@@ -93,7 +93,7 @@ class ConstrainedAnswers:
     def _advance_matcher(self, request_id: str, lark: str, answer_tokens: list[int]) -> _MatcherState:
         state = self._matcher_states.pop(request_id, None)
         if state is None or state.read_tokens > len(answer_tokens):
-            state = _MatcherState(self._grammars.matcher(lark))
+            state = _MatcherState(self._grammars.make_matcher(lark))
         for token in answer_tokens[state.read_tokens :]:
             if state.forced_tokens and state.forced_tokens.pop() != token:
                 state.forced_tokens.clear()

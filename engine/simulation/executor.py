@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.grammars import Grammars, unsupported_reason
+from engine.grammars import GrammarCompiler, unsupported_reason
 from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
@@ -44,7 +44,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     words, script = sample_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
 
-    def make_simulated_runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
+    def make_simulated_runner(eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = SimulatedAnswers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)

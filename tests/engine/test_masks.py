@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from engine import LLM, SamplingParams, StructuredOutputsParams
 from engine.execution.masks import Masks, TokenMasks
 from engine.execution.sampler import Sampler
-from engine.grammars import GrammarError, Grammars, GrammarVocabulary, check_grammar
+from engine.grammars import GrammarCompiler, GrammarError, GrammarVocabulary, check_grammar
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, Request, Sequence
 from prompts import Tokenizer
@@ -54,14 +54,14 @@ LARKS = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    new_grammars = Grammars(lambda: WORDS)
+def grammars() -> Iterator[GrammarCompiler]:
+    new_grammars = GrammarCompiler(lambda: WORDS)
     yield new_grammars
     new_grammars.close()
 
 
 @pytest.fixture
-def masks(grammars: Grammars) -> Iterator[Masks]:
+def masks(grammars: GrammarCompiler) -> Iterator[Masks]:
     new_masks = Masks(grammars, VOCAB, CPU, threads=1)
     yield new_masks
     new_masks.close()
@@ -115,7 +115,7 @@ def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: in
     """Also for a row that has read a part before. Nothing is forced here: else only a text's usual tokens are left."""
     lark = '%llguidance {"no_forcing": true}\n' + LARKS[name]
     answer = walk(lark, seed, length + extra_tokens)
-    grammars = Grammars(lambda: WORDS)
+    grammars = GrammarCompiler(lambda: WORDS)
     masks = Masks(grammars, VOCAB, CPU, threads=1)
     try:
         seq = sequence(lark, answer[:length], max_tokens=1000)
@@ -190,7 +190,7 @@ def test_an_answer_that_cannot_go_on_says_why_and_leaves_the_others_alone(masks:
     assert 0 < len(tokens_left_by(token_masks, masks, torch.zeros(2, VOCAB))[1]) < VOCAB
 
 
-def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
+def test_several_threads_make_the_same_masks(grammars: GrammarCompiler) -> None:
     single_masks, threaded_masks = (Masks(grammars, VOCAB, CPU, threads=threads) for threads in (1, 3))
     rows = [sequence(lark, walk(lark, seed, 7)) for seed, lark in enumerate([*LARKS.values()] * 3)]
     bits = []
@@ -204,7 +204,7 @@ def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), constrained_rows=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained_rows: list[bool]) -> None:
-    grammars = Grammars(lambda: WORDS)
+    grammars = GrammarCompiler(lambda: WORDS)
     masks = Masks(grammars, VOCAB, CPU, threads=1)
     params: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.0, "top_p": 0.9, "seed": 2},
@@ -246,7 +246,7 @@ def test_where_few_may_be_drawn_the_same_is_drawn(seed: int, lengths: list[int])
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     draws = []
     for divisor in (32, 10**9):
-        with pytest.MonkeyPatch.context() as patch, contextlib.closing(Grammars(lambda: WORDS)) as grammars:
+        with pytest.MonkeyPatch.context() as patch, contextlib.closing(GrammarCompiler(lambda: WORDS)) as grammars:
             patch.setattr("engine.execution.masks._SHORT_LIST_DIVISOR", divisor)
             masks = Masks(grammars, VOCAB, CPU, threads=1)
             sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
@@ -374,7 +374,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
         assert not llm._core.has_work
 
 
-# Grammars -------------------------------------------------------------------------------------------------------------
+# Grammars -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,15 +386,15 @@ def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.Monk
             compiled_larks.append(lark)
             return WORDS.compile(lark)
 
-    grammars = Grammars(partial(Counting, TOKENIZER, VOCAB))
+    grammars = GrammarCompiler(partial(Counting, TOKENIZER, VOCAB))
     texts = [f'start: "{i}"' for i in range(3)]
     for text in [*texts, *texts[1:], texts[1]]:
-        if (compiling := grammars.prepare(text)) is not None:
+        if (compiling := grammars.start_compiling(text)) is not None:
             compiling.result()
     assert compiled_larks == texts
-    assert grammars.prepare(texts[1]) is None
-    assert grammars.prepare(texts[0]) is not None
-    grammars.matcher(texts[2])  # whether it is kept or not
+    assert grammars.start_compiling(texts[1]) is None
+    assert grammars.start_compiling(texts[0]) is not None
+    grammars.make_matcher(texts[2])  # whether it is kept or not
     grammars.close()
 
 

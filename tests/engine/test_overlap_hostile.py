@@ -17,7 +17,7 @@ from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.prepared_step import PreparedStep
 from engine.execution.runner import ModelRunner
-from engine.grammars import Grammars, GrammarVocabulary
+from engine.grammars import GrammarCompiler, GrammarVocabulary
 from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import PRESETS, cached_model
@@ -49,7 +49,7 @@ class Fault(RuntimeError):
 class AttackedEngine:
     """A core on a real model, whose next steps can be made to fail while they run."""
 
-    def __init__(self, units: int, grammars: Grammars, *, overlap: bool) -> None:
+    def __init__(self, units: int, grammars: GrammarCompiler, *, overlap: bool) -> None:
         folder, dtype = cached_model(PRESETS["tiny"]), torch.float64  # in which no sum's order decides a draw
         model, _ = load_model(folder)
         load_weights(model, folder, dtype, CPU)
@@ -113,7 +113,7 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
     ]
 
 
-def answer_each_alone(requests: list[Request], grammars: Grammars) -> dict[str, list[int]]:
+def answer_each_alone(requests: list[Request], grammars: GrammarCompiler) -> dict[str, list[int]]:
     calm = AttackedEngine(200, grammars, overlap=False)
     for request in requests:
         calm.core.add(request, 0.0)
@@ -130,7 +130,7 @@ def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
     print("seed", seed)
     rng = random.Random(seed)
     requests = make_requests(rng, 36)
-    grammars = Grammars(lambda: GrammarVocabulary(tokenizer(), PRESETS["tiny"].vocab_size))
+    grammars = GrammarCompiler(lambda: GrammarVocabulary(tokenizer(), PRESETS["tiny"].vocab_size))
     right = answer_each_alone(requests, grammars)
     engine = AttackedEngine(20, grammars, overlap=overlap)
     waiting, out = list(requests), 0

@@ -14,7 +14,7 @@ from engine.api.params import ModelLimits
 from engine.api.tool_calls import CALL_FORMATS, ToolCallParser, parameter_types
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import Grammars, GrammarVocabulary
+from engine.grammars import GrammarCompiler, GrammarVocabulary
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.executor import sample_words
 from engine.simulation.runner import SimulatedAnswers
@@ -42,13 +42,15 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    new_grammars = Grammars(lambda: GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size))
+def grammars() -> Iterator[GrammarCompiler]:
+    new_grammars = GrammarCompiler(lambda: GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size))
     yield new_grammars
     new_grammars.close()
 
 
-def generate_text(grammars: Grammars, constraint: Constraint, length: int | None = None, tokens: int = 200) -> str:
+def generate_text(
+    grammars: GrammarCompiler, constraint: Constraint, length: int | None = None, tokens: int = 200
+) -> str:
     """The whole answer; fails where it does not end."""
     answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, length)
     free = SimulatedAnswers(sample_words(TOKENIZER), EOS, length)
@@ -72,7 +74,7 @@ def make_constraint(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", 
 
 
 @pytest.mark.parametrize("length", [None, 3, 50])
-def test_a_schema_is_satisfied_with_words(grammars: Grammars, length: int | None) -> None:
+def test_a_schema_is_satisfied_with_words(grammars: GrammarCompiler, length: int | None) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     value = json.loads(generate_text(grammars, make_constraint(response_format=form), length))
     assert set(value) == set(SCHEMA["required"])
@@ -84,12 +86,12 @@ def test_a_schema_is_satisfied_with_words(grammars: Grammars, length: int | None
     ("outputs", "pattern"),
     [({"choice": ["yes", "no"]}, "yes|no"), ({"regex": "[a-z]{40}"}, "[a-z]{40}"), ({"regex": "(ab)+c"}, "(ab)+c")],
 )
-def test_patterns_and_choices(grammars: Grammars, outputs: dict[str, Any], pattern: str) -> None:
+def test_patterns_and_choices(grammars: GrammarCompiler, outputs: dict[str, Any], pattern: str) -> None:
     assert re.fullmatch(pattern, generate_text(grammars, make_constraint(structured_outputs=outputs)))
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: Grammars, choice: Any) -> None:
+def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: GrammarCompiler, choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}]
     answer = generate_text(grammars, make_constraint(tools=tools, tool_choice=choice))
     call = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
@@ -97,14 +99,14 @@ def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: Grammars, 
     assert re.fullmatch(r"( [a-z]+)+", generate_text(grammars, make_constraint(tools=tools)))
 
 
-def test_an_open_thought_is_ended_first(grammars: Grammars) -> None:
+def test_an_open_thought_is_ended_first(grammars: GrammarCompiler) -> None:
     end = TOKENIZER.hf_tokenizer.encode(" x", add_special_tokens=False).ids[0]
     form = make_constraint(structured_outputs={"choice": ["yes"]})
     answer = generate_text(grammars, Constraint(lark_grammar=form.lark_grammar, param="", reasoning_end_token=end))
     assert answer == TOKENIZER.decode([end], skip_special_tokens=False) + "yes"
 
 
-def test_a_preempted_answer_goes_on_as_it_was(grammars: Grammars) -> None:
+def test_a_preempted_answer_goes_on_as_it_was(grammars: GrammarCompiler) -> None:
     """A matcher that was dropped meanwhile reads what was said again."""
     constraint = make_constraint(structured_outputs={"regex": "(abc ){20}d"})
     answers, free = (
@@ -155,7 +157,7 @@ def parse_output(answer: str, calls: str = "hermes") -> tuple[str, list[tuple[st
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS)
-def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str) -> None:
+def test_tools_are_called_once_and_then_answered(grammars: GrammarCompiler, calls: str) -> None:
     talk = [ASK]
     for answer in (CALLED, SAID, CALLED):
         text, calls_made = parse_output(
@@ -172,7 +174,7 @@ def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str)
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS)
-def test_a_script_says_its_turns_to_the_letter(grammars: Grammars, calls: str) -> None:
+def test_a_script_says_its_turns_to_the_letter(grammars: GrammarCompiler, calls: str) -> None:
     arguments = {"city": 'Å "x"\n</parameter>', "days": 3, "deep": {"a": [1, None, True, "b"]}, "none": None}
     text = 'To the letter: <b>{"a"}</b> 🙂\n\tand on.'
     script = (ScriptTurn(call="g", arguments=arguments), ScriptTurn(text=text), ScriptTurn(call="g", arguments={}))
@@ -183,7 +185,7 @@ def test_a_script_says_its_turns_to_the_letter(grammars: Grammars, calls: str) -
     assert parse_output(answers[2], calls) == ("", [("g", {})])
 
 
-def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammars) -> None:
+def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: GrammarCompiler) -> None:
     """So that the conversation's next prompt finds them in the cache."""
     text = "The quick engine answers its requests, one token after the other. " * 40
     constrained_answers, free_answers = (
@@ -212,11 +214,11 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
         },
     ],
 )
-def test_a_call_that_a_request_cannot_have_is_words(grammars: Grammars, fields: dict[str, Any]) -> None:
+def test_a_call_that_a_request_cannot_have_is_words(grammars: GrammarCompiler, fields: dict[str, Any]) -> None:
     assert re.fullmatch(WORDS, generate_text(grammars, make_constraint((ScriptTurn(call="f"),), **fields)))
 
 
-def test_what_must_be_said_wins_over_the_script(grammars: Grammars) -> None:
+def test_what_must_be_said_wins_over_the_script(grammars: GrammarCompiler) -> None:
     script = (ScriptTurn(text="no"), ScriptTurn(call="f"))
     tool_choice = {"type": "function", "function": {"name": "g"}}
     assert (
@@ -227,7 +229,7 @@ def test_what_must_be_said_wins_over_the_script(grammars: Grammars) -> None:
     assert generate_text(grammars, make_constraint(script, response_format=form)) == "5"
 
 
-def test_an_answer_that_a_client_has_begun_is_no_turn(grammars: Grammars) -> None:
+def test_an_answer_that_a_client_has_begun_is_no_turn(grammars: GrammarCompiler) -> None:
     talk = [ASK, {"role": "assistant", "content": "It"}]
     fields = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
     assert generate_text(grammars, make_constraint((ScriptTurn(text=" is"), ScriptTurn(text="no")), **fields)) == " is"

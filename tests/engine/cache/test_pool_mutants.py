@@ -148,11 +148,13 @@ def window_left_a_block_early(patch: Patch) -> None:
 
 
 def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(AttentionWindows, "usable_count", lambda self, nodes, count: count)
+    patch.setattr(AttentionWindows, "count_usable_nodes", lambda self, nodes, count: count)
 
 
 def state_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(AttentionWindows, "resumable_count", lambda self, nodes: self.usable_count(nodes, len(nodes)))
+    patch.setattr(
+        AttentionWindows, "count_resumable_nodes", lambda self, nodes: self.count_usable_nodes(nodes, len(nodes))
+    )
 
 
 def checkpoint_of_the_block_before(patch: Patch) -> None:
