@@ -102,17 +102,19 @@ class Cluster:
         self.config = config
         self.workload = workload
         self.routers = routers
-        total = None if config.cache_blocks is None else config.cache_blocks * config.workers
+        total_cache_blocks = None if config.cache_blocks is None else config.cache_blocks * config.workers
         host_blocks = int((config.cache_blocks or 0) * config.host_memory_ratio)
         shared_cache = (
-            SimCache(total, is_shared=True, host_capacity=host_blocks * config.workers) if config.shared_cache else None
+            SimCache(total_cache_blocks, is_shared=True, host_capacity=host_blocks * config.workers)
+            if config.shared_cache
+            else None
         )
         self.workers = [
             SimWorker(
                 number,
                 config.per_worker[number][0]
                 if config.per_worker
-                else config.step_times.scaled(config.slow_workers.get(number, 1.0)),
+                else config.step_times.scale(config.slow_workers.get(number, 1.0)),
                 shared_cache or SimCache(self.cache_blocks(number), host_capacity=host_blocks),
                 config.limits,
                 workload.block,
@@ -121,8 +123,8 @@ class Cluster:
         ]
         self.now = 0.0
         self.result = SimulationResult()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = 0
+        self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._schedule_count = 0
         self._scheduled_wakes: list[float | None] = [None] * config.workers
         self._followers: dict[int, list[SimRequest]] = {}
         self._scheduled_ticks: list[float | None] = [None] * len(routers)
@@ -140,8 +142,8 @@ class Cluster:
 
     def schedule(self, time_s: float, action: Callable[[], None]) -> None:
         """Schedule; at equal times in the order of scheduling."""
-        self._order += 1
-        heapq.heappush(self._heap, (time_s, self._order, action))
+        self._schedule_count += 1
+        heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
         """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
@@ -150,17 +152,19 @@ class Cluster:
         for request in self.workload.requests:
             if request.after is not None:
                 self._followers.setdefault(request.after, []).append(request)
-        result, heap, count = self.result, self._heap, len(self.workload.requests)
+        result, heap, request_count = self.result, self._scheduled_actions, len(self.workload.requests)
         checked_count = 0
-        while heap and len(result.e2e_s) < count:  # routers may go on talking to each other
+        while heap and len(result.e2e_s) < request_count:  # routers may go on talking to each other
             self.now, _, action = heapq.heappop(heap)
             action()
             if len(result.e2e_s) - checked_count >= 256:
                 checked_count = len(result.e2e_s)
-                if ttft_limit_s is not None and self._oldest_wait() > ttft_limit_s:
+                if ttft_limit_s is not None and self._longest_wait_s() > ttft_limit_s:
                     result.is_overloaded = True
                     break
-        assert result.is_overloaded or len(result.e2e_s) == count, f"{count - len(result.e2e_s)} requests were lost"
+        assert result.is_overloaded or len(result.e2e_s) == request_count, (
+            f"{request_count - len(result.e2e_s)} requests were lost"
+        )
         result.end_s = self.now
         result.prefilled_tokens = [worker.prefilled_tokens for worker in self.workers]
         result.seat_waits = sum(worker.seat_waits for worker in self.workers)
@@ -168,7 +172,7 @@ class Cluster:
         result.preemptions = sum(worker.preemptions for worker in self.workers)
         return result
 
-    def _oldest_wait(self) -> float:
+    def _longest_wait_s(self) -> float:
         waiting = [self.now - w.waiting[0].routed_s for w in self.workers if w.waiting]
         return max(waiting, default=0.0)
 
@@ -187,13 +191,13 @@ class Cluster:
         for index, number in forwards:
             worker = self.workers[number]
             self.result.worker_of[index] = number
-            job = SimSequence(self.workload.requests[index], self.now)
+            sequence = SimSequence(self.workload.requests[index], self.now)
             if worker.occupied_seats >= self.config.limits.max_sequences:
-                job.best_alternative_s = min(
-                    (o.missing_prefill_s(job) for o in self.workers if o.occupied_seats < o.limits.max_sequences),
+                sequence.best_alternative_s = min(
+                    (o.missing_prefill_s(sequence) for o in self.workers if o.occupied_seats < o.limits.max_sequences),
                     default=None,
                 )
-            worker.submit(job, self.now)
+            worker.submit(sequence, self.now)
             self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
@@ -207,24 +211,26 @@ class Cluster:
         if worker.wake_s != wake_s:
             return  # a stretch was cut: another wake-up is on its way
         self._scheduled_wakes[worker.number] = None
-        end = worker.advance(self.now)
+        step_result = worker.advance(self.now)
         self._schedule_wake(worker)
-        for job in end.first_tokens:
-            self._first_token(worker, job)
-        for job in end.finished:
-            self._finished(worker, job)
+        for sequence in step_result.first_token_sequences:
+            self._handle_first_token(worker, sequence)
+        for sequence in step_result.finished_sequences:
+            self._handle_finished(worker, sequence)
 
-    def _first_token(self, worker: SimWorker, job: SimSequence) -> None:
-        index = job.request.index
+    def _handle_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
+        index = sequence.request.index
         self.result.ttft_s[index] = self.now - self.result.arrived_s[index]
-        self.result.hit_tokens[index] = job.hit_blocks * job.request.block
-        self._notify_router(index, lambda router: router.on_first_token(job.request, worker.number, self.now))
+        self.result.hit_tokens[index] = sequence.hit_blocks * sequence.request.block
+        self._notify_router(index, lambda router: router.on_first_token(sequence.request, worker.number, self.now))
 
-    def _finished(self, worker: SimWorker, job: SimSequence) -> None:
-        index = job.request.index
+    def _handle_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
+        index = sequence.request.index
         self.result.e2e_s[index] = self.now - self.result.arrived_s[index]
-        cached = job.hit_blocks * job.request.block
-        self._notify_router(index, lambda router: router.on_finished(job.request, worker.number, cached, self.now))
+        cached_tokens = sequence.hit_blocks * sequence.request.block
+        self._notify_router(
+            index, lambda router: router.on_finished(sequence.request, worker.number, cached_tokens, self.now)
+        )
         for follower in self._followers.pop(index, ()):
             self.schedule(self.now + follower.arrival_s, partial(self._arrive, follower))
 

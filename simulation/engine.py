@@ -42,21 +42,21 @@ class EngineLimits:
 class SimCache:
     """Blocks of one worker, or of several where a bound shares them. `capacity` in blocks; None is infinite.
 
-    Invariant: len(reference_counts) + unnamed_pages + len(idle) <= capacity. `reference_counts` has the referenced
-    blocks, `idle` is the LRU order of unreferenced ones, `unnamed_pages` counts reserved pages without a name yet. A
-    shared cache may go over it, see `reserve`. `host_capacity` blocks of host memory take what is evicted (`host`); a
-    hit there moves back.
+    Invariant: len(reference_counts) + unnamed_pages + len(idle_blocks) <= capacity. `reference_counts` has the
+    referenced blocks, `idle_blocks` is the LRU order of unreferenced ones, `unnamed_pages` counts reserved pages
+    without a name yet. A shared cache may go over it, see `reserve`. `host_capacity` blocks of host memory take what is
+    evicted (`host_blocks`); a hit there moves back.
     """
 
     def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
         self.capacity = capacity
         self.host_capacity = host_capacity
-        self.host: OrderedDict[int, None] = OrderedDict()
+        self.host_blocks: OrderedDict[int, None] = OrderedDict()
         self.last_loaded_blocks = 0
         """Blocks that the last `reserve` moved back."""
         self.is_shared = is_shared
         self.reference_counts: dict[int, int] = {}
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.idle_blocks: OrderedDict[int, None] = OrderedDict()
         self.unnamed_pages = 0
         self.on_store: Callable[[list[int], int | None], None] | None = None
         self.on_remove: Callable[[list[int]], None] | None = None
@@ -65,39 +65,41 @@ class SimCache:
 
     def is_resident(self, block: int) -> bool:
         """Whether it is resident, whatever is before it."""
-        return block in self.reference_counts or block in self.idle or block in self.host
+        return block in self.reference_counts or block in self.idle_blocks or block in self.host_blocks
 
-    def match(self, ids: list[int], limit: int) -> int:
+    def match(self, block_ids: list[int], blocks_max: int) -> int:
         """Blocks of the longest resident prefix, at most `limit`."""
-        reference_counts, idle, host = self.reference_counts, self.idle, self.host
-        count = 0
-        for block in ids:
-            if count >= limit or (block not in reference_counts and block not in idle and block not in host):
+        reference_counts, idle_blocks, host_blocks = self.reference_counts, self.idle_blocks, self.host_blocks
+        matching_blocks = 0
+        for block in block_ids:
+            if matching_blocks >= blocks_max or (
+                block not in reference_counts and block not in idle_blocks and block not in host_blocks
+            ):
                 break
-            count += 1
-        return count
+            matching_blocks += 1
+        return matching_blocks
 
     def usage(self) -> float:
         """Share of the pages that running requests hold."""
         return 0.0 if self.capacity is None else (len(self.reference_counts) + self.unnamed_pages) / self.capacity
 
-    def reserve(self, ids: list[int], hits: int, pages: int, *, force: bool = False) -> bool:
+    def reserve(self, block_ids: list[int], hit_blocks: int, pages: int, *, force: bool = False) -> bool:
         """Take references on the first `hits` blocks and `pages - hits` private pages; False where there is no room.
 
         `force`: go over the capacity rather than leave a worker idle, where others hold all pages of a shared cache.
         """
-        reference_counts, idle = self.reference_counts, self.idle
-        new_pages = pages - hits
+        reference_counts, idle_blocks = self.reference_counts, self.idle_blocks
+        new_pages = pages - hit_blocks
         if self.capacity is not None:
-            newly_referenced = sum(1 for block in ids[:hits] if block not in reference_counts)
+            newly_referenced = sum(1 for block in block_ids[:hit_blocks] if block not in reference_counts)
             if len(reference_counts) + self.unnamed_pages + newly_referenced + new_pages > self.capacity and not force:
                 return False
         loaded_blocks: list[int] = []
-        for block in ids[:hits]:
-            if block in idle:
-                del idle[block]
+        for block in block_ids[:hit_blocks]:
+            if block in idle_blocks:
+                del idle_blocks[block]
                 reference_counts[block] = 1
-            elif block in self.host:
+            elif block in self.host_blocks:
                 self._load_from_host(block, loaded_blocks)
             else:
                 reference_counts[block] += 1
@@ -112,54 +114,59 @@ class SimCache:
         """Evict what is over the capacity."""
         if self.capacity is None:
             return
-        excess = min(len(self.reference_counts) + self.unnamed_pages + len(self.idle) - self.capacity, len(self.idle))
+        excess = min(
+            len(self.reference_counts) + self.unnamed_pages + len(self.idle_blocks) - self.capacity,
+            len(self.idle_blocks),
+        )
         if excess > 0:
-            evicted_blocks = [self.idle.popitem(last=False)[0] for _ in range(excess)]
+            evicted_blocks = [self.idle_blocks.popitem(last=False)[0] for _ in range(excess)]
             if self.host_capacity:
-                self.host.update(dict.fromkeys(evicted_blocks))
+                self.host_blocks.update(dict.fromkeys(evicted_blocks))
                 if self.on_move is not None:
                     self.on_move(evicted_blocks, True)
-                evicted_blocks = [self.host.popitem(last=False)[0] for _ in range(len(self.host) - self.host_capacity)]
+                evicted_blocks = [
+                    self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)
+                ]
             if evicted_blocks and self.on_remove is not None:
                 self.on_remove(evicted_blocks)
 
     def _load_from_host(self, block: int, loaded_blocks: list[int]) -> None:
-        del self.host[block]
+        del self.host_blocks[block]
         self.reference_counts[block] = 1
         loaded_blocks.append(block)
 
-    def register(self, ids: list[int], start: int, end: int) -> None:
+    def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
         """Private pages of [start, end) are computed: they get their names. A name that is resident already is
         shared."""
         new_blocks: list[int] = []
         loaded_blocks: list[int] = []
-        for block in ids[start:end]:
+        for block in block_ids[start_block:end_block]:
             self.unnamed_pages -= 1
             if block in self.reference_counts:
                 self.reference_counts[block] += 1
-            elif block in self.host:
+            elif block in self.host_blocks:
                 self._load_from_host(block, loaded_blocks)
             else:
-                if block in self.idle:
-                    del self.idle[block]
+                if block in self.idle_blocks:
+                    del self.idle_blocks[block]
                 else:
                     new_blocks.append(block)
                 self.reference_counts[block] = 1
         if loaded_blocks and self.on_move is not None:
             self.on_move(loaded_blocks, False)
         if new_blocks and self.on_store is not None:
-            first = ids.index(new_blocks[0])
-            self.on_store(new_blocks, ids[first - 1] if first else None)
+            first_index = block_ids.index(new_blocks[0])
+            self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
 
-    def release(self, ids: list[int], private: int) -> None:
+    def release(self, block_ids: list[int], private_pages: int) -> None:
         """A request ended: its references go, deepest first, so that leaves are the older."""
         reference_counts = self.reference_counts
-        for block in reversed(ids):
+        for block in reversed(block_ids):
             reference_counts[block] -= 1
             if not reference_counts[block]:
                 del reference_counts[block]
-                self.idle[block] = None
-        self.unnamed_pages -= private
+                self.idle_blocks[block] = None
+        self.unnamed_pages -= private_pages
 
 
 @dataclass(slots=True)
@@ -205,8 +212,8 @@ class SimSequence:
 class StepResult:
     """What a finished step (or stretch of decode steps) produced."""
 
-    first_tokens: list[SimSequence] = field(default_factory=list)
-    finished: list[SimSequence] = field(default_factory=list)
+    first_token_sequences: list[SimSequence] = field(default_factory=list)
+    finished_sequences: list[SimSequence] = field(default_factory=list)
 
 
 class SimWorker:
@@ -221,7 +228,7 @@ class SimWorker:
         self.waiting: deque[SimSequence] = deque()
         self.prefilling: list[SimSequence] = []
         self.decoding: list[tuple[int, int, SimSequence]] = []
-        """Heap of (step at whose end it finishes, tie, job)."""
+        """Heap of (step at whose end it finishes, tie, sequence)."""
         self.decoding_context_tokens = 0
         self.steps = 0
         self.wake_s: float | None = None
@@ -245,35 +252,35 @@ class SimWorker:
         self.preemptions = 0
 
     @property
-    def running(self) -> int:
+    def running_sequences(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def occupied_seats(self) -> int:
         """Seats that are taken, or will be by who waits."""
-        return self.running + len(self.waiting)
+        return self.running_sequences + len(self.waiting)
 
-    def missing_prefill_s(self, job: SimSequence) -> float:
+    def missing_prefill_s(self, sequence: SimSequence) -> float:
         """What of the prompt neither the cache has nor a request that is here already brings, in seconds."""
-        ids, limit = job.request.ids, (job.request.prompt_tokens - 1) // self.block
-        matching_blocks = self.cache.match(ids, limit)
-        for other in itertools.chain(self.prefilling, self.waiting):
-            other_ids = other.request.ids
-            comparable_blocks = min(len(other_ids), limit)
+        block_ids, blocks_max = sequence.request.ids, (sequence.request.prompt_tokens - 1) // self.block
+        matching_blocks = self.cache.match(block_ids, blocks_max)
+        for other_sequence in itertools.chain(self.prefilling, self.waiting):
+            other_block_ids = other_sequence.request.ids
+            comparable_blocks = min(len(other_block_ids), blocks_max)
             while (
-                matching_blocks < comparable_blocks and other_ids[matching_blocks] == ids[matching_blocks]
+                matching_blocks < comparable_blocks and other_block_ids[matching_blocks] == block_ids[matching_blocks]
             ):  # an id names all before it
                 matching_blocks += 1
         return self.step_times.prefill_s(
-            job.request.prompt_tokens - matching_blocks * self.block, matching_blocks * self.block
+            sequence.request.prompt_tokens - matching_blocks * self.block, matching_blocks * self.block
         )
 
-    def submit(self, job: SimSequence, now: float) -> None:
+    def submit(self, sequence: SimSequence, now: float) -> None:
         """A request arrives."""
-        job.computed_before_arrival = self._prefill_capacity_used
+        sequence.computed_before_arrival = self._prefill_capacity_used
         if self._decode_run is not None and self._unused_prefill_tokens:
-            job.computed_before_arrival += self._unused_prefill_tokens * self._steps_begun(now)
-        self._enqueue(job)
+            sequence.computed_before_arrival += self._unused_prefill_tokens * self._count_started_steps(now)
+        self._enqueue(sequence)
         if self.wake_s is None:
             self._start_step(now)
         elif self._decode_run is not None and len(self.waiting) == 1:
@@ -281,71 +288,76 @@ class SimWorker:
 
     def advance(self, now: float) -> StepResult:
         """`wake_s` has come: end the step, begin the next."""
-        end = StepResult()
-        steps = 1
+        step_result = StepResult()
+        finished_steps = 1
         if self._decode_run is not None:
-            steps = self._decode_run[1]
-            self._prefill_capacity_used += self._unused_prefill_tokens * steps
+            finished_steps = self._decode_run[1]
+            self._prefill_capacity_used += self._unused_prefill_tokens * finished_steps
             self._decode_run = None
-        self.steps += steps
-        self.decoding_context_tokens += len(self.decoding) * steps
-        self._generated_tokens += len(self.decoding) * steps
-        self._finish_decodes(end)
-        for job, tokens in self._chunks:
-            self._finish_chunk(job, tokens, end)
+        self.steps += finished_steps
+        self.decoding_context_tokens += len(self.decoding) * finished_steps
+        self._generated_tokens += len(self.decoding) * finished_steps
+        self._finish_decodes(step_result)
+        for sequence, tokens in self._chunks:
+            self._finish_chunk(sequence, tokens, step_result)
         if self._chunks:
-            self.prefilling = [job for job in self.prefilling if not job.is_prefilled]
+            self.prefilling = [sequence for sequence in self.prefilling if not sequence.is_prefilled]
         self._chunks = []
         self._start_step(now)
-        return end
+        return step_result
 
     def progress(self, now: float) -> list[tuple[SimSequence, int]]:
         """What every decoding request has said so far."""
         steps = self.steps
         if self._decode_run is not None:
-            start, planned = self._decode_run
-            finished_steps = self.step_times.steps_in(now - start, len(self.decoding), self.decoding_context_tokens) - 1
-            steps += min(finished_steps, planned)
-        return [(job, job.request.output_tokens - max(job.finish_step - steps, 0)) for _, _, job in self.decoding]
+            start_s, planned_steps = self._decode_run
+            finished_steps = (
+                self.step_times.count_started_steps(now - start_s, len(self.decoding), self.decoding_context_tokens) - 1
+            )
+            steps += min(finished_steps, planned_steps)
+        return [
+            (sequence, sequence.request.output_tokens - max(sequence.finish_step - steps, 0))
+            for _, _, sequence in self.decoding
+        ]
 
-    def _enqueue(self, job: SimSequence) -> None:
+    def _enqueue(self, sequence: SimSequence) -> None:
         if not self.limits.shortest_first:
-            self.waiting.append(job)
+            self.waiting.append(sequence)
             return
-        job.computed_tokens = (
-            self.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // self.block) * self.block
+        sequence.computed_tokens = (
+            self.cache.match(sequence.request.ids, (sequence.request.prompt_tokens - 1) // self.block) * self.block
         )
-        insort(self.waiting, job, key=lambda sequence: sequence.queue_key)
+        insort(self.waiting, sequence, key=lambda sequence: sequence.queue_key)
 
     # Steps -------------------------------------------------------------------------------------------------------
     def _start_step(self, now: float) -> None:
         step_times = self.step_times
         if self.limits.is_preemptive:
             self._account_generated()
-        budget = step_times.step_tokens - len(self.decoding)
+        token_budget = step_times.step_tokens - len(self.decoding)
         chunks = self._chunks
         prefilling = self.prefilling
         if self.limits.shortest_first:
-            prefilling = sorted(prefilling, key=lambda job: job.queue_key)
-        for job in prefilling:
+            prefilling = sorted(prefilling, key=lambda sequence: sequence.queue_key)
+        for sequence in prefilling:
             if self.limits.shortest_first:
-                budget = self._admit_waiting(budget, now, job.queue_key)
-            if budget <= 0:
+                token_budget = self._admit_waiting(token_budget, now, sequence.queue_key)
+            if token_budget <= 0:
                 break
-            tokens = min(budget, job.prefill_tokens - job.computed_tokens)
-            chunks.append((job, tokens))
-            budget -= tokens
-        self._admit_waiting(budget, now)
+            tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
+            chunks.append((sequence, tokens))
+            token_budget -= tokens
+        self._admit_waiting(token_budget, now)
         decoding_count = len(self.decoding)
-        has_full_batch = bool(self.waiting) and self.running >= self.limits.max_sequences
+        has_full_batch = bool(self.waiting) and self.running_sequences >= self.limits.max_sequences
         self._unused_prefill_tokens = max(step_times.step_tokens - decoding_count, 0) if has_full_batch else 0
         if chunks:
             self._prefill_capacity_used += max(sum(tokens for _, tokens in chunks), self._unused_prefill_tokens)
             seconds = step_times.decode_s(decoding_count, self.decoding_context_tokens)
-            for job, tokens in chunks:
-                seconds += step_times.prefill_s(tokens, job.computed_tokens)
-                seconds += step_times.load_s_per_token * self.block * job.blocks_to_load
-                job.blocks_to_load = 0
+            for sequence, tokens in chunks:
+                seconds += step_times.prefill_s(tokens, sequence.computed_tokens)
+                seconds += step_times.load_s_per_token * self.block * sequence.blocks_to_load
+                sequence.blocks_to_load = 0
                 self.prefilled_tokens += tokens
             self.wake_s = now + seconds
         elif decoding_count:
@@ -360,105 +372,119 @@ class SimWorker:
             )
             self.wake_s = None
 
-    def _admit_waiting(self, budget: int, now: float, before: float = math.inf) -> int:
+    def _admit_waiting(self, token_budget: int, now: float, queue_key_max: float = math.inf) -> int:
         """Begin those who wait, while there is room and their turn is earlier; what is left of the budget."""
-        while budget > 0 and self.waiting and self.waiting[0].queue_key < before:
-            job = self.waiting[0]
-            if self.running >= self.limits.max_sequences:
+        while token_budget > 0 and self.waiting and self.waiting[0].queue_key < queue_key_max:
+            sequence = self.waiting[0]
+            if self.running_sequences >= self.limits.max_sequences:
                 self._last_seat_wait_s = now
                 break
-            if not self._admit(job):
+            if not self._admit(sequence):
                 break
             self.waiting.popleft()
-            if not job.has_first_token and job.routed_s <= self._last_seat_wait_s:
+            if not sequence.has_first_token and sequence.routed_s <= self._last_seat_wait_s:
                 self.seat_waits += 1
-                if job.best_alternative_s is not None:
-                    here_s = self.step_times.prefill_s(job.prefill_tokens - job.computed_tokens, job.computed_tokens)
-                    self.avoidable_seat_waits += now - job.routed_s > job.best_alternative_s - here_s
-            self.prefilling.append(job)
-            tokens = min(budget, job.prefill_tokens - job.computed_tokens)
-            self._chunks.append((job, tokens))
-            budget -= tokens
-        return budget
+                if sequence.best_alternative_s is not None:
+                    prefill_here_s = self.step_times.prefill_s(
+                        sequence.prefill_tokens - sequence.computed_tokens, sequence.computed_tokens
+                    )
+                    self.avoidable_seat_waits += now - sequence.routed_s > sequence.best_alternative_s - prefill_here_s
+            self.prefilling.append(sequence)
+            tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
+            self._chunks.append((sequence, tokens))
+            token_budget -= tokens
+        return token_budget
 
     def _cut_decode_run(self, now: float) -> None:
         """A request arrived during decode-only steps: it joins at the end of the step that is running."""
         assert self._decode_run is not None
-        start, _ = self._decode_run
-        started_steps = self._steps_begun(now)
-        self._decode_run = (start, started_steps)
+        start_s, _ = self._decode_run
+        started_steps = self._count_started_steps(now)
+        self._decode_run = (start_s, started_steps)
         self.wake_s = max(
-            now, start + self.step_times.decode_run_s(started_steps, len(self.decoding), self.decoding_context_tokens)
+            now, start_s + self.step_times.decode_run_s(started_steps, len(self.decoding), self.decoding_context_tokens)
         )
 
-    def _steps_begun(self, now: float) -> int:
+    def _count_started_steps(self, now: float) -> int:
         """Of the stretch."""
         assert self._decode_run is not None
-        start, planned = self._decode_run
-        return min(planned, self.step_times.steps_in(now - start, len(self.decoding), self.decoding_context_tokens))
+        start_s, planned_steps = self._decode_run
+        return min(
+            planned_steps,
+            self.step_times.count_started_steps(now - start_s, len(self.decoding), self.decoding_context_tokens),
+        )
 
-    def _admit(self, job: SimSequence) -> bool:
-        hits = self.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // self.block)
-        tokens = job.prefill_tokens if self.limits.is_preemptive else job.prefill_tokens + job.remaining_tokens
+    def _admit(self, sequence: SimSequence) -> bool:
+        hit_blocks = self.cache.match(sequence.request.ids, (sequence.request.prompt_tokens - 1) // self.block)
+        tokens = (
+            sequence.prefill_tokens
+            if self.limits.is_preemptive
+            else sequence.prefill_tokens + sequence.remaining_tokens
+        )
         pages = -(-tokens // self.block) + self.limits.is_preemptive  # one ahead, for the first tokens it says
-        must_fit = self.cache.is_shared and not self.running
+        must_fit = self.cache.is_shared and not self.running_sequences
         watermark = (self.cache.capacity or 0) // 100  # as vLLM's watermark: else what begins is soon preempted
-        if self.limits.is_preemptive and self.running and watermark and self._free_pages() < pages - hits + watermark:
+        if (
+            self.limits.is_preemptive
+            and self.running_sequences
+            and watermark
+            and self._free_pages() < pages - hit_blocks + watermark
+        ):
             return False
-        if not self.cache.reserve(job.request.ids, hits, pages, force=must_fit):
+        if not self.cache.reserve(sequence.request.ids, hit_blocks, pages, force=must_fit):
             return False
-        job.blocks_to_load = self.cache.last_loaded_blocks
+        sequence.blocks_to_load = self.cache.last_loaded_blocks
         self._admissions += 1
-        job.admission_order = self._admissions
-        job.registered_blocks = hits
-        if not job.has_first_token:
-            job.hit_blocks = hits
-        job.computed_tokens = hits * self.block
-        job.pages = pages
-        job.is_prefilled = False
+        sequence.admission_order = self._admissions
+        sequence.registered_blocks = hit_blocks
+        if not sequence.has_first_token:
+            sequence.hit_blocks = hit_blocks
+        sequence.computed_tokens = hit_blocks * self.block
+        sequence.pages = pages
+        sequence.is_prefilled = False
         return True
 
-    def _finish_chunk(self, job: SimSequence, tokens: int, end: StepResult) -> None:
-        job.computed_tokens += tokens
-        full = min(job.computed_tokens, job.request.prompt_tokens) // self.block
-        if full > job.registered_blocks:
-            self.cache.register(job.request.ids, job.registered_blocks, full)
-            job.registered_blocks = full
-        if job.computed_tokens == job.prefill_tokens:
-            job.is_prefilled = True
-            if not job.has_first_token:
-                job.has_first_token = True
-                end.first_tokens.append(job)
-            if job.remaining_tokens <= 1:
-                self._finish(job, end)
+    def _finish_chunk(self, sequence: SimSequence, tokens: int, step_result: StepResult) -> None:
+        sequence.computed_tokens += tokens
+        full_blocks = min(sequence.computed_tokens, sequence.request.prompt_tokens) // self.block
+        if full_blocks > sequence.registered_blocks:
+            self.cache.register(sequence.request.ids, sequence.registered_blocks, full_blocks)
+            sequence.registered_blocks = full_blocks
+        if sequence.computed_tokens == sequence.prefill_tokens:
+            sequence.is_prefilled = True
+            if not sequence.has_first_token:
+                sequence.has_first_token = True
+                step_result.first_token_sequences.append(sequence)
+            if sequence.remaining_tokens <= 1:
+                self._finish(sequence, step_result)
                 return
-            job.finish_step = self.steps + job.remaining_tokens - 1
-            heapq.heappush(self.decoding, (job.finish_step, job.admission_order, job))
-            self.decoding_context_tokens += job.prefill_tokens + 1
+            sequence.finish_step = self.steps + sequence.remaining_tokens - 1
+            heapq.heappush(self.decoding, (sequence.finish_step, sequence.admission_order, sequence))
+            self.decoding_context_tokens += sequence.prefill_tokens + 1
             self._generated_tokens += 1
 
-    def _finish_decodes(self, end: StepResult) -> None:
+    def _finish_decodes(self, step_result: StepResult) -> None:
         while self.decoding and self.decoding[0][0] <= self.steps:
-            job = heapq.heappop(self.decoding)[2]
-            self._stop_decoding(job, job.remaining_tokens)
-            self._finish(job, end)
+            sequence = heapq.heappop(self.decoding)[2]
+            self._stop_decoding(sequence, sequence.remaining_tokens)
+            self._finish(sequence, step_result)
 
-    def _stop_decoding(self, job: SimSequence, generated_tokens: int) -> None:
+    def _stop_decoding(self, sequence: SimSequence, generated_tokens: int) -> None:
         """A sequence that has said so many tokens since it began decodes no longer."""
-        self.decoding_context_tokens -= job.prefill_tokens + generated_tokens
+        self.decoding_context_tokens -= sequence.prefill_tokens + generated_tokens
         self._generated_tokens -= generated_tokens
         if self.limits.is_preemptive:
             self._set_generated_pages(self._generated_tokens // self.block)
 
-    def _finish(self, job: SimSequence, end: StepResult) -> None:
-        final = job.request.final_ids
-        missing_pages = len(final) - job.pages
+    def _finish(self, sequence: SimSequence, step_result: StepResult) -> None:
+        final_block_ids = sequence.request.final_ids
+        missing_pages = len(final_block_ids) - sequence.pages
         if missing_pages > 0:  # of a request whose pages came as it spoke
             self.cache.unnamed_pages += missing_pages
-            job.pages += missing_pages
-        self.cache.register(final, job.registered_blocks, len(final))
-        self.cache.release(final, job.pages - len(final))
-        end.finished.append(job)
+            sequence.pages += missing_pages
+        self.cache.register(final_block_ids, sequence.registered_blocks, len(final_block_ids))
+        self.cache.release(final_block_ids, sequence.pages - len(final_block_ids))
+        step_result.finished_sequences.append(sequence)
 
     # Memory that grows -------------------------------------------------------------------------------------------
     def _free_pages(self) -> int:
@@ -480,17 +506,19 @@ class SimWorker:
             self._preempt(max(self.decoding, key=lambda entry: entry[1])[2])
         self.cache.trim()
 
-    def _preempt(self, job: SimSequence) -> None:
+    def _preempt(self, sequence: SimSequence) -> None:
         self.preemptions += 1
-        generated_tokens = job.remaining_tokens - (job.finish_step - self.steps)
-        self.decoding.remove((job.finish_step, job.admission_order, job))
+        generated_tokens = sequence.remaining_tokens - (sequence.finish_step - self.steps)
+        self.decoding.remove((sequence.finish_step, sequence.admission_order, sequence))
         heapq.heapify(self.decoding)
-        self._stop_decoding(job, generated_tokens)
-        self.cache.release(job.request.ids[: job.registered_blocks], job.pages - job.registered_blocks)
-        job.prefill_tokens += generated_tokens
-        job.remaining_tokens -= generated_tokens
-        job.computed_tokens = 0
+        self._stop_decoding(sequence, generated_tokens)
+        self.cache.release(
+            sequence.request.ids[: sequence.registered_blocks], sequence.pages - sequence.registered_blocks
+        )
+        sequence.prefill_tokens += generated_tokens
+        sequence.remaining_tokens -= generated_tokens
+        sequence.computed_tokens = 0
         if self.limits.shortest_first:
-            self._enqueue(job)
+            self._enqueue(sequence)
         else:
-            self.waiting.appendleft(job)
+            self.waiting.appendleft(sequence)

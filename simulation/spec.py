@@ -90,7 +90,7 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
         fields = {name: getattr(self, name) for name in names}
         times = StepTimes(**fields, step_tokens=step_tokens, load_s_per_token=load_s)
-        return times.scaled(time_scale)
+        return times.scale(time_scale)
 
 
 class Gpu(NamedTuple):
@@ -129,7 +129,7 @@ def read_spec(spec_text: str) -> SimulationSpec:
     """SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
     gpu, _, model = spec_text.partition(":")
     if gpu in GPUS and model in MODELS:
-        return _preset(gpu, model)
+        return _make_preset_spec(gpu, model)
     text = spec_text
     if not spec_text.lstrip().startswith("{"):
         try:
@@ -146,7 +146,7 @@ def read_spec(spec_text: str) -> SimulationSpec:
         raise ConfigError(f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {problem}") from None
 
 
-def _preset(gpu_name: str, model_name: str) -> SimulationSpec:
+def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:
     gpu, model = GPUS[gpu_name], MODELS[model_name]
     weight_bytes = 2 * model.parameters
     kv_tokens = int((MEMORY_SHARE * gpu.memory_bytes - weight_bytes) / model.kv_bytes_per_token)

@@ -25,15 +25,15 @@ def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
     if not records:
         raise ValueError(f"{path}: no lines")
     if "hash_ids" in records[0]:
-        workload = _mooncake(path.name.split(".")[0], records, limit)
+        workload = _read_mooncake(path.name.split(".")[0], records, limit)
     elif "reqs" in records[0]:
-        workload = _sessions(path.name.split(".")[0], records, limit, seed)
+        workload = _read_sessions(path.name.split(".")[0], records, limit, seed)
     else:
         raise ValueError(f"{path}: line 1 has neither `hash_ids` (Mooncake) nor `reqs` (agent sessions)")
     return link_requests(workload)
 
 
-def _mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Workload:
+def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Workload:
     """`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks."""
     requests = []
     for i, record in enumerate(records[:limit]):
@@ -59,7 +59,7 @@ def _mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Wo
     return Workload(name, requests, f"{len(requests)} requests, open loop")
 
 
-def _sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
+def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
     """Agent sessions, closed loop: the next request follows the answer after the think time, cut to 60 s. Cut to 60
     requests of at most 131,072 tokens a session; sessions start at random, one second apart on average at speed 1."""
     rng = random.Random(seed)

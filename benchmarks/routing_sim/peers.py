@@ -306,7 +306,7 @@ class LeastWork(Residency):
         costs = []
         for worker in self.cluster.workers:
             work = sum(remaining_work_s(worker, job) for job in [*worker.prefilling, *worker.waiting])
-            costs.append(work * 1e9 + worker.running)
+            costs.append(work * 1e9 + worker.running_sequences)
         return argmin(costs)
 
 

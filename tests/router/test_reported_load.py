@@ -283,7 +283,7 @@ def play(
         def report_load(self) -> None:
             now = self.cluster.now
             for worker in self.cluster.workers:
-                truth = EngineLoad(worker.running, len(worker.waiting), worker.cache.usage())
+                truth = EngineLoad(worker.running_sequences, len(worker.waiting), worker.cache.usage())
                 name = str(worker.number)
                 self.core.record_engine_load(
                     name, [say(worker.number, truth, now)], self.core.count_in_flight_by_rank(name), now

@@ -144,16 +144,16 @@ def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
         assert cache.reserve(ids, 0, len(ids))
         cache.register(ids, 0, len(ids))
         cache.release(ids, 0)
-    assert (moves, removed_blocks, list(cache.host)) == ([([3, 2], True)], [], [3, 2])
+    assert (moves, removed_blocks, list(cache.host_blocks)) == ([([3, 2], True)], [], [3, 2])
     assert cache.match([1, 2, 3], 5) == 3
     assert cache.reserve([1, 2], 2, 3)
     assert cache.last_loaded_blocks == 1
     assert moves[1:] == [([2], False), ([8, 7], True)]
-    assert (removed_blocks, list(cache.host)) == ([3], [8, 7])
+    assert (removed_blocks, list(cache.host_blocks)) == ([3], [8, 7])
     cache.register([1, 2, 7], 2, 3)
     assert moves[-1] == ([7], False), "computed although it was below: not there any more"
     cache.release([1, 2, 7], 0)
-    assert (cache.unnamed_pages, cache.reference_counts, list(cache.host)) == (0, {}, [8])
+    assert (cache.unnamed_pages, cache.reference_counts, list(cache.host_blocks)) == (0, {}, [8])
 
 
 def test_what_comes_back_takes_time(sim: Any) -> None:

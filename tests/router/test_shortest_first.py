@@ -239,7 +239,7 @@ def serve_prompts(
         else:
             now = worker.wake_s
             assert now is not None
-            for job in worker.advance(now).first_tokens:
+            for job in worker.advance(now).first_token_sequences:
                 first[job.request.index] = now
     return first
 
