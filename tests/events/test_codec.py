@@ -37,7 +37,7 @@ session_events = st.builds(
 )
 removed_events = st.builds(BlockRemoved, st.lists(names, max_size=4), texts, st.one_of(st.none(), st.integers(0, 5)))
 events = st.one_of(stored_events, removed_events, st.builds(AllBlocksCleared))
-batches = st.builds(
+event_batches = st.builds(
     EventBatch, st.floats(0, 2e9), st.lists(events, max_size=5), st.one_of(st.none(), st.integers(0, 8))
 )
 
@@ -57,14 +57,14 @@ def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
     assert decode_batch(encode_batch(batch)).batch == batch
 
 
-@given(batches)
+@given(event_batches)
 def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
     decoded_batch = decode_batch(encode_as_arrays(batch))
     assert decoded_batch.batch == batch
     assert not decoded_batch.errors
 
 
-@given(batches, st.data())
+@given(event_batches, st.data())
 def test_maps_and_arrays_mix_in_one_batch(batch: EventBatch, data: st.DataObject) -> None:
     mixed_events: list[Any] = []
     for event in batch.events:
@@ -90,7 +90,7 @@ BAD: list[Any] = [
 ]
 
 
-@given(batches, st.lists(st.tuples(st.integers(0, 5), st.sampled_from(BAD)), max_size=4))
+@given(event_batches, st.lists(st.tuples(st.integers(0, 5), st.sampled_from(BAD)), max_size=4))
 def test_a_bad_event_never_costs_the_good_ones(batch: EventBatch, bad: list[tuple[int, Any]]) -> None:
     mixed_events: list[Any] = list(batch.events)
     for place, event in bad:
@@ -175,7 +175,7 @@ def test_a_header_that_promises_billions_costs_nothing(header: bytes) -> None:
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_mutated_payloads_raise_nothing_but_decode_error(data: st.DataObject) -> None:
-    payload = bytearray(data.draw(st.sampled_from([encode_batch, encode_as_arrays]))(data.draw(batches)))
+    payload = bytearray(data.draw(st.sampled_from([encode_batch, encode_as_arrays]))(data.draw(event_batches)))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(DecodeError):

@@ -214,7 +214,7 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: True)
     @rule()
-    def settles(self) -> None:
+    def converges(self) -> None:
         """Left alone, with programs that come up and requests that end, it is what is wanted, and stays so; and while
         it replaces, no more than one is missing."""
         steady = {kind: self.up(kind) >= target.count for kind, target in self.targets.items()}

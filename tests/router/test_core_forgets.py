@@ -22,7 +22,7 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, Counter, defaultdict, tuple)
 WARM, MORE = 1000, 3000
 
 
-def entries(root: object) -> int:
+def count_entries(root: object) -> int:
     """Of all containers that can be reached."""
     visited_ids, waiting, count = {id(root)}, [root], 0
     while waiting:
@@ -36,7 +36,7 @@ def entries(root: object) -> int:
     return count
 
 
-def play(core: RouterCore, first: int, count: int) -> None:
+def run_requests(core: RouterCore, first: int, count: int) -> None:
     """Ten prompts again and again; requests end, are given up, fail and are refused by turns."""
     for i in range(first, first + count):
         now, name, prompt = float(i), f"r{i}", [i % 10] * 300
@@ -62,7 +62,7 @@ def play(core: RouterCore, first: int, count: int) -> None:
 @pytest.mark.parametrize("view", list(CacheView))
 def test_requests_that_ended_leave_nothing(view: CacheView, capacity_tokens: int | None) -> None:
     core, _ = make("abc", CoreConfig(pin_grace_s=0.25), cache_view=view, cache_tokens=capacity_tokens)
-    play(core, 0, WARM)
-    before = entries(core)
-    play(core, WARM, MORE)
-    assert entries(core) <= before + MORE // 2  # what is sorted out now and then is more or less full
+    run_requests(core, 0, WARM)
+    before = count_entries(core)
+    run_requests(core, WARM, MORE)
+    assert count_entries(core) <= before + MORE // 2  # what is sorted out now and then is more or less full

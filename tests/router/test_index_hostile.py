@@ -72,47 +72,47 @@ def test_names_that_meet_in_a_public_hash_are_names_like_others() -> None:
 # -- work by byte of input ---------------------------------------------------------------------------------------------
 
 
-def backwards(count: int) -> list[Any]:
+def chain_from_its_end(count: int) -> list[Any]:
     """A chain told from its end."""
     return [stored_event([number], number - 1 if number else None) for number in reversed(range(count))]
 
 
-def one_name(count: int) -> list[Any]:
+def blocks_with_one_name(count: int) -> list[Any]:
     return [stored_event([5], 5 if number % 2 else 6) for number in range(count)]
 
 
-def waiting(count: int) -> list[Any]:
+def runs_without_parent(count: int) -> list[Any]:
     """Runs without a parent, all with one name, and each copy taken back."""
     runs = [stored_event([5, 5, 5], 1_000_000 + number) for number in range(count)]
     return [*runs, *[removed_event([5, 5, 5]) for _ in range(count)]]
 
 
-def one_long_wait(count: int) -> list[Any]:
+def long_run_without_parent(count: int) -> list[Any]:
     return [stored_event(list(range(count)), 1 << 40), *[removed_event([number]) for number in reversed(range(count))]]
 
 
-def media(count: int) -> list[Any]:
+def blocks_with_media(count: int) -> list[Any]:
     """A key on each block: 40,000 of them took half a minute under the lock."""
     return [stored_event(list(range(1, count + 1)), extra_keys=[[["image", 0]] for _ in range(count)])]
 
 
-def salts(count: int) -> list[Any]:
+def blocks_with_salts(count: int) -> list[Any]:
     return [stored_event([number], extra_keys=[[f"salt {number}"]]) for number in range(1, count + 1)]
 
 
-def in_turn(count: int) -> list[Any]:
+def stores_and_clears(count: int) -> list[Any]:
     return [event for number in range(count) for event in (stored_event([number]), CLEARED)]
 
 
-def unknown(count: int) -> list[Any]:
+def unknown_events(count: int) -> list[Any]:
     return [["x"] for _ in range(count)]
 
 
-def nils(count: int) -> list[Any]:
+def nil_events(count: int) -> list[Any]:
     return [None for _ in range(count)]
 
 
-def bare(count: int) -> list[Any]:
+def copies_with_and_without_group(count: int) -> list[Any]:
     """Copies that name known and unknown blocks without their tokens, with and without a group."""
     fields = {"token_ids": [], "medium": "CPU"}
     copies = [{**stored_event([number % 150]), **fields, "group_idx": number % 3 or None} for number in range(count)]
@@ -123,7 +123,18 @@ def bare(count: int) -> list[Any]:
     ]
 
 
-SHAPES = [bare, backwards, one_name, waiting, one_long_wait, media, salts, in_turn, unknown, nils]
+SHAPES = [
+    copies_with_and_without_group,
+    chain_from_its_end,
+    blocks_with_one_name,
+    runs_without_parent,
+    long_run_without_parent,
+    blocks_with_media,
+    blocks_with_salts,
+    stores_and_clears,
+    unknown_events,
+    nil_events,
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
@@ -253,33 +264,33 @@ def park_events(index: PrefixIndex, holder: HolderId) -> None:
     assert index.stats().parked == PARKED
 
 
-def all_wake(index: PrefixIndex, holder: HolderId) -> None:
+def wake_parked_blocks(index: PrefixIndex, holder: HolderId) -> None:
     park_events(index, holder)
     index.ingest(holder, batch(stored_event([5])))
     assert index.stats().entries == PARKED + 1
 
 
-def all_make_room(index: PrefixIndex, holder: HolderId) -> None:
+def replace_parked_blocks(index: PrefixIndex, holder: HolderId) -> None:
     park_events(index, holder)
     index.ingest(holder, batch(stored_event(list(range(1, PARKED + 1)), 1 << 40)))
     assert index.stats().parked == PARKED
 
 
-def all_have_waited_too_long(index: PrefixIndex, holder: HolderId) -> None:
+def expire_parked_blocks(index: PrefixIndex, holder: HolderId) -> None:
     park_events(index, holder)
     for _ in range(10_000):
         index.ingest(holder, batch())
     assert index.stats().parked == 0
 
 
-def as_many_as_an_event_may_name(index: PrefixIndex, holder: HolderId) -> None:
+def store_largest_event(index: PrefixIndex, holder: HolderId) -> None:
     names = list(range(1, 65_537))
     assert index.ingest(holder, batch(stored_event(names, size=4))).stored == len(names)
     assert index.ingest(holder, batch(stored_event([], None), *[stored_event(names, size=4)])).stored == len(names)
     assert index.ingest(holder, batch(removed_event(names))).removed == len(names)
 
 
-def a_dump(index: PrefixIndex, holder: HolderId) -> None:
+def restore_dump(index: PrefixIndex, holder: HolderId) -> None:
     index.ingest(holder, batch(stored_event(list(range(1, 20_000)))))
     other = index.add_holder("other", "m")
     for payload in dump(index, holder):
@@ -287,7 +298,7 @@ def a_dump(index: PrefixIndex, holder: HolderId) -> None:
     assert index.stats().entries == 2 * 19_999
 
 
-def copies_without_tokens(index: PrefixIndex, holder: HolderId) -> None:
+def store_copies_without_tokens(index: PrefixIndex, holder: HolderId) -> None:
     names = list(range(1, 20_000))
     index.ingest(holder, batch(stored_event(names)))
     bare = {**stored_event(names), "token_ids": [], "medium": "CPU"}
@@ -296,7 +307,14 @@ def copies_without_tokens(index: PrefixIndex, holder: HolderId) -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [all_wake, all_make_room, all_have_waited_too_long, as_many_as_an_event_may_name, a_dump, copies_without_tokens],
+    [
+        wake_parked_blocks,
+        replace_parked_blocks,
+        expire_parked_blocks,
+        store_largest_event,
+        restore_dump,
+        store_copies_without_tokens,
+    ],
 )
 def test_nobody_holds_the_lock_for_long(attack: Any) -> None:
     index, holder = one_holder()

@@ -24,7 +24,7 @@ needs_mock = pytest.mark.skipif(sys.version_info < (3, 11), reason="kmock needs 
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
 
 
-def raw(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
@@ -32,7 +32,7 @@ def endpoint(host: str, **conditions: bool | None) -> dict[str, Any]:
     return {"addresses": [host], "conditions": conditions} if conditions else {"addresses": [host]}
 
 
-def slice_of(name: str, *endpoints: dict[str, Any], version: int = 1, port: int = 8000) -> dict[str, Any]:
+def make_slice(name: str, *endpoints: dict[str, Any], version: int = 1, port: int = 8000) -> dict[str, Any]:
     meta = {"name": name, "namespace": "llm", "uid": name, "resourceVersion": str(version)}
     meta["labels"] = {"kubernetes.io/service-name": "vllm"}  # type: ignore[assignment]
     ports = [{"port": port, "name": "http", "protocol": "TCP"}, {"port": 9, "name": "metrics"}]
@@ -47,19 +47,23 @@ def slice_of(name: str, *endpoints: dict[str, Any], version: int = 1, port: int 
     ],
 )  # fmt: skip
 def test_what_conditions_mean(conditions: dict[str, bool | None], takes: bool) -> None:
-    assert read_slice(raw(slice_of("a", endpoint("10.0.0.1", **conditions))), None) == {"10.0.0.1:8000": takes}
+    assert read_slice(encode_json(make_slice("a", endpoint("10.0.0.1", **conditions))), None) == {
+        "10.0.0.1:8000": takes
+    }
 
 
 def test_ports_and_families() -> None:
-    endpoint_slice = slice_of("a", endpoint("10.0.0.1"))
-    assert list(read_slice(raw(endpoint_slice), "metrics")) == ["10.0.0.1:9"]
-    assert list(read_slice(raw(endpoint_slice), "8000")) == ["10.0.0.1:8000"]
-    assert read_slice(raw(endpoint_slice), "other") == {}
+    endpoint_slice = make_slice("a", endpoint("10.0.0.1"))
+    assert list(read_slice(encode_json(endpoint_slice), "metrics")) == ["10.0.0.1:9"]
+    assert list(read_slice(encode_json(endpoint_slice), "8000")) == ["10.0.0.1:8000"]
+    assert read_slice(encode_json(endpoint_slice), "other") == {}
     assert list(
-        read_slice(raw({**endpoint_slice, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}), None)
+        read_slice(encode_json({**endpoint_slice, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}), None)
     ) == ["[fd00::1]:8000"]
-    assert read_slice(raw({**endpoint_slice, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}), None) == {}
-    assert read_slice(raw({**endpoint_slice, "endpoints": None, "ports": None}), None) == {}
+    assert (
+        read_slice(encode_json({**endpoint_slice, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}), None) == {}
+    )
+    assert read_slice(encode_json({**endpoint_slice, "endpoints": None, "ports": None}), None) == {}
 
 
 def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, Any]:
@@ -74,35 +78,37 @@ def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, 
 
 
 def test_pods_and_pools() -> None:
-    assert read_pod(raw(pod("10.0.0.1")), (8000, 8001)) == {"10.0.0.1:8000": True, "10.0.0.1:8001": True}
-    assert read_pod(raw(pod("10.0.0.1", ready=False)), (1,)) == {"10.0.0.1:1": False}
-    assert read_pod(raw(pod("10.0.0.1", leaving=True)), (1,)) == {"10.0.0.1:1": False}
-    assert read_pod(raw(pod(None)), (1,)) == {}
+    assert read_pod(encode_json(pod("10.0.0.1")), (8000, 8001)) == {"10.0.0.1:8000": True, "10.0.0.1:8001": True}
+    assert read_pod(encode_json(pod("10.0.0.1", ready=False)), (1,)) == {"10.0.0.1:1": False}
+    assert read_pod(encode_json(pod("10.0.0.1", leaving=True)), (1,)) == {"10.0.0.1:1": False}
+    assert read_pod(encode_json(pod(None)), (1,)) == {}
     spec = {"selector": {"matchLabels": {"b": "2", "a": "1"}}, "targetPorts": [{"number": 8000}]}
-    assert read_pool(raw({"spec": spec})) == ("a=1,b=2", (8000,))
+    assert read_pool(encode_json({"spec": spec})) == ("a=1,b=2", (8000,))
 
 
 def test_lists_come_in_pages_and_watches_go_on_by_bookmarks() -> None:
     cache = ObjectCache(lambda data: read_slice(data, None))
-    first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [slice_of("a", endpoint("10.0.0.1"))]}
-    assert cache.add_page(raw(first)) == "more"
+    first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [make_slice("a", endpoint("10.0.0.1"))]}
+    assert cache.add_page(encode_json(first)) == "more"
     assert cache.addresses() == {}  # half a list is none
     assert (
-        cache.add_page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]}))
+        cache.add_page(
+            encode_json({"metadata": {"resourceVersion": "7"}, "items": [make_slice("b", endpoint("10.0.0.2"))]})
+        )
         == ""
     )
     assert (cache.version, sorted(cache.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
-    assert not cache.apply_event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
+    assert not cache.apply_event(encode_json({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
     assert cache.version == "9"
-    moved_slice = slice_of("b", endpoint("10.0.0.1", ready=False), version=10)
-    assert cache.apply_event(raw({"type": "MODIFIED", "object": moved_slice}))
+    moved_slice = make_slice("b", endpoint("10.0.0.1", ready=False), version=10)
+    assert cache.apply_event(encode_json({"type": "MODIFIED", "object": moved_slice}))
     assert cache.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
-    assert cache.apply_event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
+    assert cache.apply_event(encode_json({"type": "DELETED", "object": make_slice("a", version=11)}))
     assert cache.addresses() == {"10.0.0.1:8000": False}
-    assert not cache.apply_event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
+    assert not cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
     assert (cache.version, cache.addresses()) == ("", {"10.0.0.1:8000": False})
     with pytest.raises(DecodeError, match="500 oops"):
-        cache.apply_event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
+        cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
     with pytest.raises(DecodeError):
         cache.apply_event(b"{nonsense")
 
@@ -171,15 +177,15 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
 def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Listed, changed, too old and listed anew, unreachable for a while; the token goes with each request."""
     lists = iter([
-        {"metadata": {"resourceVersion": "1"}, "items": [slice_of("a", endpoint("10.0.0.1"))]},
-        {"metadata": {"resourceVersion": "50"}, "items": [slice_of("a", endpoint("10.0.0.3"))]},
+        {"metadata": {"resourceVersion": "1"}, "items": [make_slice("a", endpoint("10.0.0.1"))]},
+        {"metadata": {"resourceVersion": "50"}, "items": [make_slice("a", endpoint("10.0.0.3"))]},
     ])  # fmt: skip
     watches = iter([
-        [{"type": "ADDED", "object": slice_of("b", endpoint("10.0.0.2"), version=2)},
+        [{"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)},
          {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "20"}}}],
         503,
         [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}],
-        [{"type": "MODIFIED", "object": slice_of("a", endpoint("10.0.0.3", terminating=True), version=51)}],
+        [{"type": "MODIFIED", "object": make_slice("a", endpoint("10.0.0.3", terminating=True), version=51)}],
     ])  # fmt: skip
     versions: list[str] = []
 
@@ -191,7 +197,7 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert request.params["allowWatchBookmarks"] == "true"
         versions.append(request.params["resourceVersion"])
         events = next(watches, [])
-        return events if isinstance(events, int) else b"".join(raw(event) + b"\n" for event in events)
+        return events if isinstance(events, int) else b"".join(encode_json(event) + b"\n" for event in events)
 
     async def scenario(watched_server: WatchedServer) -> None:
         await watched_server.wait_for({"10.0.0.3:8000": False})
@@ -240,14 +246,14 @@ def test_an_emulated_server_s_watch_is_followed(monkeypatch: pytest.MonkeyPatch,
     handler = kmock.KubernetesEmulator()
     resource = kmock.resource("discovery.k8s.io", "v1", "endpointslices")
     handler.resources[resource] = {"namespaced": True, "kind": "EndpointSlice"}
-    handler.objects[resource, "llm", "a"] = slice_of("a", endpoint("10.0.0.1"))
+    handler.objects[resource, "llm", "a"] = make_slice("a", endpoint("10.0.0.1"))
 
     async def scenario(watched_server: WatchedServer) -> None:
         import aiohttp
 
         await watched_server.wait_for({"10.0.0.1:8000": True})
         async with aiohttp.ClientSession(str(watched_server.server.url)) as session:
-            await session.post(SLICES, json=slice_of("b", endpoint("10.0.0.2")))
+            await session.post(SLICES, json=make_slice("b", endpoint("10.0.0.2")))
             await watched_server.wait_for({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
             await session.delete(f"{SLICES}/a")
             await watched_server.wait_for({"10.0.0.2:8000": True})

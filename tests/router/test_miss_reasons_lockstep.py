@@ -60,7 +60,7 @@ class Talk:
         return Outline(flat.tobytes(), array("I", tools).tobytes(), flags)
 
 
-def message(rng: random.Random) -> tuple[int, int, int, int, int]:
+def draw_message(rng: random.Random) -> tuple[int, int, int, int, int]:
     """Sent alike, they are alike; system prompts often are, others now and then."""
     kind = rng.choice(KINDS)
     content_hash = rng.randrange(12 if kind == 0 or rng.random() < 0.4 else 10**6)
@@ -86,17 +86,17 @@ def draw_next_talk(rng: random.Random, talk: Talk) -> Talk:
         ids = ids[:at] if how == "cut" else [*ids[:at], 9, *ids[at + 1 :]]
         if words and how in ("cut", "edit"):
             place = min(at // MESSAGE_TOKENS, len(words) - 1)
-            other = draw_similar_message(rng, words[place]) if rng.random() < 0.4 else message(rng)
+            other = draw_similar_message(rng, words[place]) if rng.random() < 0.4 else draw_message(rng)
             words = words[:place] if how == "cut" else [*words[:place], other, *words[place + 1 :]]
     if how == "edit" and words and rng.random() < 0.5:  # that a template drops, or does not
-        words[rng.randrange(len(words))] = message(rng)
+        words[rng.randrange(len(words))] = draw_message(rng)
     for _ in range(0 if how == "same" else rng.randrange(1, 4)):
-        words.append(message(rng))
+        words.append(draw_message(rng))
         ids += rng.choices(range(2), k=MESSAGE_TOKENS)
     return Talk(ids, words)
 
 
-def decision(rng: random.Random, tokens: int) -> Decision:
+def draw_decision(rng: random.Random, tokens: int) -> Decision:
     def terms(worker: str, cached_tokens: int) -> Terms:
         return Terms(worker, cached_tokens, rng.randrange(tokens + 1), 0, 0, 0, 1, 0, 0, 0, 0, 0, rng.random(), 0)
 
@@ -108,7 +108,7 @@ def decision(rng: random.Random, tokens: int) -> Decision:
     return decision
 
 
-def some_facts(rng: random.Random, now: float) -> SomeFacts:
+def draw_facts(rng: random.Random, now: float) -> SomeFacts:
     emptied_s = now - rng.randrange(20)
     return SomeFacts(emptied_s if rng.random() < 0.2 else None, rng.random() < 0.1, rng.random() < 0.3)
 
@@ -136,14 +136,14 @@ class World:
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
         if session is None and analyzers.needs_short_keys(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
-        placement = decision(rng, len(ids))
+        placement = draw_decision(rng, len(ids))
         prompt = Prompt(
             f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, talk.outline(tools, flags) if is_chat else None,
             session, rng.choice(SESSIONS), keys, short,
             talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.05,
             rng.random() < 0.2,
         )  # fmt: skip
-        facts = some_facts(rng, self.now)
+        facts = draw_facts(rng, self.now)
         removed_prefix = (
             RemovedPrefix(first_missing_token(placement) + rng.randrange(1, 40), "a", 0.5)
             if rng.random() < 0.2

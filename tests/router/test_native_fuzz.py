@@ -35,7 +35,7 @@ def payloads() -> list[bytes]:
     return sorted(messages, key=lambda payload: (len(payload), payload))
 
 
-def faulty(payload: bytes, faults: list[tuple[int, int, int]]) -> bytes:
+def corrupt_payload(payload: bytes, faults: list[tuple[int, int, int]]) -> bytes:
     """Cut, flip, overwrite, insert and delete at places given as parts of 10,000."""
     data = bytearray(payload)
     for kind, place, value in faults:
@@ -75,7 +75,7 @@ def content(index: PrefixIndex, holder: HolderId) -> list[str]:
     )
 
 
-def check_alike(*batches: bytes) -> IngestReport:
+def ingest_in_both(*batches: bytes) -> IngestReport:
     """Both indexes say and hold the same after the batches. Returns what was said of the last."""
     ingest_results = []
     entries = []
@@ -97,12 +97,12 @@ def check_alike(*batches: bytes) -> IngestReport:
 )
 def test_faulty_payloads(payload_index: int, faults: list[tuple[int, int, int]]) -> None:
     real = payloads()[payload_index % len(payloads())]
-    check_alike(real, faulty(real, faults))
+    ingest_in_both(real, corrupt_payload(real, faults))
 
 
 def test_whole_payloads() -> None:
     for payload in payloads():
-        assert check_alike(payload, payload).malformed == []
+        assert ingest_in_both(payload, payload).malformed == []
 
 
 STORED: dict[str, object] = {
@@ -134,10 +134,10 @@ def test_one_name_at_two_places(number: int) -> None:
     first = STORED | {"parent_block_hash": 7, "block_hashes": [11, 12]}
     second = STORED | {"kv_cache_spec_kind": "full_attention", "group_idx": 1, "token_ids": [1, 2, 3, number]}
     parent = STORED | {"block_hashes": [7], "token_ids": [9, 9]}
-    check_alike(batch(first, second))
-    check_alike(batch(parent), batch(first, second))
-    check_alike(batch(parent), batch(second, first), batch(first))
-    check_alike(
+    ingest_in_both(batch(first, second))
+    ingest_in_both(batch(parent), batch(first, second))
+    ingest_in_both(batch(parent), batch(second, first), batch(first))
+    ingest_in_both(
         batch(STORED | {"block_hashes": [11, 11]}, {"type": "BlockRemoved", "block_hashes": [11], "medium": "GPU"})
     )
 
@@ -219,17 +219,17 @@ def test_one_name_at_two_places(number: int) -> None:
 def test_what_is_malformed(change: dict[str, object], malformed_count: int) -> None:
     """One event that says something odd between two that do not: it costs itself at most."""
     odd = STORED | change
-    report = check_alike(batch(STORED, odd, STORED | {"block_hashes": [13, 14], "token_ids": [5, 6, 7, 8]}))
+    report = ingest_in_both(batch(STORED, odd, STORED | {"block_hashes": [13, 14], "token_ids": [5, 6, 7, 8]}))
     assert len(report.malformed) == malformed_count
     assert report.stored >= 4
     for text in report.malformed:
         assert text.startswith("event 1: ") or "BlockStored" in text
-    check_alike(batch(list(odd.values())))
+    ingest_in_both(batch(list(odd.values())))
 
 
 @pytest.mark.parametrize("rank", [True, "0", [], 1.0])
 def test_rank_of_another_type(rank: object) -> None:
-    report = check_alike(msgspec.msgpack.encode([1.0, [STORED], rank]))
+    report = ingest_in_both(msgspec.msgpack.encode([1.0, [STORED], rank]))
     assert len(report.malformed) == 1
     assert report.stored == 0
 

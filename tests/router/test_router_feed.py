@@ -387,7 +387,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
 def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     """However large the dump is: the other worker's events are applied before it is done, its own only afterwards."""
 
-    class Slow(ReferenceIndex):
+    class SlowDumpIndex(ReferenceIndex):
         """A dump that goes on until the other worker's events have come."""
 
         slices = 0
@@ -397,15 +397,17 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
             return SimpleNamespace(step=lambda: step(dumping))
 
         def _step(self, dumping: Any) -> Any:
-            Slow.slices += 1
-            if Slow.slices == 1:
+            SlowDumpIndex.slices += 1
+            if SlowDumpIndex.slices == 1:
                 big.publish(block_events(3, 1))
                 other.publish(block_events(0, 2))
             assert count_cached_tokens(self, holders[0]) == 12, "the holder that is dumped does not change"
-            return dumping.step() if count_cached_tokens(self, holders[1]) == 8 or Slow.slices > 1_000_000 else []
+            return (
+                dumping.step() if count_cached_tokens(self, holders[1]) == 8 or SlowDumpIndex.slices > 1_000_000 else []
+            )
 
     big, other = publisher(), publisher()
-    index = Slow(7)
+    index = SlowDumpIndex(7)
     holders = [index.add_holder(name, "m") for name in "ab"]
     feed = IndexFeed(index)
     feed.start()
@@ -417,7 +419,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     snapshot = feed.snapshot("a", 0)
     assert snapshot is not None
     assert (snapshot.seq, len(snapshot.chunks), count_cached_tokens(index, holders[1])) == (0, 1, 8)
-    assert 1 < Slow.slices <= 1_000_000
+    assert 1 < SlowDumpIndex.slices <= 1_000_000
     wait_until(lambda: count_cached_tokens(index, holders[0]) == 16, "what came meanwhile is applied afterwards")
     feed.close()
     for pub in (big, other):
@@ -475,7 +477,7 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     pub.close()
 
 
-class Pair:
+class RouterPair:
     """Two routers of one seed that follow one worker: as vLLM, with a ring of two batches and no snapshots."""
 
     def __init__(self) -> None:
@@ -504,15 +506,15 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterPair]:
     # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
     monkeypatch.setattr("router.fleet.worker_stream.StreamConfig", lambda: StreamConfig(start_mode=StartMode.RING))
-    pair = Pair()
+    pair = RouterPair()
     yield pair
     pair.close()
 
 
-def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> None:
+def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: RouterPair) -> None:
     """The reconnect clears what was known, and the ring no longer has the beginning: nothing fits without it."""
     first, second = pair.feeds
     for i in range(6):
@@ -534,7 +536,7 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> Non
     assert not second.resume("a", 0, snapshot), "what is whole is not replaced"
 
 
-def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> None:
+def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: RouterPair) -> None:
     _, second = pair.feeds
     for i in range(6):
         pair.pub.publish(block_events(i, 1))
@@ -554,7 +556,7 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> Non
     wait_until(lambda: second.is_synced("a") and pair.tokens() == [36, 36], "both know all again")
 
 
-def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
+def test_a_peer_that_knows_no_more_is_not_used(pair: RouterPair) -> None:
     for i in range(6):
         pair.pub.publish(block_events(i, 1))
     wait_until(lambda: pair.tokens() == [24, 24], "both know all")
@@ -571,7 +573,7 @@ def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
     )
 
 
-def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> None:
+def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: RouterPair) -> None:
     """The peer's snapshot is of the worker's life before: used, not confirmed, forgotten."""
     first, second = pair.feeds
     for i in range(6):

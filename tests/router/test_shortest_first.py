@@ -229,11 +229,11 @@ def serve_prompts(
     first: dict[int, float] = {}
     while todo or worker.wake_s is not None:
         if todo and (worker.wake_s is None or todo[0][1][0] <= worker.wake_s):
-            number, (at, tokens) = todo.pop(0)
+            number, (arrival_s, tokens) = todo.pop(0)
             ids = [number * 10_000 + i for i in range(tokens // 16)]
-            sim_request = SimRequest(number, number, at, tokens, 1, ids)
+            sim_request = SimRequest(number, number, arrival_s, tokens, 1, ids)
             sim_request.final_ids = ids
-            worker.submit(job := SimSequence(sim_request, at), at)
+            worker.submit(job := SimSequence(sim_request, arrival_s), arrival_s)
             if computed_on_arrival is not None:
                 computed_on_arrival[number] = job.computed_before_arrival
         else:

@@ -59,22 +59,22 @@ class NaiveEngine:
                 if self._free:
                     seq.blocks.append(self._allocate_block())
                 else:
-                    self._give_back(last := self._running.pop())
+                    self._release_blocks(last := self._running.pop())
                     self._waiting.appendleft(last)
         while self._waiting and self._start(self._waiting[0]):
             self._running.append(self._waiting.popleft())
         for seq in self._running:
-            self._name(seq)
+            self._register_full_blocks(seq)
             seq.ids.append(hash((seq.request_id, len(seq.ids))) % 900)
         ended_sequences = [seq for seq in self._running if len(seq.ids) == seq.prompt_tokens + seq.answer_tokens]
         for seq in ended_sequences:
             self._running.remove(seq)
-            self._give_back(seq)
+            self._release_blocks(seq)
         return ended_sequences
 
     def _start(self, seq: Sequence_) -> bool:
         hits = []
-        for name in self._spell(seq.ids, (len(seq.ids) - 1) // self.block_tokens):
+        for name in self._block_hashes(seq.ids, (len(seq.ids) - 1) // self.block_tokens):
             if name not in self._resident:
                 break
             hits.append(self._resident[name])
@@ -87,7 +87,7 @@ class NaiveEngine:
         seq.blocks = hits + [self._allocate_block() for _ in range(new)]
         if seq.cached_tokens is None:
             seq.cached_tokens = len(hits) * self.block_tokens
-        self._name(seq)
+        self._register_full_blocks(seq)
         return True
 
     def _allocate_block(self) -> int:
@@ -99,13 +99,13 @@ class NaiveEngine:
         self._refs[block] = 1
         return block
 
-    def _name(self, seq: Sequence_) -> None:
+    def _register_full_blocks(self, seq: Sequence_) -> None:
         """What is computed is found by others of the same step too."""
         size = self.block_tokens
         count = len(seq.ids) // size
         if all(block in self._names for block in seq.blocks[:count]):
             return
-        names = self._spell(seq.ids, count)
+        names = self._block_hashes(seq.ids, count)
         for i, (block, name) in enumerate(zip(seq.blocks, names)):
             if block in self._names or name in self._resident:
                 continue
@@ -125,7 +125,7 @@ class NaiveEngine:
                 )
             )
 
-    def _give_back(self, seq: Sequence_) -> None:
+    def _release_blocks(self, seq: Sequence_) -> None:
         for block in reversed(seq.blocks):
             self._refs[block] -= 1
             if not self._refs[block]:
@@ -133,7 +133,7 @@ class NaiveEngine:
                 self._free.move_to_end(block, last=block in self._names)
         seq.blocks = []
 
-    def _spell(self, ids: Sequence[int], count: int) -> list[int]:
+    def _block_hashes(self, ids: Sequence[int], count: int) -> list[int]:
         names: list[int] = []
         for i in range(count):
             of = ids[i * self.block_tokens : (i + 1) * self.block_tokens]

@@ -10,15 +10,15 @@ import pytest
 from router.edge.stored_responses import StoredResponses
 
 
-def end_request(book: StoredResponses, beginning: bytes, worker: str = "w", **changes: Any) -> None:
+def end_request(responses: StoredResponses, beginning: bytes, worker: str = "w", **changes: Any) -> None:
     request = SimpleNamespace(path=changes.get("path", "/v1/responses"))
     progress = SimpleNamespace(first_bytes=beginning)
     outcome, decision = changes.get("outcome", "status_200"), SimpleNamespace(worker=worker)
-    book.record_exchange(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
+    responses.record_exchange(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
 
 
-def holder(book: StoredResponses, path: str, previous: str | None = None) -> str | None:
-    return book.worker_for(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
+def holder(responses: StoredResponses, path: str, previous: str | None = None) -> str | None:
+    return responses.worker_for(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -29,27 +29,27 @@ def holder(book: StoredResponses, path: str, previous: str | None = None) -> str
     ],
 )
 def test_the_first_name_of_an_answer_is_the_responses(beginning: bytes) -> None:
-    book = StoredResponses()
-    end_request(book, beginning)
-    assert holder(book, "/v1/responses", "resp_1") == "w"
+    responses = StoredResponses()
+    end_request(responses, beginning)
+    assert holder(responses, "/v1/responses", "resp_1") == "w"
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
-        assert holder(book, path) == "w"
-    assert holder(book, "/v1/responses/msg_2") is None
-    assert holder(book, "/v1/responses") is None
-    assert holder(book, "/v1/chat/completions") is None
+        assert holder(responses, path) == "w"
+    assert holder(responses, "/v1/responses/msg_2") is None
+    assert holder(responses, "/v1/responses") is None
+    assert holder(responses, "/v1/chat/completions") is None
 
 
 def test_refused_cut_and_other_answers_are_not_noted() -> None:
-    book = StoredResponses()
+    responses = StoredResponses()
     for changes in ({"outcome": "status_400"}, {"outcome": "broken"}, {"path": "/v1/messages"}):
-        end_request(book, b'{"id":"resp_1"}', **changes)
-    end_request(book, b'{"id":"' + b"x" * 300 + b'"}')
-    assert len(book) == 0
+        end_request(responses, b'{"id":"resp_1"}', **changes)
+    end_request(responses, b'{"id":"' + b"x" * 300 + b'"}')
+    assert len(responses) == 0
 
 
 def test_the_book_is_bounded_and_keeps_the_newest() -> None:
-    book = StoredResponses(count_max=3)
+    responses = StoredResponses(count_max=3)
     for i in (0, 1, 2, 0, 3):
-        end_request(book, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
-    assert len(book) == 3
-    assert [holder(book, f"/v1/responses/resp_{i}") for i in range(4)] == ["w0", None, "w2", "w3"]
+        end_request(responses, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
+    assert len(responses) == 3
+    assert [holder(responses, f"/v1/responses/resp_{i}") for i in range(4)] == ["w0", None, "w2", "w3"]

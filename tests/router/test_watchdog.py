@@ -17,7 +17,7 @@ def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
     dog.record_answer("w", **values)  # type: ignore[arg-type]
 
 
-def names(dog: Watchdog) -> list[str]:
+def alarm_names(dog: Watchdog) -> list[str]:
     return [alarm.split(":")[0] for alarm in dog.alarms("w")]
 
 
@@ -26,7 +26,7 @@ def test_agreement_raises_nothing() -> None:
     for i in range(500):
         finish(dog, i)
         dog.record_events("w", i)
-        assert names(dog) == []
+        assert alarm_names(dog) == []
 
 
 def test_another_chat_template_is_flagged_within_50() -> None:
@@ -34,7 +34,7 @@ def test_another_chat_template_is_flagged_within_50() -> None:
     for i in range(50):
         dog.record_events("w", i)
         finish(dog, i, prompt_tokens=507 + i)
-    assert names(dog) == ["prompt_tokens"]
+    assert alarm_names(dog) == ["prompt_tokens"]
 
 
 def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> None:
@@ -42,7 +42,7 @@ def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> Non
     for i in range(50):
         dog.record_events("w", i)
         finish(dog, i, prompt_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
-    assert names(dog) == ["prompt_tokens"]
+    assert alarm_names(dog) == ["prompt_tokens"]
 
 
 def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
@@ -50,7 +50,7 @@ def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
     for i in range(50):
         dog.record_events("w", i)
         finish(dog, i, predicted_cached_tokens=0, cached_tokens=320)
-    assert names(dog) == ["cached_tokens"]
+    assert alarm_names(dog) == ["cached_tokens"]
 
 
 def test_eviction_now_and_then_is_no_drift() -> None:
@@ -58,7 +58,7 @@ def test_eviction_now_and_then_is_no_drift() -> None:
     for i in range(200):
         dog.record_events("w", i)
         finish(dog, i, cached_tokens=320 if rng.random() < 0.8 else 160)
-        assert names(dog) == []
+        assert alarm_names(dog) == []
 
 
 def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() -> None:
@@ -67,10 +67,10 @@ def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() 
     for i in range(50):
         dog.record_events("w", i)
         finish(dog, i, predicted_cached_tokens=320, cached_tokens=320 if i % 2 else 0)
-    assert names(dog) == ["promised"]
+    assert alarm_names(dog) == ["promised"]
     for i in range(50):
         finish(dog, i)
-    assert names(dog) == []
+    assert alarm_names(dog) == []
 
 
 def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
@@ -79,10 +79,10 @@ def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
     for i in range(50):
         finish(dog, i, predicted_cached_tokens=0, cached_tokens=0)
         dog.record_events("w", 100)
-    assert names(dog) == ["events"]
+    assert alarm_names(dog) == ["events"]
     assert dog.alarms("w", expects_events=False) == []
     dog.record_events("w", 101)
-    assert names(dog) == []
+    assert alarm_names(dog) == []
 
 
 def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> None:
@@ -97,30 +97,30 @@ def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> 
             cached_tokens=80,
             resident_tokens=0,
         )
-    assert names(dog) == ["events"]
+    assert alarm_names(dog) == ["events"]
     dog = Watchdog()
     for _ in range(50):  # the same prompt again and again: nothing new to announce
         dog.record_answer(
             "w", counted_tokens=90, prompt_tokens=90, predicted_cached_tokens=80, cached_tokens=80, resident_tokens=80
         )
-    assert names(dog) == []
+    assert alarm_names(dog) == []
 
 
 def test_the_workers_block_length_says_what_must_be_announced() -> None:
     dog = Watchdog()
     for _ in range(50):
         finish(dog, 0, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
-    assert names(dog) == []
+    assert alarm_names(dog) == []
     for _ in range(50):
         finish(dog, 100, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
-    assert names(dog) == ["events"]
+    assert alarm_names(dog) == ["events"]
 
 
 def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
     dog = Watchdog()
     for _ in range(100):
         dog.record_answer("w", counted_tokens=20, prompt_tokens=20, predicted_cached_tokens=0, cached_tokens=0)
-    assert names(dog) == []
+    assert alarm_names(dog) == []
 
 
 def test_engines_that_say_nothing_raise_nothing() -> None:
@@ -128,7 +128,7 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
     for i in range(100):
         dog.record_events("w", i)
         finish(dog, i, prompt_tokens=None, cached_tokens=None)
-    assert names(dog) == []
+    assert alarm_names(dog) == []
     dog.forget("w")
     assert dog.alarms("w") == []
 

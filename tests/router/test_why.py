@@ -229,7 +229,7 @@ class Conversation:
     def ids(self) -> list[int]:
         return list(self.fleet.make_request(self.body)[0].token_ids or ())
 
-    def under(self, reason: str) -> Planted:
+    def send_under(self, reason: str) -> Planted:
         """The next turn, under another key: another conversation may have left its first words there."""
         route, _ = self.fleet.make_request(self.body)
         position = self.fleet.resident(list(route.token_ids or ()), route.scope)
@@ -240,7 +240,7 @@ def common_prefix_length(ids: list[int], other_ids: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(ids, other_ids)) if x != y), min(len(ids), len(other_ids)))
 
 
-def after(conversation: Conversation, reason: str, message: int | None = None) -> Planted:
+def send_changed(conversation: Conversation, reason: str, message: int | None = None) -> Planted:
     """The next turn, which the client changed: its ids leave those of the last prompt."""
     position = common_prefix_length(conversation.last, conversation.ids())
     return conversation.send(), reason, position, message
@@ -264,20 +264,20 @@ def billing_line(fleet: Fleet) -> Planted:
     before, _, after_it = conversation.messages[0]["content"].partition("cch=")
     conversation.messages[0]["content"] = f"{before}cch={conversation.words(3)}\n" + after_it.partition("\n")[2]
     conversation.user()
-    return after(conversation, "billing_line", 0)
+    return send_changed(conversation, "billing_line", 0)
 
 
 def thinking_of_earlier_turns(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet, loop=True)
     conversation.turn(conversation.words(30), thinking=conversation.words(20))
     conversation.user()
-    return after(conversation, "thinking_dropped", 4)
+    return send_changed(conversation, "thinking_dropped", 4)
 
 
 def thinking_that_the_client_drops(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet, loop=True)
     del conversation.messages[4]["reasoning_content"]
-    return after(conversation, "thinking_dropped", 4)
+    return send_changed(conversation, "thinking_dropped", 4)
 
 
 def tool_arguments(fleet: Fleet) -> Planted:
@@ -285,49 +285,49 @@ def tool_arguments(fleet: Fleet) -> Planted:
     function = conversation.messages[4]["tool_calls"][0]["function"]
     arguments = json.loads(function["arguments"])
     conversation.messages[4]["tool_calls"][0]["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
-    return after(conversation, "tool_arguments", 4)
+    return send_changed(conversation, "tool_arguments", 4)
 
 
 def tools_in_another_order(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet, tools=True)
     conversation.body["tools"] = conversation.body["tools"][1:] + conversation.body["tools"][:1]
     conversation.user()
-    return after(conversation, "tools")
+    return send_changed(conversation, "tools")
 
 
 def another_tool(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet, tools=True)
     conversation.body["tools"] = conversation.body["tools"][:2]
     conversation.user()
-    return after(conversation, "tools")
+    return send_changed(conversation, "tools")
 
 
 def system_prompt(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     conversation.messages[0]["content"] += conversation.words(3)
     conversation.user()
-    return after(conversation, "system_prompt", 0)
+    return send_changed(conversation, "system_prompt", 0)
 
 
 def template_flag(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     conversation.body["chat_template_kwargs"] = {"effort": "high"}
     conversation.user()
-    return after(conversation, "template_flag")
+    return send_changed(conversation, "template_flag")
 
 
 def truncated_conversation(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     del conversation.messages[1 : fleet.rng.choice([2, 3])]
     conversation.user()
-    return after(conversation, "truncated", 1)
+    return send_changed(conversation, "truncated", 1)
 
 
 def edited_message(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     conversation.messages[3]["content"] = conversation.words(25)
     conversation.user()
-    return after(conversation, "edited", 3)
+    return send_changed(conversation, "edited", 3)
 
 
 def an_answer_encoded_otherwise(fleet: Fleet) -> Planted:
@@ -346,14 +346,14 @@ def salt(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     conversation.body["cache_salt"] = conversation.words(2)
     conversation.user()
-    return conversation.under("salt")
+    return conversation.send_under("salt")
 
 
 def lora(fleet: Fleet) -> Planted:
     conversation = Conversation(fleet)
     conversation.body["model"] = "tuned"
     conversation.user()
-    return conversation.under("lora")
+    return conversation.send_under("lora")
 
 
 def evicted_blocks(fleet: Fleet) -> Planted:

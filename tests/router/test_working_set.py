@@ -27,32 +27,32 @@ def prompt(path: list[int], tail: int) -> list[int]:
     return [token for token in path for _ in range(CHUNK)] + [9] * tail
 
 
-class Naive:
+class NaiveWorkingSet:
     """Prefix paths as tuples, each with its last target and time, and whether it was used before."""
 
     def __init__(self, capacity: dict[str, int], live_s: float) -> None:
         self.capacity, self.live_s = capacity, live_s
-        self.last: dict[tuple[int, ...], tuple[str, float, bool]] = {}
+        self.last_uses: dict[tuple[int, ...], tuple[str, float, bool]] = {}
 
     @staticmethod
     def paths(ids: list[int]) -> list[tuple[int, ...]]:
         return [tuple(ids[: CHUNK * (j + 1)]) for j in range((len(ids) - 1) // CHUNK)]
 
     def expire(self, now: float) -> None:
-        self.last = {path: use for path, use in self.last.items() if use[1] >= now - self.live_s}
+        self.last_uses = {path: use for path, use in self.last_uses.items() if use[1] >= now - self.live_s}
 
     def send(self, target: str, ids: list[int], now: float) -> None:
-        self.last.update({path: (target, now, path in self.last) for path in self.paths(ids)})
+        self.last_uses.update({path: (target, now, path in self.last_uses) for path in self.paths(ids)})
 
-    def need(self, target: str, without: list[int] | None = None) -> int:
+    def needed_tokens(self, target: str, without: list[int] | None = None) -> int:
         own_paths = set(self.paths(without or []))
         return CHUNK * sum(
-            1 for p, (home, _, is_used) in self.last.items() if home == target and is_used and p not in own_paths
+            1 for p, (home, _, is_used) in self.last_uses.items() if home == target and is_used and p not in own_paths
         )
 
-    def over(self, target: str, ids: list[int], cached_share: float) -> float:
-        over = self.need(target, without=ids) + len(ids) - self.capacity[target]
-        return min(max(over, 0) / len(ids), 1.0 - cached_share)
+    def overflow_share(self, target: str, ids: list[int], cached_share: float) -> float:
+        overflow_tokens = self.needed_tokens(target, without=ids) + len(ids) - self.capacity[target]
+        return min(max(overflow_tokens, 0) / len(ids), 1.0 - cached_share)
 
 
 steps = st.lists(
@@ -73,23 +73,23 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
     capacity = {"a": 24, "b": 12}
     for name, tokens in capacity.items():
         sets.set_capacity(name, tokens)
-    naive = Naive(capacity, 10.0)
+    naive = NaiveWorkingSet(capacity, 10.0)
     now = 0.0
     for operation, target, path, tail, elapsed_s in steps:
         now += elapsed_s
         ids = prompt(path, tail)
         keys = INDEX.chunk_keys(ids, SCOPE, CHUNK)
         naive.expire(now)
-        assert needed(sets, target, now) == naive.need(target)
+        assert needed(sets, target, now) == naive.needed_tokens(target)
         if operation == "send":
             sets.add_prompt(target, keys, len(ids), now, cached_share=0.5)
             naive.send(target, ids, now)
         elif operation == "clear":
             sets.clear(target)
-            naive.last = {p: use for p, use in naive.last.items() if use[0] != target}
+            naive.last_uses = {p: use for p, use in naive.last_uses.items() if use[0] != target}
         else:
             share = tail / 5
-            expected = [naive.over("a", ids, share), naive.over("b", ids, 0.0)]
+            expected = [naive.overflow_share("a", ids, share), naive.overflow_share("b", ids, 0.0)]
             assert sets.overflows(["a", "b"], [share, 0.0], keys, len(ids)) == pytest.approx(expected)
             if not sets.may_overflow(len(ids), now):
                 assert expected == [0.0, 0.0]

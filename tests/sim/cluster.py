@@ -133,7 +133,7 @@ class Cluster:
             if self.rng.random() < 0.8:  # the others join late
                 link.connect(self.now)
         for _ in range(ACTIVE_TICKS):
-            self._misfortune()
+            self._inject_fault()
             self._tick(act=True)
         self.faults = Faults()
         for node in self.nodes:
@@ -207,7 +207,7 @@ class Cluster:
         for link in self._links():
             link.advance(self.now, self.faults)
 
-    def _misfortune(self) -> None:
+    def _inject_fault(self) -> None:
         rng, faults = self.rng, self.faults
         for node in self.nodes:
             if node.up and rng.random() < faults.crash:
