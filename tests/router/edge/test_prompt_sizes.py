@@ -48,7 +48,7 @@ def test_all_prompts_of_a_body_are_counted_priced_and_charged(
         await start(edge, tokenizer, tmp_path, api_keys=("one",), key_tokens_max=10**6)
         routes, charged_tokens = [], []
         edge.proxy.on_end.insert(0, lambda exchange: routes.append(exchange.route))
-        edge.proxy.on_end.insert(0, lambda exchange: charged_tokens.append(edge.tenants.tokens["key 0"]))
+        edge.proxy.on_end.insert(0, lambda exchange: charged_tokens.append(edge.tenants.tokens_in_flight["key 0"]))
         key = [b"Authorization: Bearer one"]
         for prompt, expected, longest in (
             (texts, sum(counts), max(counts)), ([[1, 2, 3], list(range(500)), [7]], 504, 500), ([WORDS], counts[0], 0),
