@@ -8,7 +8,7 @@ whose price exceeds the least by at most what differs between this request and t
     two + progress + a step + what a target's load changed since it was placed
 
 Where the index says who is unbeaten; here is only the order. Refuses to know requests, the index and clocks. Invariant:
-`holders` is `_order` without its keys; the sums are over what was placed.
+`holders` is `_sorted_holders` without its keys; the sums are over what was placed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUESTS_AVERAGED: Final = 256.0
 """Requests over which the typical one is averaged."""
 DRIFT_RATIO: Final = 1.5
 """When it is so many times what the order was made for, or so small a part, the order is made anew."""
-REPOSITIONED: Final = 2
+REPOSITIONS_PER_UPDATE: Final = 2
 """Targets placed anew at each decision although nothing was noted of them: time passes, and answers grow."""
 
 
@@ -76,16 +76,18 @@ class LoadOrder:
         self._rotation_index = 0
         self.typical, self._mean_request = TypicalRequest(), TypicalRequest()
         """What the order is made for, and what requests are on average."""
-        self._count = 0.0
+        self._requests_averaged = 0.0
         self.rebuild(factor)
 
     def rebuild(self, factor: float) -> None:
         """Place all anew: as at first, or after the scale of utilisation changed."""
         self._changed_holders: set[HolderId] = set()
-        self._order = sorted((self._sort_key(target, factor), holder) for holder, target in self.targets.items())
+        self._sorted_holders = sorted(
+            (self._sort_key(target, factor), holder) for holder, target in self.targets.items()
+        )
         # An array, which the index reads as it is.
-        self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._order]))
-        self._keys = {holder: key for key, holder in self._order}
+        self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._sorted_holders]))
+        self._sort_keys = {holder: key for key, holder in self._sorted_holders}
         self._sums_by_holder = {holder: _summed_load(target) for holder, target in self.targets.items()}
         self.work_rate, self.arrival_rate, self.peer_utilisation, self.requests = (
             sum(column) for column in zip(*self._sums_by_holder.values())
@@ -98,8 +100,8 @@ class LoadOrder:
 
     def record_request(self, prompt_tokens: int, computed_tokens: int, answer_tokens: float) -> None:
         """What a request of this pool is, where it goes."""
-        self._count = min(self._count + 1.0, REQUESTS_AVERAGED)
-        mean, share = self._mean_request, 1.0 / self._count
+        self._requests_averaged = min(self._requests_averaged + 1.0, REQUESTS_AVERAGED)
+        mean, share = self._mean_request, 1.0 / self._requests_averaged
         mean.prompt_tokens += share * (prompt_tokens - mean.prompt_tokens)
         mean.computed_tokens += share * (computed_tokens - mean.computed_tokens)
         mean.answer_tokens += share * (answer_tokens - mean.answer_tokens)
@@ -112,12 +114,12 @@ class LoadOrder:
         for holder in self._changed_holders:
             self._reposition(holder, factor)
         self._changed_holders.clear()
-        for _ in range(REPOSITIONED):
+        for _ in range(REPOSITIONS_PER_UPDATE):
             self._reposition(self._rotation[self._rotation_index].holder, factor)
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
 
     def _reposition(self, holder: HolderId, factor: float) -> None:
-        target, old_key = self.targets[holder], self._keys[holder]
+        target, old_key = self.targets[holder], self._sort_keys[holder]
         sums, old_sums = _summed_load(target), self._sums_by_holder[holder]
         self.work_rate += sums.work_rate - old_sums.work_rate
         self.arrival_rate += sums.arrival_rate - old_sums.arrival_rate
@@ -127,12 +129,12 @@ class LoadOrder:
         key = self._sort_key(target, factor)
         if key == old_key:
             return
-        at = bisect.bisect_left(self._order, (old_key, holder))
-        del self._order[at], self.holders[at]
-        at = bisect.bisect_left(self._order, (key, holder))
-        self._order.insert(at, (key, holder))
-        self.holders.insert(at, holder)
-        self._keys[holder] = key
+        position = bisect.bisect_left(self._sorted_holders, (old_key, holder))
+        del self._sorted_holders[position], self.holders[position]
+        position = bisect.bisect_left(self._sorted_holders, (key, holder))
+        self._sorted_holders.insert(position, (key, holder))
+        self.holders.insert(position, holder)
+        self._sort_keys[holder] = key
 
     def _sort_key(self, target: Target, factor: float) -> float:
         """Seconds."""
@@ -143,20 +145,20 @@ class LoadOrder:
         if target.is_shortest_first:
             before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
             wait_s = before_s + overtaken_count * prefill_s
-        key = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
-        key += self._config.utilisation_weight * target.utilisation_scaled * factor
+        cost_s = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
+        cost_s += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.total_request_count:
-            key += 0.5 * target.step_s
+            cost_s += 0.5 * target.step_s
         if target.peer_load is not None:
-            key += self._config.utilisation_weight * target.peer_load.utilisation
+            cost_s += self._config.utilisation_weight * target.peer_load.utilisation
         if target.kv_capacity_tokens and target.free_kv_tokens < computed_tokens:
-            key += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.kv_capacity_tokens)
-        return key + self._config.decode_weight * target.estimate_decode_s(prompt_tokens, answer_tokens)
+            cost_s += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.kv_capacity_tokens)
+        return cost_s + self._config.decode_weight * target.estimate_decode_s(prompt_tokens, answer_tokens)
 
     def check_invariants(self) -> None:
         """The order is sorted and whole, the sums are what they sum."""
-        assert self._order == sorted((key, holder) for holder, key in self._keys.items())
-        assert list(self.holders) == [holder for _, holder in self._order]
+        assert self._sorted_holders == sorted((key, holder) for holder, key in self._sort_keys.items())
+        assert list(self.holders) == [holder for _, holder in self._sorted_holders]
         sums = (self.work_rate, self.arrival_rate, self.peer_utilisation, self.requests)
         for total, column in zip(sums, zip(*self._sums_by_holder.values())):
             assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))

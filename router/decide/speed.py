@@ -96,9 +96,9 @@ class SpeedEstimate:
         self._prior = prior
         self._config = config
         self._decay = 0.5 ** (1.0 / config.half_life)
-        self._a = [[0.0] * 4 for _ in range(4)]
-        self._b = [0.0] * 4
-        self._recent: deque[float] = deque(maxlen=_RECENT_INTERVALS)
+        self._normal_matrix = [[0.0] * 4 for _ in range(4)]
+        self._normal_vector = [0.0] * 4
+        self._recent_ratios: deque[float] = deque(maxlen=_RECENT_INTERVALS)
         self._typical_ratio = 1.0
         self._prior_ratio = 1.0
         """What the prefill ratio is near to, as far as is known beforehand."""
@@ -119,9 +119,9 @@ class SpeedEstimate:
             return None
         self.observations += 1
         expected_before = expected = sum(r * f for r, f in zip(self.ratios, features))
-        self._recent.append(observation.elapsed_s / expected)
+        self._recent_ratios.append(observation.elapsed_s / expected)
         # Outliers are judged against what is usual lately, not against a model that may still be far off.
-        median_ratio = sorted(self._recent)[len(self._recent) // 2]
+        median_ratio = sorted(self._recent_ratios)[len(self._recent_ratios) // 2]
         expected *= median_ratio
         self._typical_ratio = expected / expected_prior
         prior = self._prior
@@ -135,31 +135,31 @@ class SpeedEstimate:
         elif error < -0.75:
             trust = 0.75 / -error
         weight = trust / (resolution_s * resolution_s + (observation.relative_noise * expected) ** 2)
-        self._add(features, observation.elapsed_s, weight, decay=self._decay)
+        self._add_sample(features, observation.elapsed_s, weight, decay=self._decay)
         self._solve()
         return TrainingSample(features, observation.elapsed_s, expected_before, weight, self.observations)
 
     def revise(self, sample: TrainingSample, observation: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
         weight = sample.weight * self._decay ** (self.observations - sample.observation_number)
-        self._add(sample.features, sample.elapsed_s, -weight)
-        self._add(self._features(observation), observation.elapsed_s, weight)
+        self._add_sample(sample.features, sample.elapsed_s, -weight)
+        self._add_sample(self._features(observation), observation.elapsed_s, weight)
         self._solve()
 
     def model(self, *, cautious: bool = True) -> ServiceModel:
         """The constants to predict with; with `cautious`, `prefill_s_per_token` errs low while little was seen."""
-        prior, (ra, rb, ro, rk) = self._prior, self.ratios
-        low = 1.0
+        prior, (prefill_ratio, quadratic_ratio, step_ratio, decode_ratio) = self._prior, self.ratios
+        caution = 1.0
         if self._config.enabled and cautious:
-            low -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observations / 50.0)
-        a = prior.prefill_s_per_token * ra * low
-        quadratic = prior.prefill_s_per_token * rb * low / prior.quadratic_tokens  # a / Lq
+            caution -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observations / 50.0)
+        a = prior.prefill_s_per_token * prefill_ratio * caution
+        quadratic = prior.prefill_s_per_token * quadratic_ratio * caution / prior.quadratic_tokens  # a / Lq
         return ServiceModel(
             prefill_s_per_token=a,
             quadratic_tokens=a / quadratic,
-            step_s=prior.step_s * ro,
-            decode_request_s=prior.decode_request_s * rk,
-            decode_context_s=prior.decode_context_s * rk,
+            step_s=prior.step_s * step_ratio,
+            decode_request_s=prior.decode_request_s * decode_ratio,
+            decode_context_s=prior.decode_context_s * decode_ratio,
             step_tokens=prior.step_tokens,
         )
 
@@ -177,18 +177,18 @@ class SpeedEstimate:
             decode * observation.steps,
         )
 
-    def _add(self, features: Ratios, elapsed_s: float, weight: float, *, decay: float = 1.0) -> None:
+    def _add_sample(self, features: Ratios, elapsed_s: float, weight: float, *, decay: float = 1.0) -> None:
         for i, fi in enumerate(features):
-            row = self._a[i]
+            row = self._normal_matrix[i]
             for j, fj in enumerate(features):
                 row[j] = row[j] * decay + weight * fi * fj
-            self._b[i] = self._b[i] * decay + weight * fi * elapsed_s
+            self._normal_vector[i] = self._normal_vector[i] * decay + weight * fi * elapsed_s
 
     def _solve(self) -> None:
         """The normal equations, solved exactly; what falls below its bound is fixed there."""
         strengths = [1.0 / (spread * self._typical_ratio) ** 2 for spread in _SPREAD]
-        matrix = [row[:] for row in self._a]
-        right = self._b[:]
+        matrix = [row[:] for row in self._normal_matrix]
+        right = self._normal_vector[:]
         matrix[0][0] += strengths[0]
         right[0] += strengths[0] * self._prior_ratio
         for j, strength in enumerate(strengths[1:], 1):  # strength * (ratio_j - ratio_0)^2
@@ -218,7 +218,7 @@ class WorkerSample:
 
 @dataclass(slots=True)
 class _PoolWorker:
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_INTERVALS_MAX))
+    recent_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_INTERVALS_MAX))
     """Of its last intervals: how many times as long as by the pool's model."""
     factor: float = 1.0
     """So many times as long as the pool it is taken to need for everything."""
@@ -238,15 +238,15 @@ class PoolSpeeds:
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._is_enabled = config.enabled
-        self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_HALF_LIFE_FACTOR))
-        self._pool_model = self._pool.model()
+        self._pool_estimate = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_HALF_LIFE_FACTOR))
+        self._pool_model = self._pool_estimate.model()
         self._workers: dict[str, _PoolWorker] = {}
         self._rotation: deque[str] = deque()
 
     def add_worker(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
         self.remove_worker(name)
-        self._workers[name] = _PoolWorker(last_observation=self._pool.observations)
+        self._workers[name] = _PoolWorker(last_observation=self._pool_estimate.observations)
         self._rotation.append(name)
 
     def remove_worker(self, name: str) -> None:
@@ -260,7 +260,7 @@ class PoolSpeeds:
 
     def measured_model(self, name: str) -> ServiceModel:
         """The constants that were learned of this worker, without the caution of `model`."""
-        return _scale_model(self._pool.model(cautious=False), self._workers[name].factor)
+        return _scale_model(self._pool_estimate.model(cautious=False), self._workers[name].factor)
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""
@@ -269,32 +269,32 @@ class PoolSpeeds:
     def observe(self, name: str, observation: Observation) -> tuple[list[str], WorkerSample | None]:
         """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
         worker = self._workers[name]
-        sample = self._pool.observe(replace(observation, elapsed_s=observation.elapsed_s / worker.factor))
+        sample = self._pool_estimate.observe(replace(observation, elapsed_s=observation.elapsed_s / worker.factor))
         if sample is None:
             return [], None
         worker.observations += 1
-        worker.last_observation = self._pool.observations
-        worker.recent.append(observation.elapsed_s / sample.expected_s)
+        worker.last_observation = self._pool_estimate.observations
+        worker.recent_ratios.append(observation.elapsed_s / sample.expected_s)
         worker_sample = WorkerSample(sample, worker.factor)
-        changed_names = self._refresh_model()
-        changed_names |= {name for name in (name, self._next_worker()) if self._update_factor(self._workers[name])}
+        changed_names = self._refresh_pool_model()
+        changed_names |= {name for name in (name, self._rotate_worker()) if self._update_factor(self._workers[name])}
         return sorted(changed_names), worker_sample
 
     def correct(self, sample: WorkerSample, observation: Observation) -> list[str]:
         """An interval turned out to be of other work than was thought; returns those whose model changed."""
-        self._pool.revise(sample.sample, replace(observation, elapsed_s=observation.elapsed_s / sample.factor))
-        return sorted(self._refresh_model())
+        self._pool_estimate.revise(sample.sample, replace(observation, elapsed_s=observation.elapsed_s / sample.factor))
+        return sorted(self._refresh_pool_model())
 
     @property
     def step_observation_interval_s(self) -> float:
         """One answer of a worker teaches what steps take in so many seconds: often at first, then enough to see a
         change."""
-        return _STEP_INTERVAL_EARLY_S if self._pool.observations < _EARLY_INTERVALS else _STEP_INTERVAL_LATE_S
+        return _STEP_INTERVAL_EARLY_S if self._pool_estimate.observations < _EARLY_INTERVALS else _STEP_INTERVAL_LATE_S
 
     @property
     def is_untrained(self) -> bool:
         """It learns, and nothing was observed yet, of any worker."""
-        return self._is_enabled and not self._pool.observations
+        return self._is_enabled and not self._pool_estimate.observations
 
     def raise_prior(self, ratios: Sequence[float]) -> list[str]:
         """While it is silent: how many times as long as expected has passed at the workers that are waited for. Half
@@ -302,18 +302,18 @@ class PoolSpeeds:
         median_ratio = sorted(ratios)[len(ratios) // 2]
         if median_ratio <= _LATE_RATIO:
             return []
-        self._pool.raise_prior(median_ratio)
-        return sorted(self._refresh_model())
+        self._pool_estimate.raise_prior(median_ratio)
+        return sorted(self._refresh_pool_model())
 
-    def _next_worker(self) -> str:
+    def _rotate_worker(self) -> str:
         """Each in turn is looked at, also who is not heard of."""
         self._rotation.rotate(-1)
         return self._rotation[0]
 
     def _update_factor(self, worker: _PoolWorker) -> bool:
         """Whether its factor changed."""
-        recent, previous = worker.recent, worker.factor
-        if previous != 1.0 and self._pool.observations - worker.last_observation > _FORGOTTEN_AFTER * len(
+        recent, previous = worker.recent_ratios, worker.factor
+        if previous != 1.0 and self._pool_estimate.observations - worker.last_observation > _FORGOTTEN_AFTER * len(
             self._workers
         ):
             while len(recent) > _WORKER_INTERVALS_MIN - _PROBES:
@@ -326,9 +326,9 @@ class PoolSpeeds:
                 worker.factor = previous if abs(math.log(median_ratio / previous)) < _MODEL_TOLERANCE else median_ratio
         return worker.factor != previous
 
-    def _refresh_model(self) -> set[str]:
+    def _refresh_pool_model(self) -> set[str]:
         """Put the pool's latest model to use where it is another; all of them then."""
-        latest = self._pool.model()
+        latest = self._pool_estimate.model()
         pairs = zip(_reference_seconds(latest), _reference_seconds(self._pool_model))
         if all(abs(math.log(new / old)) <= _MODEL_TOLERANCE for new, old in pairs):
             return set()

@@ -27,9 +27,9 @@ class DeviationAlarm(NamedTuple):
     """An alarm that is raised when too large a share of the predictions is wrong."""
 
     name: str
-    share: float
+    min_share: float
     """From which it is raised."""
-    text: str
+    message_template: str
 
 
 _DEVIATION_ALARMS = (
@@ -89,7 +89,7 @@ class StallDetector:
 
 
 @dataclass(slots=True)
-class _Window:
+class _WorkerWindow:
     deviations: dict[str, deque[tuple[int, int]]] = field(
         default_factory=lambda: {alarm.name: deque(maxlen=WINDOW) for alarm in _DEVIATION_ALARMS}
     )
@@ -108,7 +108,7 @@ class Watchdog:
     """Feed it every finished request and the feed's counters; ask `alarms`."""
 
     def __init__(self) -> None:
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, _WorkerWindow] = {}
 
     def record_answer(
         self,
@@ -127,7 +127,7 @@ class Watchdog:
         """
         window = self._windows.get(worker_id)
         if window is None:
-            window = self._windows[worker_id] = _Window()
+            window = self._windows[worker_id] = _WorkerWindow()
         if counted_tokens is not None and prompt_tokens is not None:
             window.deviations["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
         if counted_tokens is not None and cached_tokens is not None:
@@ -145,7 +145,7 @@ class Watchdog:
 
     def record_events(self, worker_id: str, stored_total: int) -> None:
         """Blocks the feed has seen the worker announce since it started; call it when the counters are read."""
-        window = self._windows.setdefault(worker_id, _Window())
+        window = self._windows.setdefault(worker_id, _WorkerWindow())
         if stored_total != window.stored_blocks:
             window.stored_blocks = stored_total
             window.unannounced_requests = 0

@@ -19,8 +19,8 @@ REUSE_REQUESTS: Final = 500.0
 class _TargetUsage:
     """One target."""
 
-    capacity: int
-    count: int = 0
+    capacity_tokens: int
+    reused_chunks: int = 0
     """Chunks that live there and were used before."""
 
 
@@ -35,8 +35,8 @@ class WorkingSets:
 
     Shared prefixes count once, and only where they were used last: a session that moves takes its need along. Nothing
     is assumed of an engine but that it keeps what was used last. Invariants: the chunks are in the order of their last
-    use; a target's `count` is the number of chunks that live there and were used before; `_spare_min` is at most the
-    least of capacity - need.
+    use; a target's `reused_chunks` is the number of chunks that live there and were used before;
+    `_free_tokens_min` is at most the least of capacity - need.
     """
 
     def __init__(self, config: WorkingSetConfig) -> None:
@@ -46,7 +46,7 @@ class WorkingSets:
         self._chunks: OrderedDict[int, tuple[_TargetUsage, float, bool, str | None]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
         it), oldest first."""
-        self._spare_min = 0
+        self._free_tokens_min = 0
         self._expired_s = 0.0
         self._reused_tokens = 0.0
         self._computed_tokens = 0.0
@@ -58,10 +58,10 @@ class WorkingSets:
             self.clear(target)
             self._usages.pop(target, None)
         elif target in self._usages:
-            self._usages[target].capacity = tokens
+            self._usages[target].capacity_tokens = tokens
         else:
             self._usages[target] = _TargetUsage(tokens)
-        self._update_spare_min()
+        self._update_free_tokens_min()
 
     def clear(self, target: str) -> None:
         """The worker restarted: nothing is cached there any more."""
@@ -70,8 +70,8 @@ class WorkingSets:
             return
         for key in [key for key, (chunk_usage, *_) in self._chunks.items() if chunk_usage is usage]:
             del self._chunks[key]
-        usage.count = 0
-        self._update_spare_min()
+        usage.reused_chunks = 0
+        self._update_free_tokens_min()
 
     # What is sent ------------------------------------------------------------------------------------------------
     def add_prompt(
@@ -98,11 +98,11 @@ class WorkingSets:
                 chunks[key] = (usage, now, False, session)
                 continue
             if chunk[2]:
-                chunk[0].count -= 1
-            usage.count += 1
+                chunk[0].reused_chunks -= 1
+            usage.reused_chunks += 1
             chunks[key] = (usage, now, True, session if session == chunk[3] else None)
             chunks.move_to_end(key)
-        self._spare_min = min(self._spare_min, self._spare_tokens(usage))
+        self._free_tokens_min = min(self._free_tokens_min, self._free_tokens(usage))
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
         """The session is over: the chunks that nobody else ever used are needed no more."""
@@ -110,7 +110,7 @@ class WorkingSets:
         for key in keys:
             chunk = chunks.get(key)
             if chunk is not None and chunk[3] == session:
-                chunk[0].count -= chunk[2]
+                chunk[0].reused_chunks -= chunk[2]
                 del chunks[key]
 
     @property
@@ -123,7 +123,7 @@ class WorkingSets:
         """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
         if now - self._expired_s >= 1.0:
             self._expire(now)
-        return tokens > self._spare_min and bool(self._usages)
+        return tokens > self._free_tokens_min and bool(self._usages)
 
     def overflows(
         self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
@@ -141,8 +141,8 @@ class WorkingSets:
             if usage is None or not tokens:
                 overflows.append(0.0)
                 continue
-            other_tokens = (usage.count - prompt_chunks[id(usage)]) * self._chunk_tokens
-            overflow = max(other_tokens + tokens - usage.capacity, 0) / tokens
+            other_tokens = (usage.reused_chunks - prompt_chunks[id(usage)]) * self._chunk_tokens
+            overflow = max(other_tokens + tokens - usage.capacity_tokens, 0) / tokens
             overflows.append(min(overflow, 1.0 - cached_share))
         return overflows
 
@@ -150,9 +150,9 @@ class WorkingSets:
         """Counts agree with what they count; times are in order."""
         for name, usage in self._usages.items():
             count = sum(1 for chunk_usage, _, counts, _ in self._chunks.values() if chunk_usage is usage and counts)
-            assert usage.count == count, f"{name}: {usage.count} chunks counted, {count} live"
-            assert self._spare_min <= self._spare_tokens(usage), (
-                f"{name}: spare {self._spare_tokens(usage)} < {self._spare_min}"
+            assert usage.reused_chunks == count, f"{name}: {usage.reused_chunks} chunks counted, {count} live"
+            assert self._free_tokens_min <= self._free_tokens(usage), (
+                f"{name}: spare {self._free_tokens(usage)} < {self._free_tokens_min}"
             )
         times = [used_s for _, used_s, _, _ in self._chunks.values()]
         assert times == sorted(times)
@@ -169,11 +169,11 @@ class WorkingSets:
             if used_s >= oldest_s:
                 break
             del chunks[key]
-            usage.count -= counts
-        self._update_spare_min()
+            usage.reused_chunks -= counts
+        self._update_free_tokens_min()
 
-    def _spare_tokens(self, usage: _TargetUsage) -> int:
-        return usage.capacity - usage.count * self._chunk_tokens
+    def _free_tokens(self, usage: _TargetUsage) -> int:
+        return usage.capacity_tokens - usage.reused_chunks * self._chunk_tokens
 
-    def _update_spare_min(self) -> None:
-        self._spare_min = min(map(self._spare_tokens, self._usages.values()), default=0)
+    def _update_free_tokens_min(self) -> None:
+        self._free_tokens_min = min(map(self._free_tokens, self._usages.values()), default=0)

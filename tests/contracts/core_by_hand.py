@@ -128,4 +128,4 @@ def needed(sets: WorkingSets, target: str, now: float) -> int | None:
     """Tokens that live at the target and were used before. None where its capacity is not known."""
     sets._expire(now)
     need = sets._usages.get(target)
-    return None if need is None else need.count * sets._chunk_tokens
+    return None if need is None else need.reused_chunks * sets._chunk_tokens

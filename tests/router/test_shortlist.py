@@ -194,7 +194,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         order.check_invariants()
     order.update(core.tracker.utilisation_decay(now))  # the last one's load too
     fresh = sorted(order._sort_key(target, core.tracker.utilisation_decay(now)) for target in order.targets.values())
-    sort_keys = [key for key, _ in order._order]
+    sort_keys = [key for key, _ in order._sorted_holders]
     assert sort_keys == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)
     assert core.tracker.load_orders == []
