@@ -162,44 +162,47 @@ def extend(
     if conversation.kind == "messages" and not suffix.new_messages:
         return None  # a last message of the assistant would be continued, and a known one was not the last
     assert suffix.chat.messages is not None
-    opening, tail = conversation.opening_messages, checkpoint.tail_text
-    if suffix.system_messages and suffix.chat.messages[: suffix.system_messages] != opening[: suffix.system_messages]:
+    opening_messages, tail_text = conversation.opening_messages, checkpoint.tail_text
+    if (
+        suffix.system_messages
+        and suffix.chat.messages[: suffix.system_messages] != opening_messages[: suffix.system_messages]
+    ):
         return None
     reused_tokens, text_start = checkpoint.token_count, 0
     try:
-        text = _render_suffix(
+        suffix_text = _render_suffix(
             tokenizer,
             suffix,
-            opening[0],
+            opening_messages[0],
             checkpoint.message_count,
             [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages],
         )
-        if _starts_with_tail(tokenizer, text, tail):
-            reused_tokens, text_start = reused_tokens + checkpoint.tail_token_count, len(tail)
-        suffix_ids = tokenizer.encode_array(text[text_start:], add_special_tokens=False)
+        if _starts_with_tail(tokenizer, suffix_text, tail_text):
+            reused_tokens, text_start = reused_tokens + checkpoint.tail_token_count, len(tail_text)
+        suffix_ids = tokenizer.encode_array(suffix_text[text_start:], add_special_tokens=False)
     except RequestError:
         return None
     chars_max = ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
-    if checkpoint.char_count + len(text) > chars_max or not tokenizer.starts_segment(text):
+    if checkpoint.char_count + len(suffix_text) > chars_max or not tokenizer.starts_segment(suffix_text):
         return None
     token_ids = conversation.token_ids[
         : reused_tokens + len(suffix_ids)
     ]  # as long as it will be, where it can: it is not copied once more
     token_ids[reused_tokens:] = suffix_ids if isinstance(suffix_ids, array) else array(ID_TYPE, suffix_ids)
-    return SuffixResult(suffix, conversation, checkpoint, token_ids, reused_tokens, text)
+    return SuffixResult(suffix, conversation, checkpoint, token_ids, reused_tokens, suffix_text)
 
 
 def cache_conversation(
     request: RoutingRequest, body: bytes, prompt: RenderedPrompt, tokenizer: Tokenizer | None
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole, up to its last message. None where it cannot be cached."""
-    kind, chat, ids, text = request.kind, prompt.chat, prompt.token_ids, prompt.text
-    if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:
+    kind, chat, prompt_ids, prompt_text = request.kind, prompt.chat, prompt.token_ids, prompt.text
+    if tokenizer is None or chat is None or prompt_ids is None or chat.messages is None or chat.has_media:
         return None
     if _depends_on_template(request):
         return None
     chat_outline, messages, checkpoints = outline_chat(request), chat.messages, list[Checkpoint]()
-    first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    opening_index = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
     if chat_outline is None or _has_developer_message(messages):
         return None
     for volatile_messages in (VOLATILE_MESSAGES, 1):
@@ -207,52 +210,52 @@ def cache_conversation(
         suffix = None if span is None else _read_suffix(kind, span.start, span.last_start, body, tokenizer)
         if span is None or suffix is None or suffix.chat.messages is None:
             continue
-        start, end, close = span
+        messages_start, checkpoint_end, messages_end = span
         message_count = len(messages) - len(suffix.new_messages)
         if (
             messages[: suffix.system_messages] != suffix.chat.messages[: suffix.system_messages]
             or messages[message_count:] != suffix.new_messages
         ):
             return None
-        if message_count < MESSAGES_MIN or first >= message_count:
+        if message_count < MESSAGES_MIN or opening_index >= message_count:
             continue
         checkpoint = _make_checkpoint(
             tokenizer,
             body,
-            end,
+            checkpoint_end,
             suffix,
             messages[0],
             message_count,
             messages[message_count - 2 :],
-            text,
-            ids,
-            len(text),
+            prompt_text,
+            prompt_ids,
+            len(prompt_text),
         )
         if checkpoint is not None:
             checkpoints.append(checkpoint)
             template_digest, system_messages, bare_request = (
                 suffix.template_digest,
                 suffix.system_messages,
-                _without_messages(suffix),
+                _strip_messages(suffix),
             )
     if not checkpoints:
         return None
     message_fingerprints = chat_outline.messages[: FINGERPRINT_BYTES * checkpoints[-1].message_count]
-    token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
+    token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
     assert tokenizer.chat_template is not None
     return CachedConversation(
         kind,
-        start,
+        messages_start,
         template_digest,
         system_messages,
-        messages[: first + 1],
+        messages[: opening_index + 1],
         message_fingerprints,
         chat_outline.tools,
         chat_outline.options_digest,
         checkpoints,
         body,
         token_ids,
-        close,
+        messages_end,
         bare_request,
         tokenizer.chat_template.keeps_messages_as_sent,
     )
@@ -269,19 +272,19 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
     is_chat = conversation.kind == "chat"  # whose messages are those of the array, one for one
     if is_chat and len(suffix.new_messages) <= volatile_messages:
         return None
-    body_with_placeholder = suffix.body_with_placeholder or _with_placeholder(
+    body_with_placeholder = suffix.body_with_placeholder or _insert_placeholder(
         body, conversation.messages_start, checkpoint.body_end
     )
     span = _locate_last_messages(body_with_placeholder, volatile_messages, conversation.messages_start)
     if span is None:
         return None
     removed_bytes = len(body) - len(body_with_placeholder)
-    end, close = span.last_start + removed_bytes, span.end + removed_bytes
-    if end <= checkpoint.body_end or _depends_on_template(suffix.request):
+    checkpoint_end, messages_end = span.last_start + removed_bytes, span.end + removed_bytes
+    if checkpoint_end <= checkpoint.body_end or _depends_on_template(suffix.request):
         return None
     new_count = len(suffix.new_messages) - volatile_messages
     if not is_chat:
-        last_suffix = _read_suffix(conversation.kind, conversation.messages_start, end, body, tokenizer)
+        last_suffix = _read_suffix(conversation.kind, conversation.messages_start, checkpoint_end, body, tokenizer)
         if last_suffix is None or last_suffix.template_digest != conversation.template_digest:
             return None
         new_count = len(suffix.new_messages) - len(last_suffix.new_messages)
@@ -296,7 +299,7 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
     new_checkpoint = _make_checkpoint(
         tokenizer,
         body,
-        end,
+        checkpoint_end,
         suffix,
         first_message,
         message_count,
@@ -330,8 +333,8 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
         checkpoints,
         body,
         result.token_ids,
-        close,
-        _without_messages(suffix),
+        messages_end,
+        _strip_messages(suffix),
         conversation.as_sent,
         volatile_messages,
         conversation.model,
@@ -349,7 +352,7 @@ def _depends_on_template(request: RoutingRequest) -> bool:
     return isinstance(request.source, MessagesRequest) and depends_on_template(request.source)
 
 
-def _without_messages(suffix: SuffixBody) -> RoutingRequest | None:
+def _strip_messages(suffix: SuffixBody) -> RoutingRequest | None:
     """Return a chat without its messages; None for other kinds."""
     return None if suffix.request.source is not None else suffix.request.with_messages(None)
 
@@ -396,26 +399,28 @@ def _has_developer_message(messages: list[Message]) -> bool:
     return "developer" in [message.get("role") for message in messages]
 
 
-def _with_placeholder(body: bytes, start: int, end: int) -> bytes:
+def _insert_placeholder(body: bytes, start: int, end: int) -> bytes:
     return b"%b%b%b" % (body[: start + 1], _PLACEHOLDER_JSON, body[end:])
 
 
-def _read_suffix(kind: ApiKind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> SuffixBody | None:
+def _read_suffix(
+    kind: ApiKind, messages_start: int, prefix_end: int, body: bytes, tokenizer: Tokenizer
+) -> SuffixBody | None:
     """Read a body with the placeholder in place of its messages before `end`."""
     template = tokenizer.chat_template
-    if start + len(body) - end > SUFFIX_BYTES_MAX or template is None:
+    if messages_start + len(body) - prefix_end > SUFFIX_BYTES_MAX or template is None:
         return None
-    data = _with_placeholder(body, start, end)
-    if count_openings(data) > SUFFIX_OBJECTS_MAX:
+    body_with_placeholder = _insert_placeholder(body, messages_start, prefix_end)
+    if count_openings(body_with_placeholder) > SUFFIX_OBJECTS_MAX:
         return None
     try:
-        request = parse_routing_of_kind(kind, data)
+        request = parse_routing_of_kind(kind, body_with_placeholder)
         chat = request if request.source is None else convert_source_to_chat(request, template)
     except RequestError:
         return None
     messages = chat.messages or []
-    system_messages = 0 if messages[:1] == [_PLACEHOLDER] else 1
-    if messages[system_messages : system_messages + 1] != [_PLACEHOLDER] or chat.kind != "chat":
+    system_message_count = 0 if messages[:1] == [_PLACEHOLDER] else 1
+    if messages[system_message_count : system_message_count + 1] != [_PLACEHOLDER] or chat.kind != "chat":
         return None
     is_unsupported = chat.chat_template is not None or chat.scores_prompt or chat.has_media
     if is_unsupported or chat.continue_final_message or chat.add_special_tokens:
@@ -429,44 +434,49 @@ def _read_suffix(kind: ApiKind, start: int, end: int, body: bytes, tokenizer: To
          template.keeps_messages_as_sent)
     )  # fmt: skip
     return SuffixBody(
-        request, data, chat, system_messages, blake2b(template_inputs, digest_size=16).digest(), system_messages + 1
+        request,
+        body_with_placeholder,
+        chat,
+        system_message_count,
+        blake2b(template_inputs, digest_size=16).digest(),
+        system_message_count + 1,
     )
 
 
 def _render_suffix(
-    tokenizer: Tokenizer, suffix: SuffixBody, first_message: Message, message_count: int, messages: list[Message]
+    tokenizer: Tokenizer, suffix: SuffixBody, first_message: Message, message_count: int, tail_messages: list[Message]
 ) -> str:
     """Render from message `message_count` - 1 on, the second of `messages`. Raises RequestError."""
     template = tokenizer.chat_template
     assert template is not None
-    fillers = 2 - message_count % 2
+    filler_count = 2 - message_count % 2
     return render_chat(
         template,
         suffix.chat,
-        suffix_start=fillers + 1,
+        suffix_start=filler_count + 1,
         variables_digest=suffix.template_digest,
-        sent_messages=[*[first_message] * fillers, *messages],
+        sent_messages=[*[first_message] * filler_count, *tail_messages],
     )
 
 
 def _make_checkpoint(
     tokenizer: Tokenizer, body: bytes, body_end: int, suffix: SuffixBody, first_message: Message, message_count: int,
-    messages: list[Message], text: str, ids: Sequence[int], char_count: int,
+    tail_messages: list[Message], prompt_text: str, prompt_ids: Sequence[int], char_count: int,
 ) -> Checkpoint | None:  # fmt: skip
     """Make the checkpoint at `body_end`. `messages`: of the chat, from `message_count` - 2 on. `text`: the end of the
     prompt's, which has `char_count` characters in all."""
     try:
-        suffix_text = _render_suffix(tokenizer, suffix, first_message, message_count, messages)
+        suffix_text = _render_suffix(tokenizer, suffix, first_message, message_count, tail_messages)
         suffix_ids = tokenizer.encode_array(suffix_text, add_special_tokens=False)
     except RequestError:
         return None
-    token_count = len(ids) - len(suffix_ids)
-    if token_count < 0 or not text.endswith(suffix_text) or not tokenizer.starts_segment(suffix_text):
+    token_count = len(prompt_ids) - len(suffix_ids)
+    if token_count < 0 or not prompt_text.endswith(suffix_text) or not tokenizer.starts_segment(suffix_text):
         return None
-    if array(ID_TYPE, ids[token_count:]) != array(ID_TYPE, suffix_ids):
+    if array(ID_TYPE, prompt_ids[token_count:]) != array(ID_TYPE, suffix_ids):
         return None
     object_count = count_openings(body, body_end)
-    tail_text = tokenizer.take_first_segments(suffix_text, len(str(messages[1].get("content"))))
+    tail_text = tokenizer.take_first_segments(suffix_text, len(str(tail_messages[1].get("content"))))
     tail_token_count = len(tokenizer.encode_array(tail_text, add_special_tokens=False))
     return Checkpoint(
         body_end,
@@ -476,28 +486,28 @@ def _make_checkpoint(
         tail_text,
         tail_token_count,
         object_count,
-        messages[0],
-        messages[1],
+        tail_messages[0],
+        tail_messages[1],
     )
 
 
-def _locate_last_messages(body: bytes, count: int, start: int | None = None) -> MessagesSpan | None:
+def _locate_last_messages(body: bytes, message_count: int, messages_start: int | None = None) -> MessagesSpan | None:
     """Locate the last `count` messages of a body. None where it has no more. `start`: of the array, if known."""
     try:
-        raw = bytes(_fields_decoder.decode(body).get("messages", b""))
-        items = _items_decoder.decode(raw)
+        raw_messages = bytes(_fields_decoder.decode(body).get("messages", b""))
+        message_items = _items_decoder.decode(raw_messages)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    if len(items) <= count:
+    if len(message_items) <= message_count:
         return None
-    if start is None:
-        start = body.find(raw[:256])
-    if not body.startswith(raw, start):
+    if messages_start is None:
+        messages_start = body.find(raw_messages[:256])
+    if not body.startswith(raw_messages, messages_start):
         return None  # the same beginning twice
-    end = close = start + len(raw) - 1
-    for item in reversed(items[-count:]):
+    end = messages_end = messages_start + len(raw_messages) - 1
+    for item in reversed(message_items[-message_count:]):
         end = _skip_white_space_back(body, _skip_white_space_back(body, end) - len(bytes(item))) - 1
-    return MessagesSpan(start, _skip_white_space_back(body, end), close)
+    return MessagesSpan(messages_start, _skip_white_space_back(body, end), messages_end)
 
 
 def _skip_white_space_back(body: bytes, position: int) -> int:

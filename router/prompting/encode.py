@@ -40,8 +40,8 @@ TOKENIZE_FIELDS = (
 """Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
 NAME_BYTES_MAX = 4096
 """Of a value that decides where a request goes."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-_REFERENCE = re.compile(
+_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_ITEM_REFERENCE = re.compile(
     rb'"type"\s*:\s*"item_reference"\s*,\s*"id"\s*:\s*"([\w-]{1,256})"'
     rb'|"id"\s*:\s*"([\w-]{1,256})"\s*,\s*"type"\s*:\s*"item_reference"'
 )
@@ -57,9 +57,9 @@ def is_within_bounds(body: bytes) -> bool:
     """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
     if len(body) <= VALUES_MAX and count_openings(body) <= OBJECTS_MAX:
         return True  # whatever of that stands in strings
-    body_without_strings = _STRING.sub(b"", body)
-    objects = count_openings(body_without_strings)
-    return objects <= OBJECTS_MAX and objects + body_without_strings.count(b",") <= VALUES_MAX
+    body_without_strings = _JSON_STRING.sub(b"", body)
+    object_count = count_openings(body_without_strings)
+    return object_count <= OBJECTS_MAX and object_count + body_without_strings.count(b",") <= VALUES_MAX
 
 
 class _RawRoutingFields(msgspec.Struct):
@@ -167,15 +167,15 @@ def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -
     if not isinstance(prompt, list) or isinstance(prompt[0], int):
         return []
     adds_special_tokens = request.add_special_tokens is not False
-    counts = []
-    for item in prompt[1:]:
-        if not isinstance(item, str):
-            counts.append(len(item) if isinstance(item, list) else 0)
+    token_counts = []
+    for further_prompt in prompt[1:]:
+        if not isinstance(further_prompt, str):
+            token_counts.append(len(further_prompt) if isinstance(further_prompt, list) else 0)
         elif tokenizer is None:
-            counts.append(len(item) // CHARS_PER_TOKEN)
+            token_counts.append(len(further_prompt) // CHARS_PER_TOKEN)
         else:
-            counts.append(len(tokenizer.encode_array(item, adds_special_tokens)))
-    return counts
+            token_counts.append(len(tokenizer.encode_array(further_prompt, adds_special_tokens)))
+    return token_counts
 
 
 def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
@@ -194,10 +194,10 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
                 RenderedPrompt()
             )  # a program of the client's: it could run for ever, and workers refuse it by default
         text = tokenizer.render_chat_text(request)
-        prompt_read = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
+        rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
         if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
-            prompt_read.chat, prompt_read.text = request, text
-        return prompt_read
+            rendered_prompt.chat, rendered_prompt.text = request, text
+        return rendered_prompt
     prompt = request.prompt
     if prompt is None:
         return RenderedPrompt()
@@ -274,7 +274,7 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
 
 def _find_referenced_response(body: bytes) -> str | None:
     """Return the id of the response that holds the first item which a body only names."""
-    reference = _REFERENCE.search(body) if b'"item_reference"' in body else None
+    reference = _ITEM_REFERENCE.search(body) if b'"item_reference"' in body else None
     return None if reference is None else get_response_id_of_item((reference[1] or reference[2]).decode())
 
 
