@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import click
 
-from fleet.plan import Kind, Patience, Target
+from fleet.plan import Kind, PhaseTimeouts, Target
 from fleet.scaling import Bounds
 from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_env, split_flags
 
@@ -281,7 +281,7 @@ def up(
             stop_s_max=options["stop_timeout"], hang_s_max=options["hang_timeout"],
             admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
-        patience = Patience(options["start_timeout"], options["drain_timeout"])
+        patience = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
         try:
             directory = create(DirectoryActor, spec, Target(replicas[0]), Target(routers), patience, bounds)
         except ValueError as error:

@@ -8,13 +8,15 @@ import msgspec
 import ray
 from ray.experimental import internal_kv
 
-from fleet.plan import Patience, Target
+from fleet.plan import PhaseTimeouts, Target
 from fleet.scaling import Bounds
 from fleet.spec import NAMESPACE, Spec
 from fleet.state import State
 
 
-def create(actor: type, spec: Spec, engines: Target, routers: Target, patience: Patience, bounds: Bounds | None) -> Any:
+def create(
+    actor: type, spec: Spec, engines: Target, routers: Target, patience: PhaseTimeouts, bounds: Bounds | None
+) -> Any:
     """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
     initial_state = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
     options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}

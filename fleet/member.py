@@ -90,7 +90,7 @@ class MemberActor:
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._status, self._status_changed = MemberStatus(), threading.Condition()
-        self._exited, self._stopping = threading.Event(), False
+        self._exit_event, self._is_stopping = threading.Event(), False
         for target in (self._forward_output, self._await_end, self._watch_health):
             threading.Thread(target=target, daemon=True).start()
 
@@ -102,17 +102,17 @@ class MemberActor:
 
     def stop(self) -> None:
         """End it; kill what has not ended after the spec's time."""
-        self._stopping = True
+        self._is_stopping = True
         self._process.terminate()
-        if not self._exited.wait(self._spec.stop_s_max):
+        if not self._exit_event.wait(self._spec.stop_s_max):
             self._kill()
 
     def _kill(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # the guard kills all of it
-        if not self._exited.wait(KILL_S):
+        if not self._exit_event.wait(KILL_S):
             self._process.kill()  # the guard itself does not go on; its program is killed with it
-            self._exited.wait()
+            self._exit_event.wait()
 
     def _update_status(self, **changes: Any) -> None:
         with self._status_changed:
@@ -121,25 +121,25 @@ class MemberActor:
 
     def _await_end(self) -> None:
         status = self._process.wait()
-        self._exited.set()
+        self._exit_event.set()
         last_lines = ": " + "".join(self._last_lines) if status else ""
         self._update_status(exit_reason=f"ended with status {status}{last_lines}")
 
     def _watch_health(self) -> None:
         """Look until it serves, then for as long as it is not told to end."""
         while self._call("GET", self._launch.health_url)[0] != 200:
-            if self._exited.wait(START_PROBE_S):
+            if self._exit_event.wait(START_PROBE_S):
                 return
         self._update_status(launch=self._launch, node=ray.get_runtime_context().get_node_id(), pid=self._process.pid)
-        patience_s, health, checked_s = self._spec.hang_s_max, ProbeHistory(), time.monotonic()
-        pause_s = min(HEALTH_CHECK_S, patience_s / 4) if patience_s else HEALTH_CHECK_S
-        while not self._exited.wait(pause_s) and not self._stopping:
+        hang_s_max, health, checked_s = self._spec.hang_s_max, ProbeHistory(), time.monotonic()
+        pause_s = min(HEALTH_CHECK_S, hang_s_max / 4) if hang_s_max else HEALTH_CHECK_S
+        while not self._exit_event.wait(pause_s) and not self._is_stopping:
             is_alive = self._is_alive()
             took_s, checked_s = time.monotonic() - checked_s, time.monotonic()
             health = health.with_probe(is_alive, took_s, pause_s + CALL_S_MAX)
             if health.is_silent != self._status.is_silent:
                 self._update_status(is_silent=health.is_silent)
-            if health.is_hung(patience_s) and not self._stopping:
+            if health.is_hung(hang_s_max) and not self._is_stopping:
                 self._update_status(was_hung=True)
                 self._kill()
 

@@ -72,7 +72,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Patience:
+class PhaseTimeouts:
     """Seconds."""
 
     start_s_max: float = 1800.0
@@ -106,7 +106,7 @@ def next_failure(previous: Failure | None, up_s: float, now: float) -> Failure:
 
 
 def plan(
-    targets: Mapping[Kind, Target], members: Sequence[Member], failures: Failures, patience: Patience, now: float
+    targets: Mapping[Kind, Target], members: Sequence[Member], failures: Failures, patience: PhaseTimeouts, now: float
 ) -> list[Action]:
     """What to do now, routers first."""
     actions: list[Action] = []
@@ -115,21 +115,23 @@ def plan(
         if kind is Kind.ENGINE and routers and not targets[Kind.ROUTER].count:
             continue  # the end of the fleet: workers stay while routers end what they have
         members_of_kind = [member for member in members if member.kind is kind]
-        actions += _plan_kind(kind, targets[kind], members_of_kind, failures, patience, now, has_routers=bool(routers))
+        actions += _plan_actions_for_kind(
+            kind, targets[kind], members_of_kind, failures, patience, now, has_routers=bool(routers)
+        )
     return actions
 
 
-def _plan_kind(
+def _plan_actions_for_kind(
     kind: Kind,
     target: Target,
     members: Sequence[Member],
     failures: Failures,
-    patience: Patience,
+    patience: PhaseTimeouts,
     now: float,
     has_routers: bool,
 ) -> list[Action]:
     actions: list[Action] = []
-    live: list[Member] = []
+    live_members: list[Member] = []
     for member in members:
         waited_s = now - member.since_s
         if member.phase is Phase.STARTING and member.revision < target.revision:
@@ -141,26 +143,30 @@ def _plan_kind(
         ):
             actions.append(PhaseChange(member.name, Phase.STOPPING))
         elif member.phase in LIVE_PHASES:
-            live.append(member)
-    outdated = [member for member in live if member.revision < target.revision]
-    count = target.count + (target.surge and bool(outdated) and target.count > 0)
-    excess = len(live) - count
+            live_members.append(member)
+    outdated_members = [member for member in live_members if member.revision < target.revision]
+    count = target.count + (target.surge and bool(outdated_members) and target.count > 0)
+    excess = len(live_members) - count
     if excess > 0:
-        removal_order = sorted(live, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot))
+        removal_order = sorted(
+            live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot)
+        )
         return actions + [_retire(member) for member in removal_order[:excess]]
     if excess < 0:
-        moving = {action.name for action in actions if isinstance(action, PhaseChange)}
-        undrained = [
+        changing_names = {action.name for action in actions if isinstance(action, PhaseChange)}
+        returning_members = [
             member
             for member in members
-            if member.phase is Phase.DRAINING and member.revision == target.revision and member.name not in moving
+            if member.phase is Phase.DRAINING
+            and member.revision == target.revision
+            and member.name not in changing_names
         ][:-excess]
-        actions += [PhaseChange(member.name, Phase.UP) for member in undrained]
+        actions += [PhaseChange(member.name, Phase.UP) for member in returning_members]
         # Who leaves still has its room.
         return actions + _plan_starts(kind, count - len(members), {member.slot for member in members}, failures, now)
-    is_settled = len(members) == len(live) and all(member.phase is Phase.UP for member in live)
-    if outdated and is_settled:
-        actions.append(_retire(min(outdated, key=lambda member: member.slot)))
+    is_settled = len(members) == len(live_members) and all(member.phase is Phase.UP for member in live_members)
+    if outdated_members and is_settled:
+        actions.append(_retire(min(outdated_members, key=lambda member: member.slot)))
     return actions
 
 
@@ -170,14 +176,16 @@ def _retire(member: Member) -> PhaseChange:
     return PhaseChange(member.name, Phase.DRAINING if drains else Phase.STOPPING)
 
 
-def _plan_starts(kind: Kind, missing: int, occupied_slots: set[int], failures: Failures, now: float) -> list[Action]:
+def _plan_starts(
+    kind: Kind, starts_missing: int, occupied_slots: set[int], failures: Failures, now: float
+) -> list[Action]:
     """The lowest free slots; those that have to wait are not passed over for others."""
-    free = (
-        (slot for slot in range(len(occupied_slots) + missing) if slot not in occupied_slots)
-        if missing > 0
+    free_slots = (
+        (slot for slot in range(len(occupied_slots) + starts_missing) if slot not in occupied_slots)
+        if starts_missing > 0
         else iter(())
     )
-    slots = [slot for slot, _ in zip(free, range(missing))]
+    slots = [slot for slot, _ in zip(free_slots, range(starts_missing))]
     slot_failures = (failures.get((kind, slot)) for slot in slots)
     return [
         Start(kind, slot) for slot, failure in zip(slots, slot_failures) if failure is None or failure.retry_s <= now
@@ -187,5 +195,9 @@ def _plan_starts(kind: Kind, missing: int, occupied_slots: set[int], failures: F
 def least_occupied_node(capacities: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
     """The node for the next member of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
     where nobody is; `placed`: where its kind sits. None where none is known to have room for one."""
-    fits = {node: room for node, room in capacities.items() if room >= 1}
-    return min(fits, key=lambda node: (occupied_nodes.count(node), -fits[node], node)) if fits else None
+    room_by_node = {node: room for node, room in capacities.items() if room >= 1}
+    return (
+        min(room_by_node, key=lambda node: (occupied_nodes.count(node), -room_by_node[node], node))
+        if room_by_node
+        else None
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.plan import Kind, Patience, Phase, Target
+from fleet.plan import Kind, Phase, PhaseTimeouts, Target
 from fleet.scaling import Bounds
 from fleet.spec import Launch, Spec
 
@@ -38,7 +38,7 @@ class State(msgspec.Struct, kw_only=True):
     spec: Spec
     engines: Target
     routers: Target
-    patience: Patience
+    patience: PhaseTimeouts
     bounds: Bounds | None = None
     members: dict[str, Record] = {}
     serial: int = 0

@@ -15,9 +15,9 @@ from fleet.plan import (
     Failure,
     Kind,
     Member,
-    Patience,
     Phase,
     PhaseChange,
+    PhaseTimeouts,
     Start,
     Target,
     least_occupied_node,
@@ -25,7 +25,7 @@ from fleet.plan import (
     plan,
 )
 
-PATIENCE = Patience(start_s_max=100.0, drain_s_max=50.0)
+PATIENCE = PhaseTimeouts(start_s_max=100.0, drain_s_max=50.0)
 NONE = {Kind.ENGINE: Target(0), Kind.ROUTER: Target(0)}
 
 
