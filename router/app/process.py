@@ -77,9 +77,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
-FIRST_WORKERS_S: Final = 5.0
+FIRST_WORKER_WAIT_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
-OTHER_WORKERS_S: Final = 1.0
+OTHER_WORKERS_WAIT_S: Final = 1.0
 """For the others once one has."""
 CONNECTIONS_EXPECTED: Final = 1_000
 """With fewer the operator is warned, also where no number was asked for."""
@@ -139,7 +139,7 @@ class RouterProcess:
         self._request_reader.model_names = names if names.has_renames else None
         self._feed = IndexFeed(
             self._index,
-            on_connection=self._stream_changed,
+            on_connection=self._on_stream_change,
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
@@ -186,18 +186,18 @@ class RouterProcess:
                 print(f"router admin key: {self._admin_key}", flush=True)
             await self._wait_for_first_workers()
             await self._addresses.listen()
-            timers = self._loop.create_task(self._run_timers())
-            stack.callback(timers.cancel)
+            timer_task = self._loop.create_task(self._run_timers())
+            stack.callback(timer_task.cancel)
             if picker_port is not None:
                 await self._start_picker(*picker_port)
             limit_garbage_collection()
             self._print_address(port)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal)
-            waiting = self._loop.create_task(self._stop.wait())
-            ended_tasks, _ = await asyncio.wait({waiting, timers}, return_when=asyncio.FIRST_COMPLETED)
-            if timers in ended_tasks:
-                timers.result()
+            stop_task = self._loop.create_task(self._stop.wait())
+            ended_tasks, _ = await asyncio.wait({stop_task, timer_task}, return_when=asyncio.FIRST_COMPLETED)
+            if timer_task in ended_tasks:
+                timer_task.result()
             self._admin.draining = True
             await self._drain()
 
@@ -263,7 +263,7 @@ class RouterProcess:
         self._core.registry.on_state_change = log_state_change
         proxy.may_send_key = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
-        proxy.on_failure.append(self._attempt_failed)
+        proxy.on_failure.append(self._on_attempt_failed)
         proxy.on_end.append(self._on_exchange_end)
         if self._tracing is not None:
             tracing = self._tracing
@@ -278,8 +278,10 @@ class RouterProcess:
         from router.picker.server import PickerServer
 
         self._request_reader.model_header = REWRITE
-        picking = PickerState(config.picker, EndpointMap(self._core.workers))
-        picker = PickerServer(self._make_app(allow_all, kind=PickExchange), picking, ready=self._admin.unready_reason)
+        picker_state = PickerState(config.picker, EndpointMap(self._core.workers))
+        picker = PickerServer(
+            self._make_app(allow_all, kind=PickExchange), picker_state, ready=self._admin.unready_reason
+        )
         tls = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed
@@ -326,11 +328,11 @@ class RouterProcess:
 
     async def _wait_for_first_workers(self) -> None:
         """Wait for the configured workers before the first request, which would be told that there are none. Once one
-        has answered, the others are waited for OTHER_WORKERS_S."""
-        end_s = self._now() + min(FIRST_WORKERS_S, self._config.edge.ready_s)
+        has answered, the others are waited for OTHER_WORKERS_WAIT_S."""
+        end_s = self._now() + min(FIRST_WORKER_WAIT_S, self._config.edge.ready_s)
         while self._fleet.has_untried() and self._now() < end_s:
             if self._core.workers:
-                end_s = min(end_s, self._now() + OTHER_WORKERS_S)
+                end_s = min(end_s, self._now() + OTHER_WORKERS_WAIT_S)
             await asyncio.sleep(0.01)
 
     def _connect_peers(self) -> PeerSockets | None:
@@ -384,14 +386,14 @@ class RouterProcess:
         now = self._now()
         if self._peers is not None:
             self._run_guarded("peers", self._peers.exchange_loads, now)
-        due = self._core.next_tick()
-        if due is not None and due <= now:
+        core_tick_s = self._core.next_tick()
+        if core_tick_s is not None and core_tick_s <= now:
             self._run_guarded("core", self._tick_core, now)
         if now - self._sweep_s < self._config.edge.timeouts.sweep_s:
             return
         self._sweep_s = now
-        idle = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
-        for step in (self._proxy.sweep, *idle, self._dashboard.tick, self._poll_workers):
+        idle_steps = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
+        for step in (self._proxy.sweep, *idle_steps, self._dashboard.tick, self._poll_workers):
             self._run_guarded("sweep", step, now)
         self._addresses.for_each_listener(lambda listener: self._run_guarded("listener", listener.sweep, now))
         if self._picker is not None:
@@ -419,12 +421,12 @@ class RouterProcess:
             self._core.watchdog.record_events(worker_id, self._feed.stored_blocks(worker_id))
         self._core.record_cache_sizes({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
 
-    def _stream_changed(self, worker_id: str, up: bool) -> None:
+    def _on_stream_change(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""
         if not up:
             self._loop.call_soon_threadsafe(self._fleet.check_soon, worker_id)
 
-    def _attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+    def _on_attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self._fleet.check_soon(decision.worker)
@@ -458,8 +460,8 @@ class RouterProcess:
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker = self._picker
-        ending = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
-        while self._addresses.is_busy or (ending is not None and self._proxy.exchanges):
+        picker_stop_task = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
+        while self._addresses.is_busy or (picker_stop_task is not None and self._proxy.exchanges):
             if self._now() > deadline_s or self._abort.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
@@ -475,20 +477,20 @@ class RouterProcess:
             waiting.cancel()
 
 
-def run_process(config: ProcessConfig, version: str, kind: type[RouterProcess] = RouterProcess) -> None:
+def run_process(config: ProcessConfig, version: str, process_class: type[RouterProcess] = RouterProcess) -> None:
     """Run on uvloop where it is installed."""
     sys.setswitchinterval(0.0005)  # encoding threads must not hold the event loop for the default 5 ms
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_run(kind, config, version))
+        asyncio.run(_run(process_class, config, version))
         return
     if sys.version_info >= (3, 12):
-        asyncio.run(_run(kind, config, version), loop_factory=uvloop.new_event_loop)
+        asyncio.run(_run(process_class, config, version), loop_factory=uvloop.new_event_loop)
     else:
         uvloop.install()
-        asyncio.run(_run(kind, config, version))
+        asyncio.run(_run(process_class, config, version))
 
 
-async def _run(kind: type[RouterProcess], config: ProcessConfig, version: str) -> None:
-    await kind(config, version).run()
+async def _run(process_class: type[RouterProcess], config: ProcessConfig, version: str) -> None:
+    await process_class(config, version).run()

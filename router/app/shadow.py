@@ -142,25 +142,25 @@ class ShadowProcess(RouterProcess):
         routes.add("GET", "/shadow/report", self._report_page, public=False)
         super()._start_fleet()
         if self._shadow.log is not None:
-            self._log_task = self._loop.create_task(self._read_log(Path(self._shadow.log)))
+            self._log_task = self._loop.create_task(self._replay_log(Path(self._shadow.log)))
 
-    async def _read_log(self, file: Path) -> None:
+    async def _replay_log(self, log_path: Path) -> None:
         """Then the process ends. ConfigError is raised by `run`."""
         try:
             await self._wait_for_workers()
-            names = sorted(self._core.workers)
-            with file.open("rb") as lines:
-                for line, request in read_log(lines, str(file)):
+            worker_names = sorted(self._core.workers)
+            with log_path.open("rb") as lines:
+                for line, request in read_log(lines, str(log_path)):
                     try:
-                        intent, ids = await self._request_reader.read(request, request.path)
+                        intent, tokenized_prompt = await self._request_reader.read(request, request.path)
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
-                    route = self._request_reader.build_route_request(intent, ids, "", 0.0)
+                    route = self._request_reader.build_route_request(intent, tokenized_prompt, "", 0.0)
                     if line.worker is not None:
                         worker = self._find_worker(line.worker) or ""
                     else:
-                        worker = names[self._recorder.counts["dealt"] % len(names)]
+                        worker = worker_names[self._recorder.counts["dealt"] % len(worker_names)]
                         self._recorder.counts["dealt"] += 1
                     if route.token_ids is None or not worker:
                         self._recorder.counts["unread" if worker else "unplaced"] += 1
@@ -274,9 +274,11 @@ class ShadowProcess(RouterProcess):
 
     def _write_report(self) -> None:
         if self._shadow.report is not None:
-            file = Path(self._shadow.report)
-            findings = self._report()
-            file.write_bytes(msgspec.json.encode(findings) if file.suffix == ".json" else render_page(findings))
+            report_path = Path(self._shadow.report)
+            report = self._report()
+            report_path.write_bytes(
+                msgspec.json.encode(report) if report_path.suffix == ".json" else render_page(report)
+            )
 
 
 def run_shadow(config: ShadowProcessConfig, version: str) -> None:
