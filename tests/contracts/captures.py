@@ -23,18 +23,18 @@ class Row:
 
     capture: str
     request: int
-    predicted: int
-    cached: int
+    predicted_tokens: int
+    cached_tokens: int
 
 
 def load(capture: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the capture, its raw frames)."""
     frames_path = capture.with_name(capture.name.removesuffix(".json.gz") + ".frames.jsonl.gz")
     with gzip.open(capture) as file:
-        recorded = json.load(file)
+        capture_data = json.load(file)
     with gzip.open(frames_path) as file:
         frames = [json.loads(line) for line in file]
-    return recorded, frames
+    return capture_data, frames
 
 
 def scope_of(request: dict[str, Any], model: str, base_name: str | None) -> Scope:
@@ -42,8 +42,10 @@ def scope_of(request: dict[str, Any], model: str, base_name: str | None) -> Scop
     body = request.get("body")
     if not body:
         return Scope(model, request.get("cache_salt"), request.get("lora"))
-    named = body.get("model")
-    return Scope(model, body.get("cache_salt"), named if base_name is not None and named != base_name else None)
+    model_name = body.get("model")
+    return Scope(
+        model, body.get("cache_salt"), model_name if base_name is not None and model_name != base_name else None
+    )
 
 
 def cached_tokens(request: dict[str, Any]) -> int | None:
@@ -57,30 +59,30 @@ def cached_tokens(request: dict[str, Any]) -> int | None:
 
 def predict(capture: Path, index: PrefixIndex) -> Iterator[Row]:
     """Rows of one capture, in order."""
-    recorded, frames = load(capture)
-    cmd, flag, model = recorded.get("cmd") or [], "--served-model-name", f"model of {capture}"
+    capture_data, frames = load(capture)
+    cmd, flag, model = capture_data.get("cmd") or [], "--served-model-name", f"model of {capture}"
     base_name = cmd[cmd.index(flag) + 1] if flag in cmd else None
     holders: dict[int, HolderId] = {}
-    fed = 0
-    for position, request in enumerate(recorded["requests"]):
-        while fed < len(frames) and frames[fed]["after_request"] <= position:
-            frame = frames[fed]
-            fed += 1
+    frame_count = 0
+    for position, request in enumerate(capture_data["requests"]):
+        while frame_count < len(frames) and frames[frame_count]["after_request"] <= position:
+            frame = frames[frame_count]
+            frame_count += 1
             if frame.get("restarted"):  # the recorder's connection broke: what was heard before means nothing any more
                 for holder in holders.values():
                     index.clear(holder)
                 continue
-            key = int(frame.get("port_offset") or 0)  # ranks publish on ports of their own: each is a holder
-            if key not in holders:
-                holders[key] = index.add_holder(f"{capture.name}:{key}", model)
-            report = index.ingest(holders[key], bytes.fromhex(frame["frames"][-1]))
-            assert not report.malformed, f"{capture}: frame {fed}: {report.malformed}"
-        cached = cached_tokens(request)
+            rank_offset = int(frame.get("port_offset") or 0)  # ranks publish on ports of their own: each is a holder
+            if rank_offset not in holders:
+                holders[rank_offset] = index.add_holder(f"{capture.name}:{rank_offset}", model)
+            report = index.ingest(holders[rank_offset], bytes.fromhex(frame["frames"][-1]))
+            assert not report.malformed, f"{capture}: frame {frame_count}: {report.malformed}"
+        reported_tokens = cached_tokens(request)
         prompt = request.get("prompt_token_ids")
-        if cached is None or not prompt:
+        if reported_tokens is None or not prompt:
             continue
         matches = index.match(prompt, scope_of(request, model, base_name))
         if "rank" in request:  # it was sent to one rank: what the others hold is of no use to it
             matches = [match for match in matches if match.holder == holders.get(request["rank"])]
-        predicted = max((match.tokens for match in matches), default=0)
-        yield Row(capture.name, position, predicted, cached)
+        predicted_tokens = max((match.tokens for match in matches), default=0)
+        yield Row(capture.name, position, predicted_tokens, reported_tokens)

@@ -63,21 +63,21 @@ class NaiveIndex:
         return keys[1:]
 
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
-        found = []
+        matches = []
         for holder, model in self.models.items():
             if model != scope.model:
                 continue
             pinned = {t[:end] for h, t in self.pins.values() if h == holder for end in range(1, len(t) + 1)}
-            tokens = self._walk(token_ids, self.resident[holder])
-            both = self._walk(token_ids, self.resident[holder] | pinned)
-            if both:
-                found.append(Match(holder, tokens, tokens, (tokens, 0, 0, 0), both))
-        return found
+            tokens = self._longest_prefix(token_ids, self.resident[holder])
+            pinned_tokens = self._longest_prefix(token_ids, self.resident[holder] | pinned)
+            if pinned_tokens:
+                matches.append(Match(holder, tokens, tokens, (tokens, 0, 0, 0), pinned_tokens))
+        return matches
 
     @staticmethod
-    def _walk(token_ids: Sequence[int], known: set[tuple[int, ...]]) -> int:
+    def _longest_prefix(token_ids: Sequence[int], prefixes: set[tuple[int, ...]]) -> int:
         length = 0
-        while length < len(token_ids) - 1 and tuple(token_ids[: length + 1]) in known:
+        while length < len(token_ids) - 1 and tuple(token_ids[: length + 1]) in prefixes:
             length += 1
         return length
 
@@ -111,7 +111,7 @@ def request(request_id: str, tokens: Sequence[int] | None = None, **changes: obj
     return base.replace(**changes)
 
 
-def make(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:
+def make_core(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:
     index = NaiveIndex()
     core = RouterCore(index, config or CoreConfig())
     for name in names:
@@ -119,13 +119,13 @@ def make(names: str = "ab", config: CoreConfig | None = None, **changes: object)
     return core, index
 
 
-def sent_to(result: object) -> str:
+def chosen_worker(result: object) -> str:
     assert isinstance(result, Forward), result
     return result.decision.worker
 
 
-def needed(sets: WorkingSets, target: str, now: float) -> int | None:
+def used_tokens(sets: WorkingSets, target: str, now: float) -> int | None:
     """Tokens that live at the target and were used before. None where its capacity is not known."""
     sets._expire(now)
-    need = sets._usages.get(target)
-    return None if need is None else need.reused_chunks * sets._chunk_tokens
+    usage = sets._usages.get(target)
+    return None if usage is None else usage.reused_chunks * sets._chunk_tokens

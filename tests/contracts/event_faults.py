@@ -57,7 +57,7 @@ class Chain:
     def removed(self, start: int = 0, end: int | None = None, **fields: Any) -> dict[str, Any]:
         return block_removed(self.names[start:end][::-1], **fields)
 
-    def state(self, blocks: int) -> dict[str, Any]:
+    def state_stored(self, blocks: int) -> dict[str, Any]:
         """Of a recurrent state that was saved after so many."""
         return block_stored([self.names[blocks - 1]], self.tokens[: blocks * BLOCK], **STATE)
 
@@ -69,12 +69,12 @@ class Probe:
     tokens: list[int]
     a: int
     b: int
-    wrong: str = "lost hit"
+    fault: str = "lost hit"
     """What it is where the router chooses the other worker."""
-    control: bool = False
+    is_control: bool = False
     salt: str | None = None
-    lora: bool = False
-    sudden: bool = False
+    uses_lora: bool = False
+    is_sudden: bool = False
     """Asked before anybody can know what happened: only the answer counts, not the prediction."""
 
 
@@ -84,13 +84,13 @@ class Case:
     play: Callable[[Play], list[Probe]]
     before: Callable[[Play], None] | None = None
     """Played before the router gets the workers."""
-    silent: bool = False
+    is_silent: bool = False
     """The fault consists in silence: nothing may be published after it."""
     rounds: int = 3
     """How often it is played, with fresh prompts each time: a router that cannot tell must not be right by luck."""
     publisher: dict[str, Any] = field(default_factory=dict)
     block_size_b: int = BLOCK
-    lora: bool = False
+    has_lora: bool = False
     second_group: str = ""
     """A hybrid model: `window` or `state` beside full attention."""
 
@@ -130,7 +130,7 @@ class Router:
         if not wait_until(following, START_S_MAX):
             raise RuntimeError(f"workers not followed: {request_json(f'{self.url}/workers')[1]}")
 
-    def predicted(self, body: dict[str, Any]) -> dict[int, int] | None:
+    def predict_tokens(self, body: dict[str, Any]) -> dict[int, int] | None:
         """Return port of a worker -> tokens of the prompt that the router predicts as cached; None: no answer."""
         status, answer = request_json(f"{self.url}/route", body)
         if status != 200:
@@ -151,15 +151,15 @@ class Play:
 
     def __init__(self, router: Router, case: Case, seed: int) -> None:
         self._router, self._case = router, case
-        self._found: list[tuple[str, str]] = []
+        self._verdicts: list[tuple[str, str]] = []
         """(verdict, detail) of each prompt asked."""
         self.rng = random.Random(seed)
         sizes = (BLOCK, case.block_size_b)
-        made = [ScriptedWorker(f"faults-{seed}", Publisher(**case.publisher), block_size=size) for size in sizes]
-        for worker in made:
-            worker.lora = f"tuned-{seed}" if case.lora else None
-        self.a, self.b = self._workers = made
-        self.told: list[tuple[list[int], int, int, str]] = []
+        workers = [ScriptedWorker(f"faults-{seed}", Publisher(**case.publisher), block_size=size) for size in sizes]
+        for worker in workers:
+            worker.lora = f"tuned-{seed}" if case.has_lora else None
+        self.a, self.b = self._workers = workers
+        self.probe_plans: list[tuple[list[int], int, int, str]] = []
         """What a case's `before` leaves to its `play`: a prompt, blocks on A, blocks that B will get, what is wrong."""
 
     def run(self) -> Row:
@@ -176,15 +176,15 @@ class Play:
         if self._case.before is not None:
             self._case.before(self)
         self._router.attach(self._workers)
-        deaf = [worker.url for worker in self._workers if not worker.publisher.await_subscriber()]
+        unsubscribed_urls = [worker.url for worker in self._workers if not worker.publisher.await_subscriber()]
         for play in (Play._control, *[self._case.play] * self._case.rounds):
             probes = play(self)
-            self.settle(*probes)
+            self.wait_until_predicted(*probes)
             for probe in probes:
-                self.ask(probe)
-        verdict, detail = min(self._found, key=lambda one: _SEVERITY.index(one[0]))
-        if deaf:
-            detail = f"nobody subscribed to {', '.join(deaf)}. {detail}"
+                self.send_probe(probe)
+        verdict, detail = min(self._verdicts, key=lambda one: _SEVERITY.index(one[0]))
+        if unsubscribed_urls:
+            detail = f"nobody subscribed to {', '.join(unsubscribed_urls)}. {detail}"
         return Row(self._case.name, verdict, detail)
 
     # What a case says -------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Play:
         tokens = [self.rng.randrange(1000, 30000) for _ in range(blocks * BLOCK + 5)]
         return Chain(tokens, [name(self.rng) for _ in range(blocks)])
 
-    def say(self, *batches: Batch, lost: bool = False) -> None:
+    def publish(self, *batches: Batch, drop: bool = False) -> None:
         """A publishes; or (`lost`) only keeps for replay."""
         for batch in batches:
             if batch is AGAIN:
@@ -201,19 +201,25 @@ class Play:
             elif isinstance(batch, bytes):
                 self.a.publisher.publish(payload=batch)
             else:
-                self.a.publisher.publish(*(batch if isinstance(batch, list) else [batch]), drop=lost)
+                self.a.publisher.publish(*(batch if isinstance(batch, list) else [batch]), drop=drop)
 
-    def probe(self, prompt: Chain | list[int], a: int, b: int, wrong: str = "lost hit", **more: Any) -> Probe:
+    def probe(self, prompt: Chain | list[int], a: int, b: int, fault: str = "lost hit", **fields: Any) -> Probe:
         """B stores `b` blocks of the prompt now; A can reuse `a` of them."""
         tokens = prompt.tokens if isinstance(prompt, Chain) else prompt
         self._store(self.b, tokens, b)
-        return Probe(tokens, a * BLOCK, b * BLOCK, wrong, **more)
+        return Probe(tokens, a * BLOCK, b * BLOCK, fault, **fields)
 
     def _store(self, worker: ScriptedWorker, tokens: list[int], blocks: int) -> None:
         """The worker holds so many blocks in every group of its model, under names of its own."""
-        whole = Chain(tokens, self.chain(blocks).names)
-        second = {"": [], "window": [whole.stored(**WINDOW)], "state": [whole.state(blocks)]}[self._case.second_group]
-        worker.publisher.publish(whole.stored(**FULL) if second else whole.stored(), *second)
+        blocks_chain = Chain(tokens, self.chain(blocks).names)
+        second_events = {
+            "": [],
+            "window": [blocks_chain.stored(**WINDOW)],
+            "state": [blocks_chain.state_stored(blocks)],
+        }[self._case.second_group]
+        worker.publisher.publish(
+            blocks_chain.stored(**FULL) if second_events else blocks_chain.stored(), *second_events
+        )
 
     def _control(self) -> list[Probe]:
         """Two plain prompts, one on each worker: does the router follow them at all?"""
@@ -222,45 +228,45 @@ class Play:
             prompt = self.chain(8)
             for holder, blocks in ((worker, 8), (self.b if worker is self.a else self.a, 1)):
                 self._store(holder, prompt.tokens, blocks)
-            probes.append(Probe(prompt.tokens, a * BLOCK, b * BLOCK, control=True))
+            probes.append(Probe(prompt.tokens, a * BLOCK, b * BLOCK, is_control=True))
         return probes
 
     # What the router makes of it --------------------------------------------------------------------------------------
 
-    def settle(self, *probes: Probe) -> None:
+    def wait_until_predicted(self, *probes: Probe) -> None:
         """Give the router the time to apply what was published: until it predicts these truths."""
         # What comes last on each stream is waited for, so that nothing is judged before it was applied. A fault that
         # consists in silence must not be broken by such a mark.
-        marks = [] if self._case.silent or any(probe.control for probe in probes) else self._control()
-        wait_until(lambda: all(self._believed(p) == (p.a, p.b) for p in [*marks, *probes]), SETTLE_S_MAX)
+        marks = [] if self._case.is_silent or any(probe.is_control for probe in probes) else self._control()
+        wait_until(lambda: all(self._predicted_tokens(p) == (p.a, p.b) for p in [*marks, *probes]), SETTLE_S_MAX)
 
-    def ask(self, probe: Probe) -> None:
+    def send_probe(self, probe: Probe) -> None:
         """Ask for the prompt right now, and judge."""
-        believed = self._believed(probe)
-        before = [len(worker.completion_bodies) for worker in self._workers]
+        predicted = self._predicted_tokens(probe)
+        counts_before = [len(worker.completion_bodies) for worker in self._workers]
         status, answer = request_json(f"{self._router.url}/v1/completions", self._body(probe))
-        went = [len(worker.completion_bodies) > count for worker, count in zip(self._workers, before)]
+        is_chosen = [len(worker.completion_bodies) > count for worker, count in zip(self._workers, counts_before)]
         truth = (probe.a, probe.b)
-        where = f"truth {truth}" + (f", predicted {believed}" if believed is not None else "")
+        description = f"truth {truth}" + (f", predicted {predicted}" if predicted is not None else "")
         if status != 200:
-            self._found.append(("failed", f"status {status}: {str(answer)[:100]}"))
-        elif believed is not None and believed != truth and not probe.sudden:
-            over = any(p > t for p, t in zip(believed, truth))
-            too_much = probe.wrong if probe.wrong != "lost hit" else "false hit"
-            self._found.append((too_much if over else "lost hit", where))
-        elif went.index(True) != truth.index(max(truth)):
-            name = "lost hit" if probe.control else probe.wrong
-            detail = f"went to {'AB'[went.index(True)]}, {where}" + " (before the fault)" * probe.control
-            self._found.append((name, detail))
+            self._verdicts.append(("failed", f"status {status}: {str(answer)[:100]}"))
+        elif predicted is not None and predicted != truth and not probe.is_sudden:
+            is_too_high = any(p > t for p, t in zip(predicted, truth))
+            fault = probe.fault if probe.fault != "lost hit" else "false hit"
+            self._verdicts.append((fault if is_too_high else "lost hit", description))
+        elif is_chosen.index(True) != truth.index(max(truth)):
+            name = "lost hit" if probe.is_control else probe.fault
+            detail = f"went to {'AB'[is_chosen.index(True)]}, {description}" + " (before the fault)" * probe.is_control
+            self._verdicts.append((name, detail))
         else:
-            self._found.append(("right", where))
+            self._verdicts.append(("right", description))
 
     def _body(self, probe: Probe) -> dict[str, Any]:
-        model = self.a.lora if probe.lora else self.a.model
+        model = self.a.lora if probe.uses_lora else self.a.model
         body = {"model": model, "prompt": probe.tokens, "max_tokens": 1, "temperature": 0}
         return body if probe.salt is None else {**body, "cache_salt": probe.salt}
 
-    def _believed(self, probe: Probe) -> tuple[int, int] | None:
+    def _predicted_tokens(self, probe: Probe) -> tuple[int, int] | None:
         """What the router predicts on A and on B."""
-        predicted = self._router.predicted(self._body(probe))
+        predicted = self._router.predict_tokens(self._body(probe))
         return None if predicted is None else (predicted.get(self.a.port, 0), predicted.get(self.b.port, 0))

@@ -60,7 +60,7 @@ class Parser:
     """Repeated many times over: where quadratic work would show."""
 
 
-def work_of(call: Callable[[], object]) -> int:
+def count_lines(call: Callable[[], object]) -> int:
     """Lines of our rooms that run in `call`."""
     lines = 0
 
@@ -80,51 +80,55 @@ def work_of(call: Callable[[], object]) -> int:
     return lines
 
 
-def check(parser: Parser, data: bytes) -> bool:
+def check_work(parser: Parser, data: bytes) -> bool:
     """Read `data` within the budget; whether it was accepted. Raises TooMuchWork, and whatever it must not raise."""
-    accepted = True
+    is_accepted = True
 
     def read() -> None:
-        nonlocal accepted
+        nonlocal is_accepted
         try:
             parser.read(data)
         except parser.refuses:
-            accepted = False
+            is_accepted = False
 
-    lines = work_of(read)
+    lines = count_lines(read)
     if lines > LINES + LINES_PER_BYTE * len(data):
         raise TooMuchWork(f"{parser.name}: {len(data)} bytes cost {lines} lines: {data[:200]!r}")
-    return accepted
+    return is_accepted
 
 
-def mutated(rng: random.Random, parser: Parser) -> bytes:
+def mutate_example(rng: random.Random, parser: Parser) -> bytes:
     """One of its examples, changed a little; sometimes with a stretch of it many times over."""
     data = bytearray(rng.choice(parser.examples))
     for _ in range(rng.randint(1, 4)):
-        at, kind = rng.randrange(len(data) + 1), rng.randrange(7)
+        position, kind = rng.randrange(len(data) + 1), rng.randrange(7)
         if kind == 0:
-            del data[at:]
-        elif kind == 1 and at < len(data):
-            data[at] ^= 1 << rng.randrange(8)
+            del data[position:]
+        elif kind == 1 and position < len(data):
+            data[position] ^= 1 << rng.randrange(8)
         elif kind == 2:
-            data[at:at] = rng.randbytes(rng.randint(1, 4))
+            data[position:position] = rng.randbytes(rng.randint(1, 4))
         elif kind == 3:
-            del data[at : at + rng.randint(1, 8)]
+            del data[position : position + rng.randint(1, 8)]
         elif kind == 4:
-            other = rng.choice(parser.examples)
-            start = rng.randrange(len(other) + 1)
-            data[at:at] = other[start : start + rng.randint(1, 64)]
+            other_example = rng.choice(parser.examples)
+            start = rng.randrange(len(other_example) + 1)
+            data[position:position] = other_example[start : start + rng.randint(1, 64)]
         elif kind == 5:
-            data[at:at] = bytes(data[at : at + rng.randint(1, 32)]) * rng.choice((2, 20, 500))
+            data[position:position] = bytes(data[position : position + rng.randint(1, 32)]) * rng.choice((2, 20, 500))
         else:
-            data[at:at] = rng.choice((b"\0", b"\xff", b"\r\n", b"{", b"[", b'"', b"\xdd\xff\xff\xff\xff", b"9" * 400))
+            data[position:position] = rng.choice(
+                (b"\0", b"\xff", b"\r\n", b"{", b"[", b'"', b"\xdd\xff\xff\xff\xff", b"9" * 400)
+            )
     return bytes(data[: 1 << 17])
 
 
-def repeated(parser: Parser, times: int) -> list[bytes]:
+def repeat_units(parser: Parser, times: int) -> list[bytes]:
     """Each unit alone and inside an example, so many times over."""
-    whole = [unit * times for unit in parser.units]
-    return whole + [e[: len(e) // 2] + w + e[len(e) // 2 :] for w, e in itertools.product(whole, parser.examples)]
+    repetitions = [unit * times for unit in parser.units]
+    return repetitions + [
+        e[: len(e) // 2] + w + e[len(e) // 2 :] for w, e in itertools.product(repetitions, parser.examples)
+    ]
 
 
 # What is read -----------------------------------------------------------------------------------------------------
@@ -146,18 +150,18 @@ def _requests(data: bytes) -> None:
 
 
 def _answer(data: bytes) -> None:
-    parser, kept, body = ResponseHeadParser(), b"", None
+    parser, buffer, body = ResponseHeadParser(), b"", None
     for piece in _pieces(data):
-        kept += piece
+        buffer += piece
         if body is None:
-            found = parser.parse(kept, "POST")
-            if found is None:
+            parsed = parser.parse(buffer, "POST")
+            if parsed is None:
                 continue
-            body, kept = found[0].body, found[1]
-        while kept and not body.is_complete:
-            taken = body.feed(kept, bytearray())
-            kept = kept[taken:]
-            if not taken:
+            body, buffer = parsed[0].body, parsed[1]
+        while buffer and not body.is_complete:
+            consumed = body.feed(buffer, bytearray())
+            buffer = buffer[consumed:]
+            if not consumed:
                 break
     if body is not None:
         body.finish()
@@ -185,15 +189,15 @@ def _worker(data: bytes) -> None:
         worker_responses.read_engine,
         worker_responses.read_server_info,
     ):
-        _unless(DecodeError, read, data)
-    _unless(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
+        _call_suppressing(DecodeError, read, data)
+    _call_suppressing(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
     page = data.decode(errors="replace")
     worker_responses.read_cache_capacity(page)
     worker_responses.read_block_size(page)
-    _unless(ValueError, parse_worker_flag, page)
+    _call_suppressing(ValueError, parse_worker_flag, page)
 
 
-def _unless(error: type[Exception], call: Callable[..., object], *args: object) -> None:
+def _call_suppressing(error: type[Exception], call: Callable[..., object], *args: object) -> None:
     with contextlib.suppress(error):
         call(*args)
 
@@ -208,7 +212,7 @@ def _peer(data: bytes) -> None:
 
 
 def _events(data: bytes) -> None:
-    _unless(DecodeError, decode_batch, data)
+    _call_suppressing(DecodeError, decode_batch, data)
     for parse in (parse_live, parse_reply, parse_request, parse_snapshot):
         for frames in (
             [b"kv", data[:8], data[8:]],
@@ -218,15 +222,15 @@ def _events(data: bytes) -> None:
             [b"", data[:8], data],
             [data],
         ):
-            _unless(DecodeError, parse, frames)
+            _call_suppressing(DecodeError, parse, frames)
 
 
 def _bodies(data: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
-        _unless(RequestError, parse_routing, path, data)
-    _unless(RequestError, parse_chat, data)
-    _unless(RequestError, parse_completion, data)
-    _unless(RequestError, lambda: convert_to_chat(parse_messages(data), None))
+        _call_suppressing(RequestError, parse_routing, path, data)
+    _call_suppressing(RequestError, parse_chat, data)
+    _call_suppressing(RequestError, parse_completion, data)
+    _call_suppressing(RequestError, lambda: convert_to_chat(parse_messages(data), None))
 
 
 def _template(data: bytes) -> None:
@@ -236,8 +240,8 @@ def _template(data: bytes) -> None:
 
 def _examples() -> dict[str, tuple[bytes, ...]]:
     load = LoadMessage(1, "them", "e", 1, True, [TargetLoad("w", 1.0, 0.5, 2.0, 1.0, 3, 900, 0.5)])
-    stored = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0)
-    batch = EventBatch(1.0, [stored, BlockRemoved([1], "GPU"), AllBlocksCleared()], 0)
+    store_event = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0)
+    batch = EventBatch(1.0, [store_event, BlockRemoved([1], "GPU"), AllBlocksCleared()], 0)
     chat = (
         b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],'
         b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}],"stop":["a"]}'

@@ -84,14 +84,25 @@ class Case:
     group: str
     name: str
     request: bytes
-    leaves_s: float | None = None
+    disconnect_s: float | None = None
     """After so long the client goes away."""
-    is_fine: bool = False
+    is_valid: bool = False
     """It is to be answered: what others change of it is what is wrong with them."""
 
 
 def all_cases() -> list[Case]:
-    groups = (fields, inside, grammars, token_ids, eight, bodies, templates, detokenizing, stored, leaving)
+    groups = (
+        fields,
+        nested_values,
+        grammars,
+        token_ids,
+        many_samples,
+        bodies,
+        templates,
+        detokenizing,
+        stored_responses,
+        disconnects,
+    )
     return [case for group in groups for case in group()]
 
 
@@ -104,23 +115,23 @@ def fields() -> Iterator[Case]:
     for path, struct in STRUCTS.items():
         for name in struct.__struct_fields__:
             for number, value in enumerate(VALUES):
-                what = f"{path}: {name} = {value!r:.60}"
-                yield _json("fields", what, path, {**STARTS[path], name: value})
+                case_name = f"{path}: {name} = {value!r:.60}"
+                yield _json("fields", case_name, path, {**STARTS[path], name: value})
                 if number % 5 == 0 and path != COUNT:
-                    yield _json("fields", f"{what}, streamed", path, {**STARTS[path], "stream": True, name: value})
+                    yield _json("fields", f"{case_name}, streamed", path, {**STARTS[path], "stream": True, name: value})
 
 
-def inside() -> Iterator[Case]:
+def nested_values() -> Iterator[Case]:
     """Every value at every place inside of messages, tools, choices and formats."""
-    for path, whole in WHOLES:
-        yield Case("inside", f"{path}: as it is", post_request(path, {**STARTS[path], **whole}), is_fine=True)
-        for place in _places(whole):
+    for path, example in WHOLES:
+        yield Case("inside", f"{path}: as it is", post_request(path, {**STARTS[path], **example}), is_valid=True)
+        for place in _places(example):
             for value in VALUES:
-                body: Any = copy.deepcopy(whole)
-                at = body
+                body: Any = copy.deepcopy(example)
+                parent = body
                 for key in place[:-1]:
-                    at = at[key]
-                at[place[-1]] = value
+                    parent = parent[key]
+                parent[place[-1]] = value
                 yield _json("inside", f"{path}: {place} = {value!r:.60}", path, {**STARTS[path], **body})
 
 
@@ -146,11 +157,11 @@ def grammars() -> Iterator[Case]:
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, [], None, 10**30,
     )  # fmt: skip
     for number, schema in enumerate(schemas):
-        named = {"name": "f", "schema": schema}
+        named_schema = {"name": "f", "schema": schema}
         function = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
         flat = {"type": "function", "name": "f", "parameters": schema, "strict": True}
         for name, path, body in (
-            ("response_format", CHAT, {"response_format": {"type": "json_schema", "json_schema": named}}),
+            ("response_format", CHAT, {"response_format": {"type": "json_schema", "json_schema": named_schema}}),
             ("forced tool", CHAT, {"tools": [function], "tool_choice": "required"}),
             ("structured_outputs", COMPLETION, {"structured_outputs": {"json": schema}}),
             ("output_config", MESSAGES_PATH, {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
@@ -159,7 +170,7 @@ def grammars() -> Iterator[Case]:
                 MESSAGES_PATH,
                 {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}},
             ),
-            ("text", RESPONSES, {"text": {"format": {"type": "json_schema", **named}}}),
+            ("text", RESPONSES, {"text": {"format": {"type": "json_schema", **named_schema}}}),
             ("tools", RESPONSES, {"tools": [flat], "tool_choice": "required"}),
         ):
             yield _json("grammars", f"{path}: {name}, schema {number}", path, {**STARTS[path], **body})
@@ -175,21 +186,21 @@ def grammars() -> Iterator[Case]:
 
 def token_ids() -> Iterator[Case]:
     """Ids that no vocabulary has; with min_tokens the sampler forbids them, with a bias it adds to them."""
-    for wrong in OTHER_IDS:
+    for invalid_id in OTHER_IDS:
         for body in (
-            {"prompt": [5, wrong]},
-            {"prompt": [[5], [wrong, 5]]},
-            {"prompt": [5], "stop_token_ids": [wrong]},
-            {"prompt": [5], "stop_token_ids": [5, wrong], "min_tokens": 2},
-            {"prompt": [5], "logit_bias": {str(wrong): 100}},
-            {"prompt": [5], "allowed_token_ids": [wrong]},
-            {"prompt": [5], "prompt_logprobs": 1, "stop_token_ids": [wrong], "min_tokens": 1},
+            {"prompt": [5, invalid_id]},
+            {"prompt": [[5], [invalid_id, 5]]},
+            {"prompt": [5], "stop_token_ids": [invalid_id]},
+            {"prompt": [5], "stop_token_ids": [5, invalid_id], "min_tokens": 2},
+            {"prompt": [5], "logit_bias": {str(invalid_id): 100}},
+            {"prompt": [5], "allowed_token_ids": [invalid_id]},
+            {"prompt": [5], "prompt_logprobs": 1, "stop_token_ids": [invalid_id], "min_tokens": 1},
         ):
             yield _json("token ids", json.dumps(body), COMPLETION, {**SHORT, **body})
-        yield _json("token ids", f"detokenize {wrong}", DETOKENIZE, {"tokens": [wrong]})
+        yield _json("token ids", f"detokenize {invalid_id}", DETOKENIZE, {"tokens": [invalid_id]})
 
 
-def eight() -> Iterator[Case]:
+def many_samples() -> Iterator[Case]:
     """As many samples as a request may have, and a number that does not fit on the way to the core."""
     for name, value in (("top_k", 10**30), ("priority", 10**30), ("logit_bias", {str(10**30): 1}), ("seed", 2**63 - 1)):
         for number in range(8):
@@ -208,9 +219,9 @@ def bodies() -> Iterator[Case]:
     for encoding in ("gzip", "deflate", "br", "zstd", "x-unknown", "gzip, gzip"):
         yield case(f"not {encoding}", plain, encoding=encoding)
         yield case(f"not {encoding}, and empty", b"", encoding=encoding)
-    packed = gzip.compress(plain)
-    yield case("half a gzip", packed[: len(packed) // 2], encoding="gzip")
-    yield case("a gzip with a broken end", packed[:-4] + b"\0\0\0\0", encoding="gzip")
+    compressed = gzip.compress(plain)
+    yield case("half a gzip", compressed[: len(compressed) // 2], encoding="gzip")
+    yield case("a gzip with a broken end", compressed[:-4] + b"\0\0\0\0", encoding="gzip")
     yield case("a gzip of gigabytes", gzip.compress(b" " * (1 << 28)), encoding="gzip")
     yield case("a deflate of gigabytes", zlib.compress(b"[" * (1 << 27)), encoding="deflate")
     for path in (CHAT, COMPLETION, TOKENIZE, DETOKENIZE):
@@ -225,20 +236,20 @@ def bodies() -> Iterator[Case]:
             ("deep and unread", b'{"prompt":"x","never_heard_of":' + deep + b"}"),
         ):  # fmt: skip
             yield case(f"{path}: {name}", body, path)
-    for where, message in {
+    for place, message in {
         "arguments": {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep.decode()}}]},
         "arguments of many digits": {"role": "assistant",
                                      "tool_calls": [{"function": {"name": "f", "arguments": "9" * 10_000}}]},
         "content": {"role": "user", "content": [{"type": "text", "text": deep.decode()}]},
     }.items():  # fmt: skip
         for path in (CHAT, TOKENIZE):
-            yield _json("bodies", f"{path}: deep {where}", path, {"messages": [message, *MESSAGES], **SHORT})
+            yield _json("bodies", f"{path}: deep {place}", path, {"messages": [message, *MESSAGES], **SHORT})
     for depth in (100, 900, 990, 5_000):
-        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        nested_object = b'{"a":' * depth + b"1" + b"}" * depth
         chat = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,%b}'
-        tool = b'"tools":[{"function":{"name":"f","parameters":%b}}]' % nested
+        tool = b'"tools":[{"function":{"name":"f","parameters":%b}}]' % nested_object
         yield case(f"tools {depth} deep", chat % tool)
-        yield case(f"template arguments {depth} deep", chat % (b'"chat_template_kwargs":{"tools":%b}' % nested))
+        yield case(f"template arguments {depth} deep", chat % (b'"chat_template_kwargs":{"tools":%b}' % nested_object))
 
 
 def templates() -> Iterator[Case]:
@@ -278,7 +289,7 @@ def detokenizing() -> Iterator[Case]:
             yield _json("detokenizing", f"{token} for ever", COMPLETION, {**body, "stop": stop})
 
 
-def stored() -> Iterator[Case]:
+def stored_responses() -> Iterator[Case]:
     """Responses that are kept, and the names of some that are not."""
     for name in (
         "resp_x",
@@ -298,14 +309,22 @@ def stored() -> Iterator[Case]:
     yield _json("stored", "in the background", RESPONSES, {**STARTS[RESPONSES], "background": True})
 
 
-def leaving() -> Iterator[Case]:
+def disconnects() -> Iterator[Case]:
     long = {"stream": True, "temperature": 1}
     for number in range(60):
         path = (CHAT, MESSAGES_PATH, RESPONSES)[number % 3]
-        more = {"max_output_tokens": 400} if path == RESPONSES else {"max_tokens": 400}
+        limits = {"max_output_tokens": 400} if path == RESPONSES else {"max_tokens": 400}
         words = "word " * (number * 7)
-        said = {"input": words + "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": words + "x"}]}
-        yield _json("leaving", f"{path}, {number}", path, {**said, **long, **more}, leaves_s=0.005 + number % 10 * 0.04)
+        prompt_fields = (
+            {"input": words + "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": words + "x"}]}
+        )
+        yield _json(
+            "leaving",
+            f"{path}, {number}",
+            path,
+            {**prompt_fields, **long, **limits},
+            leaves_s=0.005 + number % 10 * 0.04,
+        )
     for number in range(40):
         body = {"prompt": [number + 5] * (number * 17 + 1), "max_tokens": 400, "ignore_eos": True, "stream": True,
                 "n": 1 + number % 3}  # fmt: skip

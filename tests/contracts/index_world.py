@@ -19,8 +19,8 @@ Prefix = tuple[int, ...]
 def dump(index: PrefixIndex, holder: HolderId) -> list[bytes]:
     """All of what a holder holds."""
     dumping, payloads = index.begin_dump(holder), list[bytes]()
-    while (some := dumping.step()) is not None:
-        payloads += some
+    while (chunks := dumping.step()) is not None:
+        payloads += chunks
     return payloads
 
 
@@ -38,21 +38,25 @@ class World:
     def __init__(self, specs: tuple[GroupSpec, ...], named_by_bytes: bool = False) -> None:
         self.specs = specs
         self.resident: Counter[tuple[int | None, str, Prefix, int]] = Counter()
-        self.spoken: set[int | None] = set()
+        self.announced_groups: set[int | None] = set()
         self.full = next(spec for spec in specs if spec.kind in (None, "full_attention"))
         self._names: dict[tuple[Prefix, int], int] = {}
-        self._bytes = named_by_bytes
+        self._names_are_bytes = named_by_bytes
         # Where one group cuts prompts in several ways, a prefix can be covered by other blocks than a run's parent, and
         # a run whose parent is gone is not to be placed by anybody: there, runs follow blocks that are resident.
-        self._mixed = len({spec.size for spec in specs if spec.idx == self.full.idx}) > 1
+        self._has_mixed_sizes = len({spec.size for spec in specs if spec.idx == self.full.idx}) > 1
 
     def _resident(self, prefix: Prefix, size: int) -> bool:
-        return any(copies for (_, _, held, n), copies in self.resident.items() if (held, n) == (prefix, size))
+        return any(
+            copies
+            for (_, _, resident_prefix, resident_size), copies in self.resident.items()
+            if (resident_prefix, resident_size) == (prefix, size)
+        )
 
     def name(self, prefix: Prefix, size: int) -> Any:
         """Opaque, stable, unique. One name per (prefix, block length), shared by the groups, as in vLLM."""
         number = self._names.setdefault((prefix, size), len(self._names) * 7919 + 1)
-        return number.to_bytes(32, "big") if self._bytes else (number << 40 | number) & (1 << 64) - 1
+        return number.to_bytes(32, "big") if self._names_are_bytes else (number << 40 | number) & (1 << 64) - 1
 
     def store(self, spec: GroupSpec, tier: str, prompt: Prefix, first: int, count: int) -> list[Event]:
         """Blocks [first, first + count) of the prompt, cut into the group's size.
@@ -60,14 +64,14 @@ class World:
         Other groups speak after full attention has: without it nobody can tell where their blocks stand.
         """
         size = spec.size
-        if spec.idx != self.full.idx and self.full.idx not in self.spoken:
+        if spec.idx != self.full.idx and self.full.idx not in self.announced_groups:
             return []
-        if self._mixed and not self._resident(prompt[: first * size], size):
+        if self._has_mixed_sizes and not self._resident(prompt[: first * size], size):
             first = 0
         ends = [end for end in range((first + 1) * size, (first + count) * size + 1, size) if end <= len(prompt)]
         if not ends:
             return []
-        self.spoken.add(spec.idx)
+        self.announced_groups.add(spec.idx)
         for end in ends:
             self.resident[spec.idx, tier, prompt[:end], size] += 1
         start = ends[0] - size
@@ -81,16 +85,18 @@ class World:
         Only where full attention spells the same names out; otherwise nobody could know which blocks they are.
         """
         size = spec.size
-        if self.full.idx not in self.spoken or self.full.size != size or spec.idx == self.full.idx:
+        if self.full.idx not in self.announced_groups or self.full.size != size or spec.idx == self.full.idx:
             return []
         ends = list(range(size, len(prompt) + 1, size))
-        kept = [end for i, end in enumerate(ends) if mask >> i & 1]
-        if not ends or len(kept) == len(ends):
+        stored_ends = [end for i, end in enumerate(ends) if mask >> i & 1]
+        if not ends or len(stored_ends) == len(ends):
             return []
-        self.spoken.add(spec.idx)
-        for end in kept:
+        self.announced_groups.add(spec.idx)
+        for end in stored_ends:
             self.resident[spec.idx, tier, prompt[:end], size] += 1
-        return [self._event(spec, tier, [self.name(prompt[:end], size) for end in kept], None, prompt[: ends[-1]])]
+        return [
+            self._event(spec, tier, [self.name(prompt[:end], size) for end in stored_ends], None, prompt[: ends[-1]])
+        ]
 
     def store_without_group(self, spec: GroupSpec, tier: str, prompt: Prefix, count: int, foreign: bool) -> list[Event]:
         """The prompt's first blocks, of no group: what LMCache's connector sends, under `foreign` names of its own."""
@@ -106,10 +112,10 @@ class World:
         size, group = (spec.size if mask & 256 else 0), (spec.idx if mask & 512 else None)
         return [BlockStored(names, None, [], size, None, tier, None, group_idx=group)]
 
-    def store_partial(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int, skipped: int) -> list[Event]:
+    def store_partial(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int, skipped_count: int) -> list[Event]:
         """A block that is not full: one token, and `skipped` before it, behind the last full one (vLLM)."""
         start = block * spec.size
-        end = start + skipped + 1
+        end = start + skipped_count + 1
         if end > len(prompt):
             return []
         event = self._event(

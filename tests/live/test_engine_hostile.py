@@ -89,12 +89,12 @@ class Siege(FaultRun):
 
     async def _attack(self, case: Case) -> None:
         async with self._room:
-            answer = await self._client.send(case.request, new_connection=True, timeout_s=case.leaves_s)
-        has_left = case.leaves_s is not None and answer.error == "timeout"
+            answer = await self._client.send(case.request, new_connection=True, timeout_s=case.disconnect_s)
+        has_left = case.disconnect_s is not None and answer.error == "timeout"
         outcome = "left" if has_left else answer.error or str(answer.status)
         if not has_left and (answer.error or answer.status >= 500):
             self.report_fault(f"{case.group}, {case.name}", outcome)
-        elif case.is_fine and answer.status != 200:
+        elif case.is_valid and answer.status != 200:
             self.report_fault(
                 f"{case.group}, {case.name}", f"{outcome} {answer.body[:300]!r}, and nothing is wrong with it"
             )
@@ -120,7 +120,7 @@ def draw_cases(count: int | None, seed: int) -> list[Case]:
     cases = all_cases()
     random.Random(seed).shuffle(cases)
     kind_counts = Counter[str]()
-    cases.sort(key=lambda case: not case.is_fine)
+    cases.sort(key=lambda case: not case.is_valid)
     turns = [kind_counts.update([case.group]) or kind_counts[case.group] for case in cases]
     cases = [case for _, case in sorted(zip(turns, cases), key=lambda pair: pair[0])]
     return cases[:count]

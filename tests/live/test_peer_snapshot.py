@@ -34,7 +34,7 @@ def test_a_late_router_asks_the_one_that_was_there(is_restarted: bool) -> None:
         for block in range(10):
             parent = names[block - 1] if block else None
             worker.publisher.publish(block_stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
-        assert wait_until(lambda: first.predicted(body) == {worker.port: 160}, 10)
+        assert wait_until(lambda: first.predict_tokens(body) == {worker.port: 160}, 10)
         worker.publisher.drop_oldest(9)
         if is_restarted:
             first_seen = worker.publisher.seq
@@ -44,10 +44,10 @@ def test_a_late_router_asks_the_one_that_was_there(is_restarted: bool) -> None:
         late = Router("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if is_restarted else 160}
-        assert wait_until(lambda: late.predicted(body) == expected, 10), late.predicted(body)
+        assert wait_until(lambda: late.predict_tokens(body) == expected, 10), late.predict_tokens(body)
         single_router = Router()
         single_router.attach([worker])
-        assert single_router.predicted(body) == {worker.port: 0}, "the ring alone does not tell"
+        assert single_router.predict_tokens(body) == {worker.port: 0}, "the ring alone does not tell"
         single_router.close()
     finally:
         for router in (first, late):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from budget import examples
-from core_by_hand import MODEL, make, request, sent_to, spec
+from core_by_hand import MODEL, chosen_worker, make_core, request, spec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,11 +29,11 @@ from router.index.protocol import Scope
 
 
 def test_goes_where_the_prefix_is_cached() -> None:
-    core, index = make(config=CoreConfig(learn=LearnConfig(enabled=False)))
+    core, index = make_core(config=CoreConfig(learn=LearnConfig(enabled=False)))
     prompt = list(range(1000))
     index.store(core.workers["b"].holders[0], prompt[:800])
     result = core.route(request("r", prompt), 1.0)
-    assert sent_to(result) == "b"
+    assert chosen_worker(result) == "b"
     assert isinstance(result, Forward)
     assert result.decision.predicted_cached_tokens == 800
     # P = a * ((L - h) + (L^2 - h^2) / (2 Lq)), by hand
@@ -43,20 +43,20 @@ def test_goes_where_the_prefix_is_cached() -> None:
 
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
     model = ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)
-    core, _ = make("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
+    core, _ = make_core("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
     prompt = list(range(200))
     requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(40)]
-    workers = [sent_to(core.route(route_request, 1.0)) for route_request in requests]
+    workers = [chosen_worker(core.route(route_request, 1.0)) for route_request in requests]
     assert workers[0] == workers[1] == workers[2]
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
 
 
 def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_worker() -> None:
-    core, index = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
+    core, index = make_core("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
     prompt = list(range(200))
     requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
     results = [core.route(route_request, 1.0 + 0.001 * i) for i, route_request in enumerate(requests)]
-    first = [sent_to(result) for result in results]
+    first = [chosen_worker(result) for result in results]
     assert sorted(first[:4]) == ["a", "b", "c", "d"]
     for result in results[4:]:  # all have something to do: what was promised counts
         assert isinstance(result, Forward)
@@ -71,16 +71,16 @@ def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_
 
 
 def test_ties_rotate() -> None:
-    core, _ = make("abc")
-    first = {sent_to(core.route(request(f"r{i}", [i] * 5), float(i * 100_000))) for i in range(1)}
+    core, _ = make_core("abc")
+    first = {chosen_worker(core.route(request(f"r{i}", [i] * 5), float(i * 100_000))) for i in range(1)}
     for i in range(1, 3):
         core.finish_request(f"r{i - 1}", None, i * 1e5 - 1)
-        first.add(sent_to(core.route(request(f"r{i}", [i] * 5), i * 1e5)))
+        first.add(chosen_worker(core.route(request(f"r{i}", [i] * 5), i * 1e5)))
     assert first == {"a", "b", "c"}
 
 
 def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> None:
-    core, index = make("a", CoreConfig(pin_grace_s=1.0))
+    core, index = make_core("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
     core.record_first_token("r1", 0.1)
     core.finish_request("r1", None, 0.2)
@@ -95,18 +95,18 @@ def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> N
 
 
 def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
-    core, index = make("a", CoreConfig(pin_grace_s=1.0))
+    core, index = make_core("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
     core.finish_request("r1", None, 0.2, is_error=True)
     assert not index.pins
 
 
 def test_retry_goes_elsewhere_then_gives_up() -> None:
-    core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
-    workers = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
+    core, _ = make_core("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
+    workers = [chosen_worker(core.route(request("r", [1, 2, 3]), 0.0))]
     for _ in range(2):
         (retry,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.1)
-        workers.append(sent_to(retry))
+        workers.append(chosen_worker(retry))
     assert sorted(workers) == ["a", "b", "c"]
     (refusal,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
@@ -115,7 +115,7 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
 
 
 def test_nothing_is_retried_after_the_first_byte() -> None:
-    core, _ = make()
+    core, _ = make_core()
     core.route(request("r", [1, 2, 3]), 0.0)
     core.record_first_token("r", 0.1)
     assert core.fail_attempt("r", FailureKind.STREAM, 0.2) == []
@@ -123,14 +123,14 @@ def test_nothing_is_retried_after_the_first_byte() -> None:
 
 
 def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
-    core, _ = make()
-    dead = sent_to(core.route(request("r", [1, 2, 3]), 0.0))
+    core, _ = make_core()
+    dead = chosen_worker(core.route(request("r", [1, 2, 3]), 0.0))
     instructions = core.fail_attempt("r", FailureKind.CONNECT, 0.1)
-    other = sent_to(instructions[0])
+    other = chosen_worker(instructions[0])
     assert other != dead
     assert WorkerLost(dead) in instructions
     for i in range(10):
-        assert sent_to(core.route(request(f"x{i}", [i]), 0.2)) == other
+        assert chosen_worker(core.route(request(f"x{i}", [i]), 0.2)) == other
     core.tick(1.2)
     assert core.workers[dead].state is WorkerState.PROBING
     assert core.mark_worker_up(dead, 1.3) == []
@@ -138,13 +138,13 @@ def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
 
 
 def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
-    core, _ = make("a")
+    core, _ = make_core("a")
     core.mark_worker_down("a", 0.0, "test")
     refusal = core.route(request("r0", [1]), 0.5)
     assert isinstance(refusal, Refuse)
     assert (refusal.status, refusal.code, refusal.retry_after_s) == (503, "no_worker", 1.0)
     core.tick(1.0)
-    assert sent_to(core.route(request("r1", [1]), 1.0)) == "a"
+    assert chosen_worker(core.route(request("r1", [1]), 1.0)) == "a"
     assert isinstance(core.route(request("r2", [1]), 1.0), Refuse), "the probe has not come back"
     core.fail_attempt("r1", FailureKind.SERVER_ERROR, 1.1)
     assert core.workers["a"].state is WorkerState.DOWN
@@ -156,19 +156,19 @@ def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
 
 
 def test_a_worker_that_goes_down_is_lost_once() -> None:
-    core, _ = make("ab")
+    core, _ = make_core("ab")
     assert core.mark_worker_down("a", 0.0, "no answer") == [WorkerLost("a")]
     assert core.mark_worker_down("a", 1.0, "no answer") == []
     assert core.mark_worker_down("zz", 1.0, "unknown") == []
-    assert all(sent_to(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
+    assert all(chosen_worker(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
 
 
 def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
-    core, _ = make("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
-    first = sent_to(core.route(request("r", [1]), 0.0))
-    other = sent_to(core.route(request("s", [2]), 0.0))
+    core, _ = make_core("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
+    first = chosen_worker(core.route(request("r", [1]), 0.0))
+    other = chosen_worker(core.route(request("s", [2]), 0.0))
     (retry,) = core.move_request("r", 1.0)
-    assert sent_to(retry) != first
+    assert chosen_worker(retry) != first
     assert core.workers[first].failures == 0
     assert core.move_request("s", 1.0) == [], "the budget is used up"
     assert core.tracker.in_flight_requests["s"].target.worker_id == other
@@ -185,7 +185,7 @@ def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
     kind: FailureKind, stream: bool, others_heard: bool, goes_down: bool
 ) -> None:
     """How long a whole answer takes is its client's choice, and so is a silent stream beside others that move."""
-    core, _ = make("a")
+    core, _ = make_core("a")
     for number in range(5):
         core.route(request(f"r{number}", [number], is_streaming=stream), 0.0)
     if others_heard:
@@ -198,7 +198,7 @@ def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
 
 
 def test_a_stream_that_moves_shows_that_its_worker_is_well() -> None:
-    core, _ = make("a")
+    core, _ = make_core("a")
     core.route(request("moves", [9]), 0.0)
     core.record_first_token("moves", 0.5)
     for number in range(5):
@@ -212,7 +212,7 @@ def test_a_stream_that_moves_shows_that_its_worker_is_well() -> None:
 @pytest.mark.parametrize("first", [FailureKind.RESET, FailureKind.INTERNAL, FailureKind.CONNECT])
 @pytest.mark.parametrize("second", [FailureKind.RESET, FailureKind.INTERNAL, FailureKind.CONNECT])
 def test_a_request_that_may_end_workers_is_retried_once(first: FailureKind, second: FailureKind) -> None:
-    core, _ = make("abcd")
+    core, _ = make_core("abcd")
     core.route(request("r", [1]), 0.0)
     for kind, now in ((first, 0.1), (second, 0.2)):
         # a worker that takes the request on a kept connection, and cannot be reached then, may have been ended by it
@@ -222,7 +222,7 @@ def test_a_request_that_may_end_workers_is_retried_once(first: FailureKind, seco
 
 
 def test_a_stream_that_ends_workers_before_its_first_token_goes_on_once() -> None:
-    core, _ = make("abcd")
+    core, _ = make_core("abcd")
     route_request = request("r", [1])
     core.route(route_request, 0.0)
     assert isinstance(core.fail_attempt("r", FailureKind.STREAM, 0.1, route_request)[0], Forward)
@@ -231,7 +231,7 @@ def test_a_stream_that_ends_workers_before_its_first_token_goes_on_once() -> Non
 
 
 def test_workers_that_cannot_be_reached_are_no_request_s_doing() -> None:
-    core, _ = make("abcd")
+    core, _ = make_core("abcd")
     core.route(request("r", [1]), 0.0)
     assert isinstance(core.fail_attempt("r", FailureKind.CONNECT, 0.1)[0], Forward)
     assert isinstance(core.fail_attempt("r", FailureKind.CONNECT, 0.2)[0], Forward)
@@ -239,7 +239,7 @@ def test_workers_that_cannot_be_reached_are_no_request_s_doing() -> None:
 
 def test_no_tenant_uses_up_the_retries_of_others() -> None:
     config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
-    core, _ = make("abcd", config)
+    core, _ = make_core("abcd", config)
     outcomes: Counter[tuple[str, str]] = Counter()
     for i in range(20):
         for tenant in ("loud", "quiet") if i == 10 else ("loud",):
@@ -260,7 +260,7 @@ def test_the_tenants_whose_retries_are_counted_are_bounded() -> None:
 
 def test_the_retry_budget_ends_a_storm() -> None:
     config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
-    core, _ = make("abcd", config)
+    core, _ = make_core("abcd", config)
     outcomes: Counter[str] = Counter()
     for i in range(20):
         core.route(request(f"r{i}", [i]), 0.0)
@@ -279,7 +279,7 @@ def test_the_retry_budget_ends_a_storm() -> None:
     ],
 )
 def test_refusals_name_what_is_wrong(changes: dict[str, object], status: int, code: str) -> None:
-    core, _ = make()
+    core, _ = make_core()
     refusal = core.route(request("r", [1, 2], **changes), 0.0)
     assert isinstance(refusal, Refuse)
     assert (refusal.status, refusal.code) == (status, code)
@@ -287,67 +287,67 @@ def test_refusals_name_what_is_wrong(changes: dict[str, object], status: int, co
 
 
 def test_eligibility_comes_before_cost() -> None:
-    core, index = make("ab")
+    core, index = make_core("ab")
     core.add_worker(spec("c", roles=frozenset({"big"})), 0.0)
     prompt = list(range(100))
     index.store(core.workers["a"].holders[0], prompt)
-    assert sent_to(core.route(request("r1", prompt, worker="b"), 0.0)) == "b"
-    assert sent_to(core.route(request("r2", prompt, role="big"), 0.0)) == "c"
+    assert chosen_worker(core.route(request("r1", prompt, worker="b"), 0.0)) == "b"
+    assert chosen_worker(core.route(request("r2", prompt, role="big"), 0.0)) == "c"
     core.set_draining("a", 0.0)
-    assert sent_to(core.route(request("r3", prompt), 0.0)) != "a"
+    assert chosen_worker(core.route(request("r3", prompt), 0.0)) != "a"
     core.set_draining("a", 0.0, is_draining=False)
     core.add_worker(spec("a", models=(ServedModel(MODEL, MODEL, max_model_len=50),)), 0.0)
-    assert sent_to(core.route(request("r4", prompt), 0.0)) != "a"
+    assert chosen_worker(core.route(request("r4", prompt), 0.0)) != "a"
 
 
 def test_models_merge_and_loras_resolve() -> None:
-    core, _ = make("a")
+    core, _ = make_core("a")
     core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
     assert set(core.registry.models()) == {"m", "n", "tuned"}
     assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
     lora_request = request("r", [1, 2]).replace(model="tuned", scope=Scope("n", lora="tuned"))
-    assert sent_to(core.route(lora_request, 0.0)) == "b"
+    assert chosen_worker(core.route(lora_request, 0.0)) == "b"
 
 
 def test_session_affinity_keeps_a_session_while_its_worker_lives() -> None:
-    core, _ = make("abcd", CoreConfig(session_affinity=True))
-    first = sent_to(core.route(request("r0", [1], session="s"), 0.0))
+    core, _ = make_core("abcd", CoreConfig(session_affinity=True))
+    first = chosen_worker(core.route(request("r0", [1], session="s"), 0.0))
     for i in range(1, 8):
-        assert sent_to(core.route(request(f"r{i}", [i] * 50, session="s"), 0.0)) == first
+        assert chosen_worker(core.route(request(f"r{i}", [i] * 50, session="s"), 0.0)) == first
     core.mark_worker_down(first, 0.1, "test")
-    assert sent_to(core.route(request("r9", [1], session="s"), 0.2)) != first
+    assert chosen_worker(core.route(request("r9", [1], session="s"), 0.2)) != first
 
 
 def test_sticky_moves_only_the_lost_workers_sessions() -> None:
-    core, _ = make("abcd", CoreConfig(policy="sticky"))
-    before = {f"s{i}": sent_to(core.route(request(f"r{i}", [1], session=f"s{i}"), 0.0)) for i in range(40)}
+    core, _ = make_core("abcd", CoreConfig(policy="sticky"))
+    before = {f"s{i}": chosen_worker(core.route(request(f"r{i}", [1], session=f"s{i}"), 0.0)) for i in range(40)}
     assert set(before.values()) == set("abcd")
     core.mark_worker_down("a", 1.0, "test")
     for i, (session, worker) in enumerate(before.items()):
-        now = sent_to(core.route(request(f"x{i}", [1], session=session), 1.0))
+        now = chosen_worker(core.route(request(f"x{i}", [1], session=session), 1.0))
         assert now == worker or worker == "a"
 
 
 def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
-    core, _ = make("ab", cache_view=CacheView.APPROXIMATE, cache_tokens=64 * 40)
+    core, _ = make_core("ab", cache_view=CacheView.APPROXIMATE, cache_tokens=64 * 40)
     prompt = list(range(64 * 30 + 1))
     first = core.route(request("r0", prompt), 0.0)
     core.finish_request("r0", None, 1.0)
     second = core.route(request("r1", prompt), 100.0)
-    assert sent_to(second) == sent_to(first)
+    assert chosen_worker(second) == chosen_worker(first)
     assert isinstance(second, Forward)
     assert second.decision.predicted_cached_tokens == 64 * 30
     core.finish_request("r1", None, 101.0)
     other = [10_000 + i for i in range(64 * 30)]
-    core.route(request("r2", other, worker=sent_to(first)), 200.0)
+    core.route(request("r2", other, worker=chosen_worker(first)), 200.0)
     explanation = core.explain(request("r3", prompt), 201.0)
     assert not isinstance(explanation, Refuse)
     by_worker = {t.worker: t.cached_tokens for t in explanation.candidates}
-    assert by_worker[sent_to(first)] < 64 * 30, "the older prompt was evicted in part"
+    assert by_worker[chosen_worker(first)] < 64 * 30, "the older prompt was evicted in part"
 
 
 def test_data_parallel_ranks_are_candidates_of_their_own() -> None:
-    core, index = make("a", ranks=2)
+    core, index = make_core("a", ranks=2)
     prompt = list(range(500))
     index.store(core.workers["a"].holders[1], prompt)
     result = core.route(request("r", prompt), 0.0)
@@ -356,7 +356,7 @@ def test_data_parallel_ranks_are_candidates_of_their_own() -> None:
 
 
 def test_explain_changes_nothing_and_agrees_with_route() -> None:
-    core, index = make("abc")
+    core, index = make_core("abc")
     prompt = list(range(300))
     index.store(core.workers["c"].holders[0], prompt[:200])
     core.set_draining("b", 0.0)
@@ -376,7 +376,7 @@ HOLDING = CoreConfig(queue=QueueConfig(fair=True, enqueue_above_s=0.5, requests_
 
 
 def test_held_requests_go_at_a_first_token_as_they_came() -> None:
-    core, _ = make("a", HOLDING)
+    core, _ = make_core("a", HOLDING)
     assert isinstance(core.route(request("big", None, prompt_tokens=8000), 0.0), Forward)
     assert isinstance(core.route(request("long", None, prompt_tokens=4000), 0.0), Enqueue)
     assert isinstance(core.route(request("short", None, prompt_tokens=100), 0.0), Enqueue)
@@ -388,7 +388,7 @@ def test_held_requests_go_at_a_first_token_as_they_came() -> None:
 
 
 def test_priority_beats_arrival_in_the_held_queue() -> None:
-    core, _ = make("a", HOLDING)
+    core, _ = make_core("a", HOLDING)
     core.route(request("big", None, prompt_tokens=20_000), 0.0)
     core.route(request("short", None, prompt_tokens=6000), 0.0)
     core.route(request("urgent", None, prompt_tokens=8000, priority=-1), 0.0)
@@ -404,11 +404,11 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
         learn=LearnConfig(enabled=False),
         queue=QueueConfig(fair=True, enqueue_above_s=0.05),
     )
-    core, index = make("ab", config)
+    core, index = make_core("ab", config)
     hot = list(range(300))
     index.store(core.workers["a"].holders[0], hot)
     placements = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
-    workers = {sent_to(p) for p in placements if isinstance(p, Forward)}
+    workers = {chosen_worker(p) for p in placements if isinstance(p, Forward)}
     queued_for = {core._queue.get_queued_target(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
     assert "b" in workers | queued_for
     instructions = core.tick(0.05)
@@ -416,7 +416,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
 
 
 def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:
-    core, _ = make("a", HOLDING)
+    core, _ = make_core("a", HOLDING)
     core.route(request("big", None, prompt_tokens=90_000), 0.0)
     placements = [core.route(request(f"h{i}", None, prompt_tokens=50), 0.0) for i in range(2)]
     with_deadline = core.route(request("dated", None, prompt_tokens=50, deadline_s=2.0), 0.0)
@@ -435,7 +435,7 @@ def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:
 
 
 def test_usage_feeds_the_watchdog() -> None:
-    core, _ = make("a")
+    core, _ = make_core("a")
     for i in range(50):
         core.route(request(f"r{i}", list(range(i, i + 30))), float(i))
         core.record_first_token(f"r{i}", i + 0.1)
@@ -448,7 +448,7 @@ HUGE = 4_000_000
 
 
 def test_an_estimate_never_refuses_and_a_count_does() -> None:
-    core, _ = make("ab")
+    core, _ = make_core("ab")
     estimate_result = core.route(request("guess", prompt_tokens=HUGE), 0.0)
     assert isinstance(estimate_result, Forward)
     assert not isinstance(core.explain(request("asked", prompt_tokens=HUGE), 0.0), Refuse)
@@ -460,7 +460,7 @@ def test_an_estimate_never_refuses_and_a_count_does() -> None:
 @pytest.mark.parametrize("end", ["refused", "aborted", "reset", "overloaded"])
 def test_what_was_not_computed_is_taken_back(end: str) -> None:
     """A prompt that nobody computes must not make its worker dear for the minute that utilisation is averaged over."""
-    core, _ = make("ab", models=(ServedModel(MODEL, MODEL),))
+    core, _ = make_core("ab", models=(ServedModel(MODEL, MODEL),))
     rng = random.Random(3)
     utilisation = 0.0
     now = 0.0
@@ -482,12 +482,12 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
         utilisation = max(utilisation, row.utilisation)
         core.check_invariants()
     assert utilisation < 0.01
-    assert {sent_to(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
+    assert {chosen_worker(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
 
 
 def test_one_incident_is_one_pause() -> None:
     """Ten requests that time out together say one thing, not ten."""
-    core, _ = make("a", CoreConfig(health=HealthConfig(open_s=1.0), retry=RetryConfig(attempts_max=1)))
+    core, _ = make_core("a", CoreConfig(health=HealthConfig(open_s=1.0), retry=RetryConfig(attempts_max=1)))
     for number in range(10):
         core.route(request(f"r{number}", [number]), 0.0)
     for number in range(10):
@@ -502,16 +502,16 @@ def test_one_incident_is_one_pause() -> None:
 
 
 def test_a_probe_that_its_client_gives_up_is_followed_by_another() -> None:
-    core, _ = make("a", CoreConfig(health=HealthConfig(open_s=1.0)))
+    core, _ = make_core("a", CoreConfig(health=HealthConfig(open_s=1.0)))
     core.mark_worker_down("a", 0.0, "gone")
     core.tick(1.5)
     core.route(request("first", [1]), 1.5)
     core.abort_request("first", 1.6)
-    assert sent_to(core.route(request("second", [1]), 1.7)) == "a"
+    assert chosen_worker(core.route(request("second", [1]), 1.7)) == "a"
 
 
 def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None:
-    core, _ = make("ab")
+    core, _ = make_core("ab")
     changes: list[tuple[str, str]] = []
     core.registry.on_state_change = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
     core.set_draining("a", 0.0)
@@ -519,7 +519,7 @@ def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None
     assert core.mark_worker_down("a", 1.5, "refused") == []
     core.set_draining("a", 2.0, is_draining=False)
     assert core.workers["a"].state is WorkerState.DOWN
-    assert sent_to(core.route(request("r", [1]), 2.0)) == "b"
+    assert chosen_worker(core.route(request("r", [1]), 2.0)) == "b"
     core.mark_worker_up("a", 3.0)
     core.set_draining("a", 4.0)
     core.mark_worker_down("a", 5.0, "refused")
@@ -553,7 +553,7 @@ class Books(RuleBasedStateMachine):
             ),
             working_set=WorkingSetConfig(chunk_tokens=4, live_s=5.0),
         )
-        self.core, self.index = make(self.NAMES, config, cache_tokens=20)
+        self.core, self.index = make_core(self.NAMES, config, cache_tokens=20)
         self.now = 0.0
         self.count = 0
         self.open: dict[str, str] = {}

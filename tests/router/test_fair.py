@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from core_by_hand import make, request, sent_to
+from core_by_hand import chosen_worker, make_core, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +95,7 @@ class Fleet:
     def __init__(self, workers: int, queue: QueueConfig) -> None:
         service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
         config = CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue)
-        self.core, _ = make("abcdefgh"[:workers], config)
+        self.core, _ = make_core("abcdefgh"[:workers], config)
         self.free_s = dict.fromkeys("abcdefgh"[:workers], 0.0)
         self.ends: list[tuple[float, str]] = []
         self.latency: dict[str, list[float]] = defaultdict(list)
@@ -160,9 +160,9 @@ def test_who_has_just_come_passes_by_nobody() -> None:
     """A worker that is nearly free is for those who wait for it: the tenant that asks most often would take it all."""
     service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
     queue = QueueConfig(fair=True, enqueue_above_s=0.5)
-    core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
+    core, _ = make_core("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     asks = {"prompt_tokens": 2000, "output_tokens_max": 1}
-    assert sent_to(core.route(request("big0", None, tenant="big", **asks), 0.0)) == "a"
+    assert chosen_worker(core.route(request("big0", None, tenant="big", **asks), 0.0)) == "a"
     assert isinstance(core.route(request("big1", None, tenant="big", **asks), 0.1), Enqueue)
     small = request("small", None, prompt_tokens=500, tenant="small", output_tokens_max=1)
     assert isinstance(core.route(small, 0.2), Enqueue)
@@ -175,7 +175,7 @@ def test_who_has_just_come_passes_by_nobody() -> None:
 
 def test_a_tenant_that_fills_the_queue_leaves_room_and_is_told_in_the_end() -> None:
     config = QueueConfig(fair=True, enqueue_above_s=0.0, requests_max=16, wait_s_max=5.0)
-    core, _ = make("a", CoreConfig(learn=LearnConfig(enabled=False), queue=config))
+    core, _ = make_core("a", CoreConfig(learn=LearnConfig(enabled=False), queue=config))
     core.route(request("first", None, prompt_tokens=900_000), 0.0)
     kinds = [type(core.route(request(f"big{n}", None, prompt_tokens=900, tenant="big"), 0.0)) for n in range(20)]
     assert kinds == [Enqueue] * 8 + [Refuse] * 12
@@ -232,10 +232,12 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
 
 def test_the_background_waits_until_nothing_else_does() -> None:
     config = CoreConfig(queue=QueueConfig(background_priority=100, background_running=1, background_wait_s_max=50.0))
-    core, _ = make("a", config)
-    assert sent_to(core.route(request("b1", list(range(500)), priority=100), 0.0)) == "a"
+    core, _ = make_core("a", config)
+    assert chosen_worker(core.route(request("b1", list(range(500)), priority=100), 0.0)) == "a"
     assert isinstance(core.route(request("b2", list(range(500, 900)), priority=100), 0.0), Enqueue), "one at a time"
-    assert sent_to(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", "what is not background never waits"
+    assert chosen_worker(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", (
+        "what is not background never waits"
+    )
     assert core.record_first_token("b1", 0.2) == []
     assert core.finish_request("b1", None, 0.3) == [], "there is a prompt to prefill"
     (forward,) = core.record_first_token("f1", 0.4)
@@ -248,11 +250,11 @@ def test_the_background_waits_until_nothing_else_does() -> None:
 
 
 def test_the_background_goes_where_nothing_runs_though_another_has_its_prefix() -> None:
-    core, index = make("ab", CoreConfig(queue=QueueConfig(background_priority=100)))
+    core, index = make_core("ab", CoreConfig(queue=QueueConfig(background_priority=100)))
     prompt = list(range(500))
     index.store(core.workers["a"].holders[0], prompt)
-    assert sent_to(core.route(request("f1", prompt + [1] * 900), 0.0)) == "a"
-    assert sent_to(core.route(request("b1", prompt, priority=100), 0.0)) == "b"
+    assert chosen_worker(core.route(request("f1", prompt + [1] * 900), 0.0)) == "a"
+    assert chosen_worker(core.route(request("b1", prompt, priority=100), 0.0)) == "b"
 
 
 @pytest.mark.parametrize("by", ["request", "configuration"])
@@ -260,7 +262,7 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
     queue = QueueConfig(ttft_s_max=0.5 if by == "configuration" else None)
     asks = {} if by == "configuration" else {"ttft_s_max": 0.5}
     service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
-    core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
+    core, _ = make_core("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     core.route(request("r0", list(range(400)), output_tokens_max=1), 0.0)
     refusal = core.route(request("r1", list(range(500, 800)), output_tokens_max=1, **asks), 0.0)
     assert isinstance(refusal, Refuse)
@@ -269,7 +271,10 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
     again_s = refusal.retry_after_s
     early = core.route(request("r2", list(range(500, 800)), output_tokens_max=1, **asks), again_s - 0.05)
     assert isinstance(early, Refuse), "no sooner"
-    assert sent_to(core.route(request("r3", list(range(500, 800)), output_tokens_max=1, **asks), again_s + 0.05)) == "a"
+    assert (
+        chosen_worker(core.route(request("r3", list(range(500, 800)), output_tokens_max=1, **asks), again_s + 0.05))
+        == "a"
+    )
     impossible = core.route(request("r4", list(range(1000, 2000)), output_tokens_max=1, **asks), again_s)
     assert isinstance(impossible, Refuse)
     assert impossible.retry_after_s is None
@@ -278,7 +283,7 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
 
 
 def test_a_worker_that_begins_in_time_is_taken_though_another_is_cheaper() -> None:
-    core, index = make("ab", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3), queue=QueueConfig()))
+    core, index = make_core("ab", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3), queue=QueueConfig()))
     prompt = list(range(3000))
     index.store(core.workers["a"].holders[0], prompt[:2900])
     core.route(request("busy", list(range(5000, 5800)), worker="a", output_tokens_max=1), 0.0)

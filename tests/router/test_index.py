@@ -51,9 +51,9 @@ def test_predicts_what_real_engines_reused(factory: Callable[[], PrefixIndex]) -
     captures = [path for path in captures if path.with_name(path.name.replace(".json", ".frames.jsonl")).exists()]
     assert len(captures) >= 26
     rows = [row for capture in captures for row in predict(capture, factory())]
-    wrong = [(Path(row.capture).stem, row.request) for row in rows if row.predicted != row.cached]
+    wrong = [(Path(row.capture).stem, row.request) for row in rows if row.predicted_tokens != row.cached_tokens]
     assert wrong == [("reset.json", 2)]
-    assert sum(row.cached > 0 for row in rows) > 25
+    assert sum(row.cached_tokens > 0 for row in rows) > 25
 
 
 @pytest.mark.parametrize("factory", index_factories)
@@ -61,7 +61,7 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
     """What a reader sees is always the state between two batches: the whole prompt or nothing of it."""
     index = factory()
     holders = [index.add_holder(f"w{i}", "m") for i in range(3)]
-    store, clear = contract.batch(contract.run(8)), contract.batch(contract.AllBlocksCleared())
+    store, clear = contract.batch(contract.store_prompt(8)), contract.batch(contract.AllBlocksCleared())
     lengths: set[int] = set()
     faults: list[BaseException] = []
     stop = threading.Event()

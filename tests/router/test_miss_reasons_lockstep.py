@@ -164,7 +164,7 @@ class World:
         running_request, tokens = self.running_requests.pop(rng.randrange(len(self.running_requests)))
         usage = ReportedUsage(tokens, rng.choice([None, rng.randrange(tokens + 3)]), None)
         self.analyzers.record_end(running_request, rng.choice([None, usage]), rng.randrange(20), self.now)
-        why = self.analyzers.why(running_request)
+        why = self.analyzers.explanation_of(running_request)
         check_adds_up(why)
         self.reasons |= {part.reason for part in why.uncached_ranges}
 
@@ -192,7 +192,7 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
         terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
         decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, terms, 0.0)
         analyzers.record_compared(prompt, decision, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
-    sizes = [len(analyzers.analyzer.history), len(analyzers.naive.pasts)]
+    sizes = [len(analyzers.analyzer.history), len(analyzers.naive.history)]
     assert 5 < sizes[0] < 20
     assert all(a == b for a, b in pairwise(sizes))
 

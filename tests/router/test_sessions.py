@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_by_hand import needed
+from core_by_hand import used_tokens
 
 from prompts.routing import RoutingRequest, parse_routing
 from router.decide.config import CoreConfig, WorkingSetConfig
@@ -146,9 +146,9 @@ def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
         tail = [ord(name)] * (1280 + 64 * turn)
         worker = send(core, f"r{turn}", shared_ids + tail, float(turn), session=name, worker="a")
     assert worker == "a"
-    assert needed(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
+    assert used_tokens(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
     send(core, "end", shared_ids + [ord("x")] * 1600, 5.0, session="x", worker="a", is_final=True)
-    assert needed(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
+    assert used_tokens(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
 
 
 def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:

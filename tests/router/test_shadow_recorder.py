@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from core_by_hand import make, request
+from core_by_hand import make_core, request
 
 from router.decide.messages import Decision
 from router.edge.mirrored_exchange import MIRRORED
@@ -17,7 +17,7 @@ class Copies:
     """A recorder on a core of two workers, told of copies; `at` is its clock."""
 
     def __init__(self) -> None:
-        self.core, self.index = make("ab")
+        self.core, self.index = make_core("ab")
         self.at = 1.0
         self.recorder = Recorder(self.core, ShadowConfig(), lambda: self.at, lambda *_: None)
 

@@ -111,7 +111,7 @@ class Fleet:
         if compare:
             explanation = self.analyzer.explain(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
             record = self.analyzer.record_compared(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
-            assert explanation == self.analyzer.why(record)
+            assert explanation == self.analyzer.explanation_of(record)
         else:
             record = self.analyzer.record_placed(prompt, decision, removed_prefix, self.now, 0.0)
         ids = list(route.token_ids or ())
@@ -122,7 +122,7 @@ class Fleet:
         self.core.finish_request(route.request_id, usage, self.now + 0.5)
         self.analyzer.record_end(record, usage, len(answer_ids), self.now + 0.5)
         self.now += 0.5
-        why = self.analyzer.why(record)
+        why = self.analyzer.explanation_of(record)
         check_adds_up(why)
         return why
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_by_hand import needed
+from core_by_hand import used_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +80,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         ids = prompt(path, tail)
         keys = INDEX.chunk_keys(ids, SCOPE, CHUNK)
         naive.expire(now)
-        assert needed(sets, target, now) == naive.needed_tokens(target)
+        assert used_tokens(sets, target, now) == naive.needed_tokens(target)
         if operation == "send":
             sets.add_prompt(target, keys, len(ids), now, cached_share=0.5)
             naive.send(target, ids, now)
@@ -96,7 +96,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         sets.check_invariants()
     sets.set_capacity("a", None)
     sets.check_invariants()
-    assert needed(sets, "a", now) is None
+    assert used_tokens(sets, "a", now) is None
     assert sets.overflows(["a"], [0.0], [], 100) == [0.0]
 
 
@@ -171,6 +171,6 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
     sessions(core)
     core.remove_worker("a", 30.0)
     core.cache_state.working_sets.check_invariants()
-    assert needed(core.cache_state.working_sets, "a", 30.0) is None
+    assert used_tokens(core.cache_state.working_sets, "a", 30.0) is None
     core.mark_worker_down("b", 31.0, "gone")
-    assert needed(core.cache_state.working_sets, "b", 31.0) == 0
+    assert used_tokens(core.cache_state.working_sets, "b", 31.0) == 0

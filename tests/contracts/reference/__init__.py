@@ -36,7 +36,7 @@ from router.index.protocol import (
 PROBLEMS_MAX = 16
 
 
-class Whole:
+class IngestStep:
     """A payload that is applied in one step."""
 
     def __init__(self, index: ReferenceIndex, holder: HolderId, payload: bytes, now_s: float) -> None:
@@ -67,8 +67,8 @@ class ReferenceIndex:
         self._lock = threading.RLock()
         self._holders: dict[HolderId, Holder] = {}
         self._pins: dict[HolderId, Pins] = {}
-        self._gone: dict[int, tuple[HolderId, float]] = {}
-        self._pinned: dict[PinId, tuple[HolderId, list[int], int | None]] = {}
+        self._removed_prefixes: dict[int, tuple[HolderId, float]] = {}
+        self._pinned_prompts: dict[PinId, tuple[HolderId, list[int], int | None]] = {}
         self._holder_ids: Iterator[int] = itertools.count()
         self._pin_ids: Iterator[int] = itertools.count()
 
@@ -87,7 +87,7 @@ class ReferenceIndex:
         with self._lock:
             self._get(holder)
             del self._holders[holder], self._pins[holder]
-            self._pinned = {pin: held for pin, held in self._pinned.items() if held[0] != holder}
+            self._pinned_prompts = {pin: entry for pin, entry in self._pinned_prompts.items() if entry[0] != holder}
 
     def clear(self, holder: HolderId) -> None:
         with self._lock:
@@ -101,15 +101,15 @@ class ReferenceIndex:
         with self._lock:
             self._get(holder).reannounces = reannounces
 
-    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> Whole:
-        return Whole(self, holder, payload, now_s)
+    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestStep:
+        return IngestStep(self, holder, payload, now_s)
 
     def ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestReport:
         with self._lock:
-            left = self._get(holder).left
+            removed_keys = self._get(holder).removed_keys
             report = self._ingest(holder, payload)
-            self._gone.update(dict.fromkeys(left, (holder, now_s)))
-            left.clear()
+            self._removed_prefixes.update(dict.fromkeys(removed_keys, (holder, now_s)))
+            removed_keys.clear()
         report.malformed_events = len(report.malformed)
         del report.malformed[PROBLEMS_MAX:]
         return report
@@ -122,19 +122,19 @@ class ReferenceIndex:
                 load_dump(state, payload, self._digester, report)
                 return report
             try:
-                decoded = decode_batch(payload)
+                result = decode_batch(payload)
             except DecodeError as error:
                 report.malformed.append(str(error))
                 return report
-            report.malformed.extend(decoded.errors)
-            report.unknown_events = sum(decoded.unknown_type_counts.values())
+            report.malformed.extend(result.errors)
+            report.unknown_events = sum(result.unknown_type_counts.values())
             events = []
-            for event in decoded.batch.events:
-                fault = check_event(event)
-                if fault is None:
+            for event in result.batch.events:
+                error_text = check_event(event)
+                if error_text is None:
                     events.append(event)
                 else:
-                    report.malformed.append(fault)
+                    report.malformed.append(error_text)
             state.apply(events, report)
         return report
 
@@ -155,15 +155,15 @@ class ReferenceIndex:
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
     ) -> list[Match]:
-        found = self._match(token_ids, scope)
+        matches = self._match(token_ids, scope)
         if order is None:
-            return found
+            return matches
         if keep < 1:
             raise ValueError(f"keep is {keep}: expected at least 1")
-        known = {match.holder: match for match in found}
-        tokens = [known[holder].pinned_tokens if holder in known else 0 for holder in order]
-        beaten = [sum(other >= tokens[i] for other in tokens[:i]) for i in range(len(tokens))]
-        return [known[holder] for i, holder in enumerate(order) if tokens[i] and beaten[i] < keep]
+        match_by_holder = {match.holder: match for match in matches}
+        tokens = [match_by_holder[holder].pinned_tokens if holder in match_by_holder else 0 for holder in order]
+        better_counts = [sum(other_tokens >= tokens[i] for other_tokens in tokens[:i]) for i in range(len(tokens))]
+        return [match_by_holder[holder] for i, holder in enumerate(order) if tokens[i] and better_counts[i] < keep]
 
     def _match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         with self._lock:
@@ -185,8 +185,8 @@ class ReferenceIndex:
         with self._lock:
             prefixes = self._digester.prefixes(as_token_list(token_ids), scope)
             ends = list(range(start - start % step + step, len(prefixes) - 1, step))
-            known = list(itertools.takewhile(lambda end: prefixes[end] in self._gone, ends))
-            return (known[-1], *self._gone[prefixes[known[0]]]) if known else None
+            removed_ends = list(itertools.takewhile(lambda end: prefixes[end] in self._removed_prefixes, ends))
+            return (removed_ends[-1], *self._removed_prefixes[prefixes[removed_ends[0]]]) if removed_ends else None
 
     def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         with self._lock:
@@ -197,24 +197,26 @@ class ReferenceIndex:
             last = (len(prefixes) - 2) // cut * cut
             checkpoint = prefixes[last] if last > 0 else None
             pin = PinId(next(self._pin_ids))
-            self._pinned[pin] = (holder, boundaries, checkpoint)
+            self._pinned_prompts[pin] = (holder, boundaries, checkpoint)
             self._pins[holder].add(boundaries, checkpoint, +1)
             return pin
 
     def unpin(self, pin: PinId) -> None:
         with self._lock:
-            pinned = self._pinned.pop(pin, None)
-            if pinned is not None:
-                holder, boundaries, checkpoint = pinned
+            entry = self._pinned_prompts.pop(pin, None)
+            if entry is not None:
+                holder, boundaries, checkpoint = entry
                 self._pins[holder].add(boundaries, checkpoint, -1)
 
     def stats(self) -> IndexStats:
         with self._lock:
             return IndexStats(
                 holders=len(self._holders),
-                entries=sum(len(name.held) for holder in self._holders.values() for name in holder.names.values()),
+                entries=sum(
+                    len(name.copies_by_slot) for holder in self._holders.values() for name in holder.names.values()
+                ),
                 parked=sum(holder.parking.blocks for holder in self._holders.values()),
-                pins=len(self._pinned),
+                pins=len(self._pinned_prompts),
                 memory_bytes=sum(_memory(holder) for holder in self._holders.values()),
             )
 
@@ -228,7 +230,7 @@ class ReferenceIndex:
                     "block_size": group.block_size,
                     "sliding_window": group.window,
                     "blocks": group.lengths.total(),
-                    "silent": state.silent(group),
+                    "silent": state.is_silent(group),
                 }
                 for group in sorted(state.groups.values(), key=lambda group: -1 if group.key is None else group.key)
             ]

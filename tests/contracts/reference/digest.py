@@ -77,18 +77,18 @@ class Digester:
 
         Returns len(token_ids) numbers. Media keys outside [position, position + len(token_ids)) are not mixed in.
         """
-        base, out = self.base, []
-        pending = [(at - position, key) for at, key in media if position <= at < position + len(token_ids)]
-        done = 0
-        for at, key in pending:
-            for token in token_ids[done:at]:
+        base, digests = self.base, []
+        pending = [(offset - position, key) for offset, key in media if position <= offset < position + len(token_ids)]
+        position_done = 0
+        for offset, key in pending:
+            for token in token_ids[position_done:offset]:
                 digest = (digest * base + token + 1) % PRIME
-                out.append(digest)
-            digest, done = (digest * base + key) % PRIME, at
-        for token in token_ids[done:]:
+                digests.append(digest)
+            digest, position_done = (digest * base + key) % PRIME, offset
+        for token in token_ids[position_done:]:
             digest = (digest * base + token + 1) % PRIME
-            out.append(digest)
-        return out
+            digests.append(digest)
+        return digests
 
     def prefixes(self, token_ids: Sequence[int], scope: Scope) -> list[int]:
         """Digests of [0, p) for p = 0..len(token_ids): len(token_ids) + 1 numbers."""

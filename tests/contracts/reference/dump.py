@@ -53,19 +53,19 @@ def is_dump(payload: bytes) -> bool:
 
 
 def dump_holder(holder: Holder, digester: Digester) -> list[bytes]:
-    groups = [group for group in holder.groups.values() if group.heard or group.lengths]
+    groups = [group for group in holder.groups.values() if group.has_events or group.lengths]
     index_of = {group.key: index for index, group in enumerate(groups)}
 
     def rows() -> Iterator[tuple[int, int, Any]]:
         for name, known in holder.names.items():
-            for (key, tier), held in known.held.items():
+            for (key, tier), held in known.copies_by_slot.items():
                 yield index_of[key], tier, (name, known.place.key, known.place.end, held.length, held.copies)
 
     return encode_dump(digester.fingerprint, [_dump_group(group) for group in groups], rows())
 
 
 def _dump_group(group: Group) -> DumpGroup:
-    return DumpGroup(group.key, group.kind, group.block_size, group.window, group.sparse, group.heard)
+    return DumpGroup(group.key, group.kind, group.block_size, group.window, group.is_sparse, group.has_events)
 
 
 def load_dump(holder: Holder, payload: bytes, digester: Digester, report: IngestReport) -> None:

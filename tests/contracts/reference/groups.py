@@ -27,9 +27,9 @@ class Group:
     kind: str | None = None
     block_size: int | None = None
     window: int | None = None
-    declared: bool = False
-    heard: bool = False
-    sparse: bool = False
+    is_declared: bool = False
+    has_events: bool = False
+    is_sparse: bool = False
     """It has announced fewer hashes than blocks: it does not keep a block at every boundary."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Names held by block length, over all tiers."""
@@ -48,7 +48,7 @@ class Group:
         return "full"
 
     @property
-    def teaches(self) -> bool:
+    def is_full_attention(self) -> bool:
         """Full attention spells out every name; other groups may leave it to do so."""
         return self.kind is None or self.kind in FULL_ATTENTION_KINDS
 

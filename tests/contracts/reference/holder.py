@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Held:
+class HeldCopies:
     """Copies of one name in one slot."""
 
     length: int
@@ -46,7 +46,7 @@ class Held:
 @dataclass(slots=True)
 class Name:
     place: Place
-    held: dict[Slot, Held] = field(default_factory=dict)
+    copies_by_slot: dict[Slot, HeldCopies] = field(default_factory=dict)
 
 
 class Holder:
@@ -61,76 +61,78 @@ class Holder:
         self.blocks: dict[Block, Counter[Slot]] = {}
         self._full_stores = 0
         self._batch = 0
-        self._taught: dict[int, Place] = {}
+        self._batch_places: dict[int, Place] = {}
         self.parking = Parking()
-        self.left: list[int] = []
+        self.removed_keys: list[int] = []
         """Keys of the blocks that a batch removed, but those of windows."""
 
     def check_invariants(self) -> None:
         """Assert what the module promises; for tests."""
         blocks: dict[Block, Counter[Slot]] = {}
         for name in self.names.values():
-            assert name.held, "a known name is held somewhere"
-            for slot, held in name.held.items():
+            assert name.copies_by_slot, "a known name is held somewhere"
+            for slot, held in name.copies_by_slot.items():
                 assert held.copies > 0
                 blocks.setdefault((name.place.key, held.length), Counter())[slot] += held.copies
         assert blocks == self.blocks
-        lengths = Counter((slot[0], held.length) for name in self.names.values() for slot, held in name.held.items())
+        lengths = Counter(
+            (slot[0], held.length) for name in self.names.values() for slot, held in name.copies_by_slot.items()
+        )
         assert lengths == Counter({(g.key, n): c for g in self.groups.values() for n, c in g.lengths.items()})
         self.parking.check_invariants()
-        assert not self._taught
+        assert not self._batch_places
 
     # -- groups ------------------------------------------------------------------------------------------------
 
     def declare(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group in self.groups.values():
-            group.declared = False
+            group.is_declared = False
         for raw in groups:
             group = self.groups.setdefault(raw.get("group_idx"), Group(raw.get("group_idx")))
-            group.declared = True
+            group.is_declared = True
             group.kind = raw.get("kind") or group.kind
             group.block_size = raw.get("block_size") or group.block_size
             group.window = raw.get("sliding_window") or group.window
-        self.groups = {key: group for key, group in self.groups.items() if group.declared or group.heard}
+        self.groups = {key: group for key, group in self.groups.items() if group.is_declared or group.has_events}
         self._full_stores = 0
 
-    def silent(self, group: Group) -> bool:
+    def is_silent(self, group: Group) -> bool:
         """Declared, never heard, while full attention spoke often enough that it would have been."""
-        return group.declared and not group.heard and self._full_stores >= SILENT_AFTER_STORES
+        return group.is_declared and not group.has_events and self._full_stores >= SILENT_AFTER_STORES
 
     def demanding_groups(self) -> list[Group]:
         """The groups that must all be able to resume at a usable prefix."""
-        groups = [group for group in self.groups.values() if group.role != "ignored" and not self.silent(group)]
-        homes = self._homes()
-        return [group for group in groups if group.key is not None or not homes]
+        groups = [group for group in self.groups.values() if group.role != "ignored" and not self.is_silent(group)]
+        candidates = self._candidate_groups()
+        return [group for group in groups if group.key is not None or not candidates]
 
-    def _homes(self) -> list[Group]:
+    def _candidate_groups(self) -> list[Group]:
         """The groups that an event without one can be about, the likeliest first. None: it has no groups."""
-        heard = [group for group in self.groups.values() if group.heard and group.key is not None]
-        return sorted(heard, key=lambda group: (not group.teaches, group.key))
+        active_groups = [group for group in self.groups.values() if group.has_events and group.key is not None]
+        return sorted(active_groups, key=lambda group: (not group.is_full_attention, group.key))
 
-    def _home(self, names: Iterable[int]) -> Group | None:
+    def _find_group(self, names: Iterable[int]) -> Group | None:
         """That which holds the first known name; where nobody knows any, full attention's."""
-        homes = self._homes()
+        candidates = self._candidate_groups()
         for name in names:
-            held = {key for key, _ in self.names[name].held} if name in self.names else set()
-            for group in homes:
-                if group.key in held:
+            group_keys = {key for key, _ in self.names[name].copies_by_slot} if name in self.names else set()
+            for group in candidates:
+                if group.key in group_keys:
                     return group
-        return homes[0] if homes else None
+        return candidates[0] if candidates else None
 
     def clear(self) -> None:
         """A new life of the stream: nothing is held, and what the events taught about groups is not trusted."""
         self.forget_blocks()
         for group in self.groups.values():
-            group.heard = group.sparse = False
-        self.groups = {key: group for key, group in self.groups.items() if group.declared}
+            group.has_events = group.is_sparse = False
+        self.groups = {key: group for key, group in self.groups.items() if group.is_declared}
         self._full_stores = 0
 
     def forget_blocks(self) -> None:
         self.names.clear()
         self.blocks.clear()
-        self._taught.clear()
+        self._batch_places.clear()
         self.parking.clear()
         for group in self.groups.values():
             group.lengths.clear()
@@ -157,50 +159,50 @@ class Holder:
         self.parking.expire(self._batch)
 
     def _apply_stretch(self, events: list[BlockStored | BlockRemoved], report: IngestReport) -> None:
-        spelt = self._teach(events)
+        spelt = self._place_batch(events)
         for index, event in enumerate(events):
             if isinstance(event, BlockStored):
                 self._store(event, spelt.get(index), report)
             else:
                 self._remove(event, report)
-        self._taught.clear()
+        self._batch_places.clear()
 
-    def _teach(self, events: list[BlockStored | BlockRemoved]) -> dict[int, list[Place]]:
+    def _place_batch(self, events: list[BlockStored | BlockRemoved]) -> dict[int, list[Place]]:
         """Fill `_taught` with the place of every block that a dense store spells out, in whatever order they come.
 
         Returns the places of each such store by its index. A store goes where it says itself: `_taught` is for the
         others, and where two stores of a batch give one name two places, the later word counts.
         """
-        spelt: dict[int, list[Place]] = {}
+        places_by_run: dict[int, list[Place]] = {}
         for event in events:
             # The block may leave its tier before its copy is told.
             if isinstance(event, BlockStored) and is_bare(event):
                 for name in map(self._digester.name, event.block_hashes):
                     if name in self.names:
-                        self._taught[name] = self.names[name].place
+                        self._batch_places[name] = self.names[name].place
         runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
         for index, run in runs.items():
-            self._try_run(index, run, spelt)
+            self._try_run(index, run, places_by_run)
         waiting: dict[int, list[int]] = {}
-        ready = [index for index in runs if index not in spelt]
+        ready = [index for index in runs if index not in places_by_run]
         for index in ready:
             parent, first = runs[index].parent_block_hash, runs[index].block_hashes[0]
             for name in (parent, first):
                 if name is not None:
                     waiting.setdefault(self._digester.name(name), []).append(index)
         for index in ready:  # grows: what a run spells out may set others free
-            if index not in spelt and self._try_run(index, runs[index], spelt):
+            if index not in places_by_run and self._try_run(index, runs[index], places_by_run):
                 for engine_hash in runs[index].block_hashes:
                     ready += waiting.pop(self._digester.name(engine_hash), ())
-        return spelt
+        return places_by_run
 
     def _try_run(self, index: int, run: BlockStored, spelt: dict[int, list[Place]]) -> bool:
-        places = self._teach_run(run)
+        places = self._place_run(run)
         if places is not None:
             spelt[index] = places
         return places is not None
 
-    def _teach_run(self, run: BlockStored) -> list[Place] | None:
+    def _place_run(self, run: BlockStored) -> list[Place] | None:
         start = self._start_of(run)
         if start is None:
             return None
@@ -208,19 +210,19 @@ class Holder:
         places = [place] * first
         for index in range(first, len(run.block_hashes)):
             place = self._advance(place, run, index)
-            self._taught[self._digester.name(run.block_hashes[index])] = place
+            self._batch_places[self._digester.name(run.block_hashes[index])] = place
             places.append(place)
         return places
 
     def _start_of(self, run: BlockStored) -> tuple[int, Place] | None:
         """(blocks of the run that are known already, where the next one begins); None where nobody knows."""
-        start = self._before(run)
+        start = self._parent_place(run)
         if start is not None:
             return 0, start
-        own = self._place(run.block_hashes[0]) if run.block_hashes else None
-        return None if own is None else (1, own)
+        first_place = self._place(run.block_hashes[0]) if run.block_hashes else None
+        return None if first_place is None else (1, first_place)
 
-    def _before(self, run: BlockStored) -> Place | None:
+    def _parent_place(self, run: BlockStored) -> Place | None:
         """Where the run begins: behind its parent; behind the tokens that the event says were skipped after an
         ancestor; or at the start of a prompt, also where a publisher calls that the parent 0."""
         if run.parent_block_hash is None:
@@ -228,13 +230,15 @@ class Holder:
         parent = self._place(run.parent_block_hash)
         if parent is not None:
             return parent
-        skipped = skipped_of(run)
-        if skipped:
+        skipped_tokens = skipped_of(run)
+        if skipped_tokens:
             ancestor = run.skipped_parent_block_hash
             start = self._root(run, None) if ancestor is None else self._place(ancestor)
             if start is None:
                 return None
-            return Place(self._digester.extend(start.key, skipped, start.end)[-1], start.end + len(skipped))
+            return Place(
+                self._digester.extend(start.key, skipped_tokens, start.end)[-1], start.end + len(skipped_tokens)
+            )
         return self._root(run, salt_of_first(run)) if run.parent_block_hash == 0 else None
 
     def _root(self, run: BlockStored, salt: str | None) -> Place:
@@ -244,18 +248,25 @@ class Holder:
     def _length_of(self, run: BlockStored, slot: Slot) -> int:
         """The length of a block that is not full yet, named at a finer boundary than the full blocks before it: it
         begins where the last full one ends. For any other run, its block size."""
-        ancestor, whole = run.skipped_parent_block_hash, len(skipped_of(run)) + run.block_size
-        known = None if ancestor is None else self.names.get(self._digester.name(ancestor))
-        if len(run.block_hashes) != 1 or not skipped_of(run) or known is None or slot not in known.held:
+        ancestor, full_length = run.skipped_parent_block_hash, len(skipped_of(run)) + run.block_size
+        ancestor_name = None if ancestor is None else self.names.get(self._digester.name(ancestor))
+        if (
+            len(run.block_hashes) != 1
+            or not skipped_of(run)
+            or ancestor_name is None
+            or slot not in ancestor_name.copies_by_slot
+        ):
             return run.block_size
-        return whole if run.block_size < known.held[slot].length >= whole else run.block_size
+        return (
+            full_length if run.block_size < ancestor_name.copies_by_slot[slot].length >= full_length else run.block_size
+        )
 
     def _place(self, engine_hash: BlockName) -> Place | None:
         name = self._digester.name(engine_hash)
-        place = self._taught.get(name)
+        place = self._batch_places.get(name)
         if place is None:
-            known = self.names.get(name)
-            place = None if known is None else known.place
+            entry = self.names.get(name)
+            place = None if entry is None else entry.place
         return place
 
     def _advance(self, place: Place, run: BlockStored, index: int) -> Place:
@@ -269,80 +280,86 @@ class Holder:
     def _store(self, event: BlockStored, places: list[Place] | None, report: IngestReport) -> None:
         names = [self._digester.name(engine_hash) for engine_hash in event.block_hashes]
         if is_bare(event):
-            placed = self._store_copies(event, names)
-            report.unknown_copies += len(names) - len(placed)
+            stored_names = self._store_copies(event, names)
+            report.unknown_copies += len(names) - len(stored_names)
         else:
-            group = self._home(names) if event.group_idx is None else None
+            group = self._find_group(names) if event.group_idx is None else None
             if group is None:
-                group = self._hear(event)
-                group.sparse |= not is_dense(event)
+                group = self._update_group(event)
+                group.is_sparse |= not is_dense(event)
             slot = (group.key, tier_index(event.medium))
             if places is None:
-                placed = self._store_unresolved(event, names, slot, group, report)
+                stored_names = self._store_unresolved(event, names, slot, group, report)
             else:
                 length = self._length_of(event, slot)
                 for name, place in zip(names, places):
                     self._add(name, place, slot, length, group)
-                placed = names
-        report.stored += len(placed)
-        self._wake(placed)
+                stored_names = names
+        report.stored += len(stored_names)
+        self._attach_waiting(stored_names)
 
     def _store_copies(self, event: BlockStored, names: list[int]) -> list[int]:
         """Names without tokens are copies of known blocks. Returns those; the others say nothing and do not wait."""
-        placed = []
+        stored_names = []
         for name in names:
             place = self._place(name)
-            group = (self._home([name]) if event.group_idx is None else None) or self.groups.get(event.group_idx)
+            group = (self._find_group([name]) if event.group_idx is None else None) or self.groups.get(event.group_idx)
             if place is None or group is None:
                 continue
-            held = self.names[name].held if name in self.names else {}
+            held = self.names[name].copies_by_slot if name in self.names else {}
             lengths = [held[group.key, tier].length for tier in range(len(TIERS)) if (group.key, tier) in held]
             length = lengths[0] if lengths else event.block_size or group.block_size or 0
             if 0 < length <= min(place.end, BLOCK_SIZE_MAX):
                 self._add(name, place, (group.key, tier_index(event.medium)), length, group)
-                placed.append(name)
-        return placed
+                stored_names.append(name)
+        return stored_names
 
     def _store_unresolved(
         self, event: BlockStored, names: list[int], slot: Slot, group: Group, report: IngestReport
     ) -> list[int]:
         """A sparse store, or a dense one that hangs in the air. Returns the names whose place is known."""
         dense = is_dense(event)
-        unplaced = [name for name in names if self._place(name) is None]
-        if unplaced and not dense and group.role == "state" and len(names) == 1 and not self._knows_full_attention():
-            self._taught.update(self._place_of_last(event, names[0]))
-            unplaced = [name for name in names if self._place(name) is None]
-        if unplaced and dense:
+        unknown_names = [name for name in names if self._place(name) is None]
+        if (
+            unknown_names
+            and not dense
+            and group.role == "state"
+            and len(names) == 1
+            and not self._knows_full_attention()
+        ):
+            self._batch_places.update(self._place_of_last(event, names[0]))
+            unknown_names = [name for name in names if self._place(name) is None]
+        if unknown_names and dense:
             waits = [self._place(name) is None for name in names]
-            awaited = names[0] if event.parent_block_hash is None else self._digester.name(event.parent_block_hash)
-            self.parking.park(ParkedRun(slot, names, waits, event.block_size, awaited, event, self._batch))
+            awaited_name = names[0] if event.parent_block_hash is None else self._digester.name(event.parent_block_hash)
+            self.parking.park(ParkedRun(slot, names, waits, event.block_size, awaited_name, event, self._batch))
             report.parked += sum(waits)
-        placed = []
+        stored_names = []
         for name in names:
             place = self._place(name)
             if place is not None:
                 self._add(name, place, slot, event.block_size, group)
-                placed.append(name)
+                stored_names.append(name)
             elif not dense:
                 self.parking.park(ParkedRun(slot, [name], [True], event.block_size, name, None, self._batch))
                 report.parked += 1
-        return placed
+        return stored_names
 
-    def _hear(self, event: BlockStored) -> Group:
+    def _update_group(self, event: BlockStored) -> Group:
         group = self.groups.get(event.group_idx)
         if group is None:
             group = self.groups[event.group_idx] = Group(event.group_idx)
-        group.heard = True
+        group.has_events = True
         group.kind = event.kv_cache_spec_kind or group.kind
         group.block_size = event.block_size
         if event.kv_cache_spec_sliding_window is not None and event.kv_cache_spec_sliding_window > 0:
             group.window = event.kv_cache_spec_sliding_window
-        if group.teaches:
+        if group.is_full_attention:
             self._full_stores += 1
         return group
 
     def _knows_full_attention(self) -> bool:
-        return any(group.teaches for group in self.groups.values())
+        return any(group.is_full_attention for group in self.groups.values())
 
     def _place_of_last(self, event: BlockStored, name: int) -> dict[int, Place]:
         """A state event with one hash names the end of its tokens; for models without full attention to say so."""
@@ -353,25 +370,25 @@ class Holder:
         return {name: Place(key, start[1].end + len(event.token_ids))}
 
     def _add(self, name: int, place: Place, slot: Slot, length: int, group: Group) -> None:
-        known = self.names.get(name)
-        if known is not None and known.place != place:
-            self._forget_name(name, known)  # the engine gave the name to another block: the newest word counts
-            known = None
-        if known is None:
-            known = self.names[name] = Name(place)
-            held = None
+        entry = self.names.get(name)
+        if entry is not None and entry.place != place:
+            self._forget_name(name, entry)  # the engine gave the name to another block: the newest word counts
+            entry = None
+        if entry is None:
+            entry = self.names[name] = Name(place)
+            copies = None
         else:
-            held = known.held.get(slot)
-        if held is None:
-            known.held[slot] = Held(length, 1)
+            copies = entry.copies_by_slot.get(slot)
+        if copies is None:
+            entry.copies_by_slot[slot] = HeldCopies(length, 1)
             self._count(place.key, length, slot, +1, group)
             return
-        if held.length != length:
-            self._count(place.key, held.length, slot, -held.copies, group)
-            self._count(place.key, length, slot, held.copies, group)
-            held.length = length
+        if copies.length != length:
+            self._count(place.key, copies.length, slot, -copies.copies, group)
+            self._count(place.key, length, slot, copies.copies, group)
+            copies.length = length
         if not self.reannounces:
-            held.copies += 1
+            copies.copies += 1
             self.blocks[place.key, length][slot] += 1
 
     def _count(self, key: int, length: int, slot: Slot, copies: int, group: Group) -> None:
@@ -386,71 +403,75 @@ class Holder:
         if group.lengths[length] == 0:
             del group.lengths[length]
 
-    def _forget_name(self, name: int, known: Name) -> None:
-        for slot, held in known.held.items():
-            self._count(known.place.key, held.length, slot, -held.copies, self.groups[slot[0]])
+    def _forget_name(self, name: int, entry: Name) -> None:
+        for slot, copies in entry.copies_by_slot.items():
+            self._count(entry.place.key, copies.length, slot, -copies.copies, self.groups[slot[0]])
         del self.names[name]
 
-    def load(self, described: DumpGroup, tier: int, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
+    def load(self, dump_group: DumpGroup, tier: int, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
         """Take over blocks from another index with the same seed: (name, key, end, length, copies) each."""
-        group = self.groups.setdefault(described.group_idx, Group(described.group_idx))
-        group.heard |= described.heard
-        group.kind = described.kind or group.kind
-        group.block_size = described.block_size or group.block_size
-        group.window = described.sliding_window or group.window
-        group.sparse |= described.sparse
+        group = self.groups.setdefault(dump_group.group_idx, Group(dump_group.group_idx))
+        group.has_events |= dump_group.heard
+        group.kind = dump_group.kind or group.kind
+        group.block_size = dump_group.block_size or group.block_size
+        group.window = dump_group.sliding_window or group.window
+        group.is_sparse |= dump_group.sparse
         names = []
         for name, key, end, length, copies in rows:
             for _ in range(copies):
                 self._add(name, Place(key, end), (group.key, tier), length, group)
             names.append(name)
-        self._wake(names)
-        self._taught.clear()
+        self._attach_waiting(names)
+        self._batch_places.clear()
 
     # -- removals ----------------------------------------------------------------------------------------------
 
     def _clear_tier(self, tier: int, report: IngestReport) -> None:
         """Everything on one tier left."""
-        there = [(name, slot) for name, known in self.names.items() for slot in known.held if slot[1] == tier]
-        for name, slot in there:
-            self._take(name, slot, 0)
-        report.removed += len(there)
+        name_slots = [
+            (name, slot) for name, entry in self.names.items() for slot in entry.copies_by_slot if slot[1] == tier
+        ]
+        for name, slot in name_slots:
+            self._remove_copies(name, slot, 0)
+        report.removed += len(name_slots)
         self.parking.clear_tier(tier)
 
     def _remove(self, event: BlockRemoved, report: IngestReport) -> None:
         keys = [event.group_idx]
         if event.group_idx is None:
-            keys += [group.key for group in self._homes()]
+            keys += [group.key for group in self._candidate_groups()]
         slots = [(key, tier_index(event.medium)) for key in keys]
         counts = event.remaining_copy_counts or [None] * len(event.block_hashes)
-        for name, left in zip(map(self._digester.name, event.block_hashes), counts):
-            if any(self._take(name, slot, left) or self.parking.cancel(slot, name) for slot in slots):
+        for name, copies_left in zip(map(self._digester.name, event.block_hashes), counts):
+            if any(self._remove_copies(name, slot, copies_left) or self.parking.cancel(slot, name) for slot in slots):
                 report.removed += 1
             else:
                 report.unknown_removals += 1
 
-    def _take(self, name: int, slot: Slot, left: int | None = None) -> bool:
+    def _remove_copies(self, name: int, slot: Slot, copies_left: int | None = None) -> bool:
         """`left` copies of the name stay in the slot, or one fewer than before; False where it is not there."""
-        known = self.names.get(name)
-        held = None if known is None else known.held.get(slot)
-        if known is None or held is None:
+        entry = self.names.get(name)
+        held_copies = None if entry is None else entry.copies_by_slot.get(slot)
+        if entry is None or held_copies is None:
             return False
-        copies = held.copies - 1 if left is None else min(left, 1 if self.reannounces else COPIES_MAX)
+        copies = (
+            held_copies.copies - 1 if copies_left is None else min(copies_left, 1 if self.reannounces else COPIES_MAX)
+        )
         if copies > 0:
-            self.blocks[known.place.key, held.length][slot] += copies - held.copies
-            held.copies = copies
+            self.blocks[entry.place.key, held_copies.length][slot] += copies - held_copies.copies
+            held_copies.copies = copies
             return True
-        self._count(known.place.key, held.length, slot, -held.copies, self.groups[slot[0]])
+        self._count(entry.place.key, held_copies.length, slot, -held_copies.copies, self.groups[slot[0]])
         if self.groups[slot[0]].role in ("full", "state"):
-            self.left.append(known.place.key)
-        del known.held[slot]
-        if not known.held:
+            self.removed_keys.append(entry.place.key)
+        del entry.copies_by_slot[slot]
+        if not entry.copies_by_slot:
             del self.names[name]
         return True
 
     # -- attaching --------------------------------------------------------------------------------------------
 
-    def _wake(self, names: Iterable[int]) -> None:
+    def _attach_waiting(self, names: Iterable[int]) -> None:
         """The places of `names` are known now: attach what waited for them, and what waited for that."""
         stack = list(names)
         while stack:
@@ -460,11 +481,11 @@ class Holder:
     def _attach(self, parked: ParkedRun) -> list[int]:
         group = self.groups[parked.slot[0]]
         if parked.run is not None:
-            self._teach_run(parked.run)
-        attached = []
-        for name, waits in zip(parked.names, parked.waits):
+            self._place_run(parked.run)
+        attached_names = []
+        for name, is_waiting in zip(parked.names, parked.is_waiting):
             place = self._place(name)
-            if waits and place is not None:
+            if is_waiting and place is not None:
                 self._add(name, place, parked.slot, parked.length, group)
-                attached.append(name)
-        return attached
+                attached_names.append(name)
+        return attached_names

@@ -47,8 +47,8 @@ def _count(counts: dict[int, int], key: int, by: int) -> None:
 def cut_of(holder: Holder) -> int:
     """The block length at which a prompt in flight to `holder` will be resumable: its full attention's smallest."""
     lengths = [length for group in holder.demanding_groups() if group.role == "full" for length in group.lengths]
-    declared = [group.block_size for group in holder.demanding_groups() if group.block_size]
-    return min(lengths) if lengths else min(declared, default=DEFAULT_CUT)
+    block_sizes = [group.block_size for group in holder.demanding_groups() if group.block_size]
+    return min(lengths) if lengths else min(block_sizes, default=DEFAULT_CUT)
 
 
 def match_holder(holder: Holder, pins: Pins, prefixes: Sequence[int]) -> Match | None:
@@ -65,14 +65,14 @@ def match_holder(holder: Holder, pins: Pins, prefixes: Sequence[int]) -> Match |
         return has
 
     anywhere = has_on(range(len(TIERS)))
-    tokens = _usable(groups, anywhere, limit, ()) if blocks else 0
-    pinned = tokens
+    tokens = _longest_usable(groups, anywhere, limit, ()) if blocks else 0
+    pinned_tokens = tokens
     if pins and limit > 0:
-        pinned = max(tokens, _usable_pinned(holder, groups, pins, anywhere, prefixes))
-    if not tokens and not pinned:
+        pinned_tokens = max(tokens, _usable_pinned(holder, groups, pins, anywhere, prefixes))
+    if not tokens and not pinned_tokens:
         return None
-    gpu = _usable(groups, has_on((0,)), tokens, ()) if tokens else 0
-    return Match(holder.id, tokens, gpu, _tiers(groups, has_on, tokens, gpu), pinned)
+    gpu = _longest_usable(groups, has_on((0,)), tokens, ()) if tokens else 0
+    return Match(holder.id, tokens, gpu, _tokens_by_tier(groups, has_on, tokens, gpu), pinned_tokens)
 
 
 def _usable_pinned(holder: Holder, groups: list[Group], pins: Pins, resident: Has, prefixes: Sequence[int]) -> int:
@@ -81,17 +81,17 @@ def _usable_pinned(holder: Holder, groups: list[Group], pins: Pins, resident: Ha
             return True
         if group.role == "state":
             return prefixes[position] in pins.checkpoints
-        return not group.sparse and prefixes[position] in pins.boundaries
+        return not group.is_sparse and prefixes[position] in pins.boundaries
 
     def lands(group: Group, position: int) -> bool:
         return prefixes[position] in pins.checkpoints
 
     cut = cut_of(holder)
     demanding = groups or [Group(None)]
-    return _usable(demanding, has, len(prefixes) - 2, (cut,), lands)
+    return _longest_usable(demanding, has, len(prefixes) - 2, (cut,), lands)
 
 
-def _usable(
+def _longest_usable(
     groups: list[Group],
     has: Has,
     limit: int,
@@ -104,15 +104,15 @@ def _usable(
     be able to resume at p whatever it holds.
     """
     full = [group for group in groups if group.role == "full"]
-    rest = [group for group in groups if group.role != "full"]
+    other_groups = [group for group in groups if group.role != "full"]
     candidates: set[int] | None = None
     for group in full:
-        reached = _tiled(group, has, limit, _lengths(group, cuts))
-        candidates = reached if candidates is None else candidates & reached
+        ends = _tiled_ends(group, has, limit, _lengths(group, cuts))
+        candidates = ends if candidates is None else candidates & ends
     if candidates is None:
-        candidates = _ends(rest, has, limit, cuts)
+        candidates = _ends(other_groups, has, limit, cuts)
     for p in sorted(candidates, reverse=True):
-        if p == 0 or all(_resumes(group, has, p, _lengths(group, cuts), lands) for group in rest):
+        if p == 0 or all(_can_resume(group, has, p, _lengths(group, cuts), lands) for group in other_groups):
             return p
     return 0
 
@@ -121,17 +121,17 @@ def _lengths(group: Group, cuts: tuple[int, ...]) -> list[int]:
     return sorted({*group.lengths, *cuts})
 
 
-def _tiled(group: Group, has: Has, limit: int, lengths: list[int]) -> set[int]:
+def _tiled_ends(group: Group, has: Has, limit: int, lengths: list[int]) -> set[int]:
     """Every p <= limit for which blocks of the group tile [0, p)."""
-    reached, frontier = {0}, [0]
+    ends, frontier = {0}, [0]
     while frontier:
         start = frontier.pop()
         for length in lengths:
             end = start + length
-            if end <= limit and end not in reached and has(group, end, length):
-                reached.add(end)
+            if end <= limit and end not in ends and has(group, end, length):
+                ends.add(end)
                 frontier.append(end)
-    return reached
+    return ends
 
 
 def _ends(groups: list[Group], has: Has, limit: int, cuts: tuple[int, ...]) -> set[int]:
@@ -142,28 +142,30 @@ def _ends(groups: list[Group], has: Has, limit: int, cuts: tuple[int, ...]) -> s
     }
 
 
-def _resumes(group: Group, has: Has, p: int, lengths: list[int], lands: Callable[[Group, int], bool] | None) -> bool:
+def _can_resume(group: Group, has: Has, p: int, lengths: list[int], lands: Callable[[Group, int], bool] | None) -> bool:
     if group.role == "state":
         return any(length <= p and has(group, p, length) for length in lengths)
     assert group.window is not None, "a window group without a window has the role full"
-    if group.sparse and lands is not None and lands(group, p):
+    if group.is_sparse and lands is not None and lands(group, p):
         return True
     # The next token looks back window - 1 tokens; in a chunk, to the chunk's start.
     first = p - p % group.window if group.role == "chunk" else max(0, p - (group.window - 1))
-    seen, frontier = {p}, [p]
+    starts, frontier = {p}, [p]
     while frontier:
         end = frontier.pop()
         if end <= first:
             return True
         for length in lengths:
             start = end - length
-            if start >= 0 and start not in seen and has(group, end, length):
-                seen.add(start)
+            if start >= 0 and start not in starts and has(group, end, length):
+                starts.add(start)
                 frontier.append(start)
     return False
 
 
-def _tiers(groups: list[Group], has_on: Callable[[Collection[int]], Has], tokens: int, gpu: int) -> tuple[int, ...]:
+def _tokens_by_tier(
+    groups: list[Group], has_on: Callable[[Collection[int]], Has], tokens: int, gpu: int
+) -> tuple[int, ...]:
     """Tokens of [0, tokens) by the fastest tier that holds them, judged by the first full-attention group.
 
     Where blocks of several lengths tile the prefix, the path is walked back from `tokens`, shortest block first.
@@ -175,13 +177,13 @@ def _tiers(groups: list[Group], has_on: Callable[[Collection[int]], Has], tokens
         return tuple(counts)
     group, lengths = full[0], sorted(full[0].lengths)
     per_tier = [has_on((tier,)) for tier in range(len(TIERS))]
-    reached = _tiled(group, has_on(range(len(TIERS))), tokens, lengths)
+    ends = _tiled_ends(group, has_on(range(len(TIERS))), tokens, lengths)
     end = tokens
     while end:
         length, tier = next(
             (length, tier)
             for length in lengths
-            if end - length in reached
+            if end - length in ends
             for tier in range(len(TIERS))
             if per_tier[tier](group, end, length)
         )

@@ -29,10 +29,10 @@ class ParkedRun:
 
     slot: Slot
     names: list[int]
-    waits: list[bool]
+    is_waiting: list[bool]
     """Per name; False for one that is held already, or was removed while the run waited."""
     length: int
-    awaits: int
+    awaited_name: int
     """The name that sets it free: the parent's, or the sparse name itself."""
     run: BlockStored | None
     batch: int
@@ -45,13 +45,13 @@ class Parking:
     def __init__(self) -> None:
         self._runs: dict[int, ParkedRun] = {}
         self._serial = 0
-        self._awaited: dict[int, dict[int, None]] = {}
+        self._runs_by_awaited_name: dict[int, dict[int, None]] = {}
         self._names: dict[tuple[Slot, int], dict[int, None]] = {}
         self.blocks = 0
 
     def clear(self) -> None:
         self._runs.clear()
-        self._awaited.clear()
+        self._runs_by_awaited_name.clear()
         self._names.clear()
         self.blocks = 0
 
@@ -61,16 +61,16 @@ class Parking:
         self._serial += 1
         self._runs[self._serial] = run
         self.blocks += len(run.names)
-        self._awaited.setdefault(run.awaits, {})[self._serial] = None
-        for name, waits in zip(run.names, run.waits):
+        self._runs_by_awaited_name.setdefault(run.awaited_name, {})[self._serial] = None
+        for name, waits in zip(run.names, run.is_waiting):
             if waits:
                 self._names.setdefault((run.slot, name), {})[self._serial] = None
         while self.blocks > PARKED_BLOCKS_MAX:
-            self._take(next(iter(self._runs)))
+            self._pop_run(next(iter(self._runs)))
 
     def release(self, name: int) -> list[ParkedRun]:
         """The runs that waited for `name`, oldest first; they wait no more."""
-        return [self._take(serial) for serial in list(self._awaited.get(name, ()))]
+        return [self._pop_run(serial) for serial in list(self._runs_by_awaited_name.get(name, ()))]
 
     def cancel(self, slot: Slot, name: int) -> bool:
         """`name` was removed before its place was known: its oldest waiting copy goes. False where none waits."""
@@ -79,12 +79,12 @@ class Parking:
             return False
         serial = next(iter(serials))
         run = self._runs[serial]
-        copies = [index for index, waits in enumerate(run.waits) if waits and run.names[index] == name]
-        run.waits[copies[0]] = False
+        copies = [index for index, waits in enumerate(run.is_waiting) if waits and run.names[index] == name]
+        run.is_waiting[copies[0]] = False
         if len(copies) == 1:
             _discard(self._names, (slot, name), serial)
-        if not any(run.waits):
-            self._take(serial)
+        if not any(run.is_waiting):
+            self._pop_run(serial)
         return True
 
     def clear_tier(self, tier: int) -> None:
@@ -100,18 +100,18 @@ class Parking:
             serial, run = next(iter(self._runs.items()))
             if batch - run.batch < PARKED_BATCHES_MAX:
                 return
-            self._take(serial)
+            self._pop_run(serial)
 
     def check_invariants(self) -> None:
         assert self.blocks == sum(len(run.names) for run in self._runs.values()) <= PARKED_BLOCKS_MAX
-        assert set(self._runs) == {serial for serials in self._awaited.values() for serial in serials}
-        assert all(any(run.waits) for run in self._runs.values())
+        assert set(self._runs) == {serial for serials in self._runs_by_awaited_name.values() for serial in serials}
+        assert all(any(run.is_waiting) for run in self._runs.values())
 
-    def _take(self, serial: int) -> ParkedRun:
+    def _pop_run(self, serial: int) -> ParkedRun:
         run = self._runs.pop(serial)
         self.blocks -= len(run.names)
-        _discard(self._awaited, run.awaits, serial)
-        for name, waits in zip(run.names, run.waits):
+        _discard(self._runs_by_awaited_name, run.awaited_name, serial)
+        for name, waits in zip(run.names, run.is_waiting):
             if waits:
                 _discard(self._names, (run.slot, name), serial)
         return run

@@ -12,30 +12,30 @@ class NaiveTally:
         self._counts: Counter[int] = Counter()
         self._since_s: dict[int, float] = {}
 
-    def _more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
-        there = sum(key in self._counts for key in keys[start:])
+    def _add(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
+        present_count = sum(key in self._counts for key in keys[start:])
         self._since_s.update((key, now_s) for key in keys[start:] if key not in self._counts)
         self._counts.update(keys[start:])
-        return there
+        return present_count
 
-    def _less(self, keys: Sequence[int], start: int = 0) -> int:
+    def _subtract(self, keys: Sequence[int], start: int = 0) -> int:
         if any(key not in self._counts for key in keys[start:]):
             raise IndexError("no prompt has this key")
         self._counts.subtract(keys[start:])
         self._counts = +self._counts
         return sum(key in self._counts for key in keys[start:])
 
-    def enter(self, keys: Sequence[int], there: NaiveTally, places: NaiveTally, now_s: float) -> int:
-        self._more(keys, now_s=now_s)
-        before = there._more(keys)
-        places._more(keys, before)
+    def enter(self, keys: Sequence[int], target: NaiveTally, places: NaiveTally, now_s: float) -> int:
+        self._add(keys, now_s=now_s)
+        before = target._add(keys)
+        places._add(keys, before)
         return before
 
-    def leave(self, keys: Sequence[int], there: NaiveTally, places: NaiveTally) -> int:
-        self._less(keys)
-        left = there._less(keys)
-        places._less(keys, left)
-        return left
+    def leave(self, keys: Sequence[int], target: NaiveTally, places: NaiveTally) -> int:
+        self._subtract(keys)
+        remaining_count = target._subtract(keys)
+        places._subtract(keys, remaining_count)
+        return remaining_count
 
     def count(self, key: int) -> int:
         return self._counts[key]

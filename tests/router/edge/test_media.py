@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from core_by_hand import make, request, sent_to
+from core_by_hand import chosen_worker, make_core, request
 
 from prompts.routing import parse_routing
 from router.prompting.media import MEDIA_TOKENS, read_media
@@ -90,9 +90,9 @@ def test_turns_stay_on_one_worker(edge: Any, make_post: Any, kind: str, image: s
 
 
 def test_load_outbids_a_home_and_a_worker_that_is_gone_is_none() -> None:
-    core, _ = make("abc")
+    core, _ = make_core("abc")
     now = 1.0
-    home = sent_to(core.route(request("r0", None, prompt_tokens=3000, media_conversation=7), now))
+    home = chosen_worker(core.route(request("r0", None, prompt_tokens=3000, media_conversation=7), now))
     core.finish_request("r0", None, now)
     placed = core.explain(request("r1", None, prompt_tokens=3400, media_conversation=7), now)
     terms = next(one for one in placed.candidates if one.worker == home)  # type: ignore[union-attr]
@@ -101,8 +101,11 @@ def test_load_outbids_a_home_and_a_worker_that_is_gone_is_none() -> None:
     assert all(one.media_cached_tokens == 0 for one in other.candidates)  # type: ignore[union-attr]
     for number in range(40):
         core.route(request(f"busy{number}", None, prompt_tokens=20_000, worker=home), now)
-    assert sent_to(core.route(request("r2", None, prompt_tokens=3400, media_conversation=7), now)) != home
+    assert chosen_worker(core.route(request("r2", None, prompt_tokens=3400, media_conversation=7), now)) != home
     core.abort_request("r2", now)
     core.mark_worker_down(home, now, "gone")
-    assert sent_to(core.route(request("r3", None, prompt_tokens=3400, media_conversation=7), time.monotonic())) != home
+    assert (
+        chosen_worker(core.route(request("r3", None, prompt_tokens=3400, media_conversation=7), time.monotonic()))
+        != home
+    )
     core.check_invariants()

@@ -14,7 +14,7 @@ from router.miss_reasons.explanation import MissExplanation
 
 from . import naive
 
-Both = tuple[AnalyzedRequest, naive.Begun]
+Both = tuple[AnalyzedRequest, naive.NaiveRequest]
 
 
 class BothAnalyzers:
@@ -46,16 +46,16 @@ class BothAnalyzers:
         now: float,
         wall: float,
     ) -> MissExplanation:
-        found = self.analyzer.explain(prompt, decision, block, gone, facts, now, wall)
-        told = self.naive.explain(prompt, decision, block, gone, facts, now, wall)
-        assert found == told, (found, told)
-        return found
+        explanation = self.analyzer.explain(prompt, decision, block, gone, facts, now, wall)
+        naive_explanation = self.naive.explain(prompt, decision, block, gone, facts, now, wall)
+        assert explanation == naive_explanation, (explanation, naive_explanation)
+        return explanation
 
     def record_placed(
         self, prompt: Prompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float
     ) -> Both:
-        asked = prompt.id, prompt.session, len(prompt.token_ids), decision, gone, now, wall
-        return self._same((self.analyzer.record_placed(*asked), self.naive.record_placed(*asked)))
+        arguments = prompt.id, prompt.session, len(prompt.token_ids), decision, gone, now, wall
+        return self._check_equal((self.analyzer.record_placed(*arguments), self.naive.record_placed(*arguments)))
 
     def record_compared(
         self,
@@ -69,30 +69,34 @@ class BothAnalyzers:
         *,
         is_sampled: bool = True,
     ) -> Both:
-        begun = self.analyzer.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
-        told = self.naive.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
-        return self._same((begun, told))
+        analyzed = self.analyzer.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
+        naive_analyzed = self.naive.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
+        return self._check_equal((analyzed, naive_analyzed))
 
-    def record_end(self, begun: Both, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        self.analyzer.record_end(begun[0], usage, answer_tokens, now)
-        self.naive.record_end(begun[1], usage, answer_tokens, now)
-        self._same(begun)
+    def record_end(self, request: Both, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+        self.analyzer.record_end(request[0], usage, answer_tokens, now)
+        self.naive.record_end(request[1], usage, answer_tokens, now)
+        self._check_equal(request)
 
-    def why(self, begun: Both) -> MissExplanation:
-        found = begun[0].explanation
-        assert found == begun[1].why, (found, begun[1].why)
-        assert self.analyzer.get(found.id) == self.naive.get(found.id)
-        return found
+    def explanation_of(self, request: Both) -> MissExplanation:
+        explanation = request[0].explanation
+        assert explanation == request[1].why, (explanation, request[1].why)
+        assert self.analyzer.get(explanation.id) == self.naive.get(explanation.id)
+        return explanation
 
-    def _same(self, begun: Both) -> Both:
-        self.why(begun)
-        book, slow = self.analyzer.history, self.naive
-        book.check_invariants()
-        assert (len(book), book.used_bytes, book.short_prompts) == (len(slow.pasts), slow.used_bytes, slow.shorts)
-        assert len(self.analyzer) == len(slow.last)
-        assert (self.analyzer.requests_by_reason, self.analyzer.tokens_by_reason, self.analyzer.reuse_sums) == (
-            slow.turns,
-            slow.tokens,
-            slow.sums,
+    def _check_equal(self, request: Both) -> Both:
+        self.explanation_of(request)
+        history, naive = self.analyzer.history, self.naive
+        history.check_invariants()
+        assert (len(history), history.used_bytes, history.short_prompts) == (
+            len(naive.history),
+            naive.used_bytes,
+            naive.shorts,
         )
-        return begun
+        assert len(self.analyzer) == len(naive.requests)
+        assert (self.analyzer.requests_by_reason, self.analyzer.tokens_by_reason, self.analyzer.reuse_sums) == (
+            naive.turns,
+            naive.tokens,
+            naive.sums,
+        )
+        return request
