@@ -235,7 +235,7 @@ class Hand:
         result = submit(self.runner, StepPlan(chunks, state_resets=resets, **copies))()
         for chunk, token in zip(chunks, result.sampled_tokens, strict=True):
             chunk.seq.computed_tokens = chunk.end
-            assert (token is not None) == (chunk.should_sample and self.runner.model.samples)
+            assert (token is not None) == (chunk.should_sample and self.runner.model.samples_tokens)
             if chunk.should_sample:
                 chunk.seq.token_ids.append(1)
 
@@ -308,7 +308,7 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
     assert (capture.record_count, capture.replay_count) == (2, 4 + 3 * (runner._last_tokens is not None))
     assert guard.uploads > 0
     assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows"} <= LAUNCHED
-    assert ("draw_rows" in LAUNCHED) == runner.model.samples
+    assert ("draw_rows" in LAUNCHED) == runner.model.samples_tokens
 
 
 X = torch.empty(4, 5, device=DEVICE)
