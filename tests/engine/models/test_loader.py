@@ -44,6 +44,7 @@ def test_dtypes(folder: Path) -> None:
 
 def test_shards_hold_the_same_as_one_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole_model, _ = load_model(folder)
+    caplog.clear()  # another test may have made the logger say more
     with caplog.at_level("INFO"):
         sharded_model, _ = load_model(cached_model(Recipe(max_shard_size="400KB")))
     load_messages = [line for line in caplog.messages if line.startswith("loading ")]
