@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from events.config import KVEventsConfig, rank_endpoint
 from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
-from options.tls import server_context
+from options.tls import make_server_context
 
 __version__ = "0.1.0"
 
@@ -156,7 +156,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+        make_server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from options.values import ConfigError, split_annotated
 
 def with_flags(schema: Schema) -> Callable[[Any], Any]:
     """Decorates a command that takes all of the program's settings: `load_from_command_line` reads its parameters."""
-    flags = [_click_option(option) for option in schema.options.values() if option.member.flag is not None]
+    flags = [_make_click_option(option) for option in schema.options.values() if option.member.flag is not None]
     config = click.option(
         "--config",
         "config_file",
@@ -46,14 +46,18 @@ def with_flags(schema: Schema) -> Callable[[Any], Any]:
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
     """From a command's parameters, the environment and the file they name. Raises click.UsageError."""
-    flags = {path: parameters[_parameter(path)] for path in schema.options if _parameter(path) in parameters}
+    flags = {
+        path: parameters[_make_parameter_name(path)]
+        for path in schema.options
+        if _make_parameter_name(path) in parameters
+    }
     set_flags = {path: value for path, value in flags.items() if value is not None and value != ()}
-    file = parameters["config_file"]
+    config_path = parameters["config_file"]
     try:
         return load(
             schema,
-            table=None if file is None else read_file(file),
-            file_name=str(file),
+            table=None if config_path is None else read_file(config_path),
+            file_name=str(config_path),
             environment=os.environ,
             settings=parameters["settings"],
             flags=set_flags,
@@ -75,49 +79,49 @@ def config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> cli
     @with_flags(schema)
     def command(check: bool, **parameters: Any) -> None:
         if not check:
-            click.echo(listing(schema), nl=False)
+            click.echo(render_settings_list(schema), nl=False)
             return
         effective = load_from_command_line(schema, parameters)
         try:
             effective.config = finish(effective)
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
-        click.echo(as_toml(schema, effective), nl=False)
+        click.echo(render_toml(schema, effective), nl=False)
 
     return command
 
 
-_SHORTER = re.compile(
+_OMITTED_TEXT_PATTERN = re.compile(
     "^an? (whole number from |number from |number )?|(?<=list), each text| that is not empty"
     "|such as 4GB or 512MiB, plain numbers "
 )
 """What the list leaves out of what a setting expects."""
 
 
-def listing(schema: Schema) -> str:
+def render_settings_list(schema: Schema) -> str:
     """Markdown with one line for each setting: what docs/configuration.md holds."""
     lines = []
     for option in _visible_options(schema):
-        names = [option.path, *(option.names if option.member.flag is not None else ())]
-        expected = _SHORTER.sub("", option.expected)
+        setting_names = [option.path, *(option.names if option.member.flag is not None else ())]
+        expected = _OMITTED_TEXT_PATTERN.sub("", option.expected)
         details = [] if isinstance(option.default, bool) else [expected]
         if option.default is not None and not option.member.is_section:
-            details.append(f"`{_toml(option.default)}`")
-        text = option.member.help.replace(" May be repeated.", "").replace("\n\n", " ")
-        lines.append(f"- {', '.join(f'`{name}`' for name in names)}: {text} ({'; '.join(details)})")
+            details.append(f"`{_format_toml_value(option.default)}`")
+        help_text = option.member.help.replace(" May be repeated.", "").replace("\n\n", " ")
+        lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
 
-def as_toml(schema: Schema, effective: LoadedConfig) -> str:
+def render_toml(schema: Schema, effective: LoadedConfig) -> str:
     """A file that says the same, each line with its origin. Secrets are counted, not shown."""
     lines: list[str] = []
-    section, values = "", schema.values(effective.config)
+    section, values = "", schema.collect_values(effective.config)
     visible_options = [option for option in _visible_options(schema) if not option.member.is_section]
     for option in sorted(visible_options, key=lambda setting: setting.path.rpartition(".")[0]):
-        head, _, name = option.path.rpartition(".")
-        if head != section:
-            lines.append(f"\n[{head}]")
-            section = head
+        option_section, _, name = option.path.rpartition(".")
+        if option_section != section:
+            lines.append(f"\n[{option_section}]")
+            section = option_section
         origin = effective.origins.get(option.path, "default")
         value = values[option.path]
         if SECRET in option.member.marks and value:
@@ -125,7 +129,7 @@ def as_toml(schema: Schema, effective: LoadedConfig) -> str:
         elif value is None:
             lines.append(f"# {name} is not set")
         else:
-            lines.append(f"{name} = {_toml(value)}  # {origin}")
+            lines.append(f"{name} = {_format_toml_value(value)}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,38 +137,38 @@ def _visible_options(schema: Schema) -> list[Option]:
     return [option for option in schema.options.values() if not (option.member.flag and option.member.flag.is_hidden)]
 
 
-def _toml(value: Any) -> str:
+def _format_toml_value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
-def _parameter(path: str) -> str:
+def _make_parameter_name(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _click_option(option: Option) -> Any:
+def _make_click_option(option: Option) -> Any:
     flag, member = option.member.flag, option.member
     assert flag is not None
-    bare, marks = split_annotated(member.kind)
+    base_type, annotations = split_annotated(member.kind)
     default = option.default
-    text = member.help
+    help_text = member.help
     if default is not None and default != () and not member.is_section:
-        on, _, off = option.names[0].partition("/")
-        text += f" [default: {(on if default else off)[2:] if bare is bool else default}]"
-    names = (*option.names, _parameter(option.path))
-    if bare is bool:
-        return click.option(*names, default=None, help=text, hidden=flag.is_hidden)
-    titles = [mark.title for mark in marks if isinstance(mark, msgspec.Meta) and mark.title]
-    metavar = flag.metavar or (titles[-1] if titles else _metavar(member.kind))
-    is_repeatable = get_origin(bare) is tuple
-    return click.option(*names, multiple=is_repeatable, metavar=metavar, help=text, hidden=flag.is_hidden)
+        on_flag, _, off_flag = option.names[0].partition("/")
+        help_text += f" [default: {(on_flag if default else off_flag)[2:] if base_type is bool else default}]"
+    declarations = (*option.names, _make_parameter_name(option.path))
+    if base_type is bool:
+        return click.option(*declarations, default=None, help=help_text, hidden=flag.is_hidden)
+    titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
+    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(member.kind))
+    is_repeatable = get_origin(base_type) is tuple
+    return click.option(*declarations, multiple=is_repeatable, metavar=metavar, help=help_text, hidden=flag.is_hidden)
 
 
-def _metavar(kind: Any) -> str:
-    bare, _ = split_annotated(kind)
-    if get_origin(bare) is Literal:
-        return f"[{'|'.join(get_args(bare))}]"
-    return {int: "N", float: "NUMBER"}.get(bare, "TEXT")
+def _choose_metavar(kind: Any) -> str:
+    base_type, _ = split_annotated(kind)
+    if get_origin(base_type) is Literal:
+        return f"[{'|'.join(get_args(base_type))}]"
+    return {int: "N", float: "NUMBER"}.get(base_type, "TEXT")

@@ -11,7 +11,7 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 """Line in the `__init__.py` of each of our packages. A package of another distribution has no such line."""
 
 
-def import_problem(names: tuple[str, ...]) -> str | None:
+def find_import_problem(names: tuple[str, ...]) -> str | None:
     """What is wrong with the import path, in one line; None where all `names`, packages that stand beside this one, are
     ours. Other distributions have packages of these names."""
     packages_folder = Path(__file__).resolve().parent.parent
@@ -45,13 +45,13 @@ def kv_subscriber() -> None:
 def run_program(program: str, module: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
     """Run `main` of `module`, which needs `packages` beside its own. Ends with a line where something is missing.
     `distribution`: what to install then, where it is not the extra of this name."""
-    problem = import_problem(packages)
+    problem = find_import_problem(packages)
     if problem is not None:
         sys.exit(f"{program}: {problem}")
     try:
-        run = importlib.import_module(module).main
+        main_function = importlib.import_module(module).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in (*packages, program):
             raise
         sys.exit(f"{program}: the package `{error.name}` is missing: install {distribution or f'blockcast[{program}]'}")
-    run(sys.argv[1:])
+    main_function(sys.argv[1:])

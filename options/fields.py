@@ -80,8 +80,8 @@ class Option:
     def expected(self) -> str:
         if self.member.is_section:
             return "a JSON object"
-        place = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
-        return f"a {place}" if place is not None else describe_type(self.member.kind)
+        path_kind = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
+        return f"a {path_kind}" if path_kind is not None else describe_type(self.member.kind)
 
     def read(self, label: str, value: Any) -> Any:
         """Raises ConfigError."""
@@ -97,13 +97,13 @@ class Schema:
         self.options: dict[str, Option] = {}
         self.sections: set[str] = set()
         self._add(kind, kind(), "")
-        self.variables = {self.variable(path): path for path in self.options}
+        self.path_by_variable = {self.make_variable_name(path): path for path in self.options}
         for path, option in self.options.items():
             if option.member.flag is not None and option.member.flag.env is not None:
-                self.variables[option.member.flag.env] = path
+                self.path_by_variable[option.member.flag.env] = path
 
     def _add(self, kind: type, defaults: Any, prefix: str) -> None:
-        for member in members(kind):
+        for member in list_members(kind):
             path, default = prefix + member.name, getattr(defaults, member.name)
             if member.help:
                 self.options[path] = Option(path, member, default)
@@ -113,7 +113,7 @@ class Schema:
                 self.sections.add(path)
                 self._add(member.kind, default, f"{path}.")
 
-    def variable(self, path: str) -> str:
+    def make_variable_name(self, path: str) -> str:
         return self.prefix + path.upper().replace(".", "_")
 
     def unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
@@ -126,9 +126,9 @@ class Schema:
         hint = f", the nearest is {paths_by_name.get(closest[0], closest[0])}" if closest else ""
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
-    def values(self, config: Any) -> dict[str, Any]:
+    def collect_values(self, config: Any) -> dict[str, Any]:
         """path -> what a configuration has there."""
-        return _values(config, "")
+        return _collect_values(config, "")
 
     def build(self, values: dict[str, Any]) -> Any:
         """The configuration in which these paths have these values. Raises ConfigError."""
@@ -137,7 +137,7 @@ class Schema:
 
 def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     arguments: dict[str, Any] = {}
-    for member in members(kind):
+    for member in list_members(kind):
         path = prefix + member.name
         if member.is_section:
             arguments[member.name] = _build(member.kind, values, prefix if ROOT in member.marks else f"{path}.")
@@ -146,12 +146,12 @@ def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     return kind(**arguments)
 
 
-def _values(config: Any, prefix: str) -> dict[str, Any]:
+def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for member in members(type(config)):
+    for member in list_members(type(config)):
         value, path = getattr(config, member.name), prefix + member.name
         if member.is_section:
-            values |= _values(value, prefix if ROOT in member.marks else f"{path}.")
+            values |= _collect_values(value, prefix if ROOT in member.marks else f"{path}.")
         else:
             values[path] = value
     return values
@@ -159,7 +159,7 @@ def _values(config: Any, prefix: str) -> dict[str, Any]:
 
 def check(config: Any, prefix: str = "") -> None:
     """Whether every field is of its type and in its range, however `config` was made. Raises ConfigError."""
-    for member in members(type(config)):
+    for member in list_members(type(config)):
         value = getattr(config, member.name)
         if member.is_section:
             check(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
@@ -168,32 +168,32 @@ def check(config: Any, prefix: str = "") -> None:
             option.read(option.label, value)
 
 
-def members(kind: type) -> tuple[Member, ...]:
+def list_members(kind: type) -> tuple[Member, ...]:
     """Its fields, in order."""
-    if kind not in _MEMBERS:
+    if kind not in _MEMBERS_BY_TYPE:
         hints = get_type_hints(kind, include_extras=True)
         names = getattr(kind, "__struct_fields__", None) or [item.name for item in fields(kind)]
-        _MEMBERS[kind] = tuple(_member(name, hints[name]) for name in names)
-    return _MEMBERS[kind]
+        _MEMBERS_BY_TYPE[kind] = tuple(_make_member(name, hints[name]) for name in names)
+    return _MEMBERS_BY_TYPE[kind]
 
 
-_MEMBERS: dict[type, tuple[Member, ...]] = {}
+_MEMBERS_BY_TYPE: dict[type, tuple[Member, ...]] = {}
 
 
-def _member(name: str, hint: Any) -> Member:
+def _make_member(name: str, hint: Any) -> Member:
     base_type, notes = split_annotated(hint)
-    kind = base_type
-    texts = [note for note in notes if isinstance(note, str) and note not in _MARKS]
-    if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    field_type = base_type
+    help_texts = [note for note in notes if isinstance(note, str) and note not in _MARKS]
+    if get_origin(field_type) in (Union, types.UnionType):
+        (field_type,) = (member_type for member_type in get_args(field_type) if member_type is not type(None))
     for note in notes:
         if not isinstance(note, (str, Flag)):
-            kind = Annotated[kind, note]
+            field_type = Annotated[field_type, note]
     return Member(
         name=name,
-        kind=kind,
+        kind=field_type,
         marks=tuple(note for note in notes if isinstance(note, str) and note in _MARKS),
-        help=texts[0] if texts else "",
+        help=help_texts[0] if help_texts else "",
         flag=next((note for note in notes if isinstance(note, Flag)), None),
         is_section=isinstance(base_type, type) and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
     )

@@ -37,8 +37,8 @@ class _ConfigLayers:
         option = self.schema.options.get(path)
         if path in self.schema.sections:
             self.origins[path] = origin
-            for key, item in parse_section(label, value).items():
-                self.set(f"{path}.{key}", item, f"{label}.{key}", origin)
+            for key, section_value in parse_section(label, value).items():
+                self.set(f"{path}.{key}", section_value, f"{label}.{key}", origin)
             return
         if option is None:
             raise self.schema.unknown_setting_error(label, path)
@@ -65,11 +65,11 @@ def load(
         layers.set(path, value, f"{file_name}: {path}" if file_name else path, file_name)
     for name, path in read_variables(schema, environment or {}):
         layers.set(path, UntypedText((environment or {})[name]), name, name)
-    for text in settings:
-        path, separator, word = text.partition("=")
+    for assignment in settings:
+        path, separator, value_text = assignment.partition("=")
         if not separator:
-            raise ConfigError(f"--set {text}: expected KEY=VALUE")
-        layers.set(path, UntypedText(word), f"--set {path}", "--set")
+            raise ConfigError(f"--set {assignment}: expected KEY=VALUE")
+        layers.set(path, UntypedText(value_text), f"--set {path}", "--set")
     for path, value in (flags or {}).items():
         label = schema.options[path].label
         layers.set(path, UntypedText(value) if isinstance(value, str) else value, label, label)
@@ -101,14 +101,14 @@ def read_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[t
     """
     for name, text in sorted(environment.items(), key=lambda item: item[0].startswith(schema.prefix)):
         has_prefix = name.startswith(schema.prefix) and name != f"{schema.prefix}CONFIG"
-        if not text or not (has_prefix or name in schema.variables):
+        if not text or not (has_prefix or name in schema.path_by_variable):
             continue
-        if name in schema.variables:
-            if text.startswith("tcp://") and name == schema.variable("port"):
+        if name in schema.path_by_variable:
+            if text.startswith("tcp://") and name == schema.make_variable_name("port"):
                 raise ConfigError(f"{name}: got {text!r}, which Kubernetes sets: use enableServiceLinks: false")
-            yield name, schema.variables[name]
+            yield name, schema.path_by_variable[name]
         elif _KUBERNETES.fullmatch(name[len(schema.prefix) :]) is None:
-            raise schema.unknown_setting_error(name, name, [*schema.variables])
+            raise schema.unknown_setting_error(name, name, [*schema.path_by_variable])
 
 
 def parse_section(label: str, value: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def parse_section(label: str, value: Any) -> dict[str, Any]:
 
 
 def check_path_exists(label: str, option: Option, value: Any) -> Any:
-    for mark, holds in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
-        if mark in option.member.marks and not holds(Path(value)):
+    for mark, path_exists in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
+        if mark in option.member.marks and not path_exists(Path(value)):
             raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")
     return value

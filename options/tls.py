@@ -7,7 +7,9 @@ import ssl
 from options.values import ConfigError
 
 
-def server_context(certificate: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
+def make_server_context(
+    certificate: str | None, key: str | None, client_ca: str | None = None
+) -> ssl.SSLContext | None:
     """What a listening address needs; None without a certificate. `client_ca`: authorities of whom one has signed
     what clients bring. Raises ConfigError."""
     if (certificate is None) != (key is None):
@@ -17,35 +19,35 @@ def server_context(certificate: str | None, key: str | None, client_ca: str | No
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load(context, certificate, key, "--tls-cert", "--tls-key")
+    _load_certificate(context, certificate, key, "--tls-cert", "--tls-key")
     if client_ca is not None:
-        _trust(context, client_ca, "--tls-client-ca")
+        _trust_authorities(context, client_ca, "--tls-client-ca")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def client_context(certificate: str | None, key: str | None, ca: str | None, prefix: str) -> ssl.SSLContext:
+def make_client_context(certificate: str | None, key: str | None, ca: str | None, prefix: str) -> ssl.SSLContext:
     """What connections to others need: the system's authorities, or those of `ca` alone, and a certificate of one's own
     where the other side asks for one. The flags begin with `prefix`. Raises ConfigError."""
     context = ssl.create_default_context()
     if ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        _trust(context, ca, f"{prefix}-ca")
+        _trust_authorities(context, ca, f"{prefix}-ca")
     if (certificate is None) != (key is None):
         raise ConfigError(f"{prefix}-cert and {prefix}-key: expected both or neither")
     if certificate is not None:
-        _load(context, certificate, key, f"{prefix}-cert", f"{prefix}-key")
+        _load_certificate(context, certificate, key, f"{prefix}-cert", f"{prefix}-key")
     return context
 
 
-def _load(context: ssl.SSLContext, certificate: str, key: str | None, flag: str, key_flag: str) -> None:
+def _load_certificate(context: ssl.SSLContext, certificate: str, key: str | None, flag: str, key_flag: str) -> None:
     try:  # a key with a passphrase would be asked for on a terminal
         context.load_cert_chain(certificate, key, password=lambda: "")
     except OSError as error:  # ssl's own errors are
         raise ConfigError(f"{flag} {certificate}, {key_flag} {key}: no certificate and its key: {error}") from error
 
 
-def _trust(context: ssl.SSLContext, path: str, flag: str) -> None:
+def _trust_authorities(context: ssl.SSLContext, path: str, flag: str) -> None:
     try:
         context.load_verify_locations(path)
     except OSError as error:

@@ -27,7 +27,7 @@ class Size:
 
 
 _UNITS = "kmgt"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
 
 
 def split_annotated(kind: Any) -> tuple[Any, list[Any]]:
@@ -35,41 +35,41 @@ def split_annotated(kind: Any) -> tuple[Any, list[Any]]:
     return (kind.__origin__, list(kind.__metadata__)) if get_origin(kind) is Annotated else (kind, [])
 
 
-def parse_size(text: str, base: int) -> int | None:
+def parse_size(text: str, unit_bytes: int) -> int | None:
     """How many times `base` bytes, rounded up; None for what is no size.
 
     GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size_match = _SIZE_PATTERN.fullmatch(text.strip())
+    if size_match is None:
         return None
-    number, letter, suffix = match.groups()
+    number, letter, suffix = size_match.groups()
     if letter is None:
         if not number.isdigit() and not text.strip()[-1].isalpha():
             return None
         count = math.ceil(float(number)) if "." in number else int(number)
-        return count if text.strip()[-1].isdigit() else -(-count // base)
-    binary = len(suffix) == 2 if suffix else letter.isupper()
-    scale: int = (1024 if binary else 1000) ** (_UNITS.index(letter.lower()) + 1)
-    return math.ceil(float(number) * scale / base)
+        return count if text.strip()[-1].isdigit() else -(-count // unit_bytes)
+    is_binary = len(suffix) == 2 if suffix else letter.isupper()
+    scale: int = (1024 if is_binary else 1000) ** (_UNITS.index(letter.lower()) + 1)
+    return math.ceil(float(number) * scale / unit_bytes)
 
 
 def convert_text(text: str, kind: Any) -> Any:
     """A value from text. Raises ValueError or MsgspecError without words for a person."""
-    bare, marks = split_annotated(kind)
-    if get_origin(bare) is tuple:
-        item = get_args(bare)[0]
+    base_type, marks = split_annotated(kind)
+    if get_origin(base_type) is tuple:
+        item_type = get_args(base_type)[0]
         return convert_value(
-            json.loads(text) if text.startswith("[") else [convert_text(word, item) for word in text.split()], kind
+            json.loads(text) if text.startswith("[") else [convert_text(word, item_type) for word in text.split()], kind
         )
-    if bare is str or get_origin(bare) is Literal:
+    if base_type is str or get_origin(base_type) is Literal:
         return convert_value(text, kind)
-    return convert_value(text if _size(marks) else msgspec.convert(text, kind, strict=False), kind)
+    return convert_value(text if _find_size(marks) else msgspec.convert(text, kind, strict=False), kind)
 
 
 def convert_value(value: Any, kind: Any) -> Any:
     """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
-    size = _size(split_annotated(kind)[1])
+    size = _find_size(split_annotated(kind)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
     value_of_kind = msgspec.convert(value, kind)
@@ -81,7 +81,7 @@ def convert_value(value: Any, kind: Any) -> Any:
     return value_of_kind
 
 
-def _size(marks: list[Any]) -> Size | None:
+def _find_size(marks: list[Any]) -> Size | None:
     return next((mark for mark in marks if isinstance(mark, Size)), None)
 
 
@@ -93,11 +93,11 @@ def describe_type(kind: Any) -> str:
     if get_origin(base_type) is Literal:
         return "one of " + ", ".join(get_args(base_type))
     if get_origin(base_type) is tuple:
-        item, *other_items = get_args(base_type)
+        item_type, *other_items = get_args(base_type)
         return (
-            f"a list, each {describe_type(item)}"
+            f"a list, each {describe_type(item_type)}"
             if other_items == [...]
-            else f"a list of {len(other_items) + 1}, each {describe_type(item)}"
+            else f"a list of {len(other_items) + 1}, each {describe_type(item_type)}"
         )
     if base_type is str:
         metas = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
@@ -105,24 +105,24 @@ def describe_type(kind: Any) -> str:
         if not examples and any(meta.min_length for meta in metas):
             return "text that is not empty"
         return "text" + (f" such as {' or '.join(examples)}" if examples else "")
-    size = _size(marks)
+    size = _find_size(marks)
     noun = "a whole number" if base_type is int else "a number"
     if size is not None:
         noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.unit_bytes > 1 else 'bytes'},"
-    return f"{noun} {_range(marks)}".strip().removesuffix(",")
+    return f"{noun} {_describe_range(marks)}".strip().removesuffix(",")
 
 
-def _range(marks: list[Any]) -> str:
+def _describe_range(marks: list[Any]) -> str:
     low, high = "", ""
     for meta in marks:
         if isinstance(meta, msgspec.Meta):
-            low = f"from {_number(meta.ge)}" if meta.ge is not None else low
-            low = f"above {_number(meta.gt)}" if meta.gt is not None else low
-            high = f"to {_number(meta.le)}" if meta.le is not None else high
+            low = f"from {_format_number(meta.ge)}" if meta.ge is not None else low
+            low = f"above {_format_number(meta.gt)}" if meta.gt is not None else low
+            high = f"to {_format_number(meta.le)}" if meta.le is not None else high
     return f"{low} {high}".strip() if high else low.replace("from", "of at least")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:g}".replace("e+0", "e").replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
 
 
@@ -135,10 +135,10 @@ def read_value(label: str, value: Any, kind: Any, *, secret: bool = False) -> An
     try:
         return convert_text(str(value), kind) if is_text else convert_value(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
-        bare = split_annotated(kind)[0]
-        if isinstance(value, tuple) and get_origin(bare) is tuple:  # of a flag that may be repeated
+        base_type = split_annotated(kind)[0]
+        if isinstance(value, tuple) and get_origin(base_type) is tuple:  # of a flag that may be repeated
             for item in value:  # the one that is wrong is shown by itself
-                read_value(label, item, get_args(bare)[0], secret=secret)
+                read_value(label, item, get_args(base_type)[0], secret=secret)
         shown_value = "a value that is not shown here" if secret else shorten(str(value) if is_text else value)
         raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(kind)}") from None
 

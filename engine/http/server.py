@@ -45,7 +45,7 @@ from engine.http.state import RETRY_AFTER_S, ServerState, not_running, unavailab
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from options.system import raise_file_limit
-from options.tls import server_context
+from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 from prompts.paths import make_unknown_path_error
 
@@ -239,7 +239,7 @@ class Server:
         """Resolved to None by a signal, to the reason by the core's death."""
         self._signal_count = 0
         self._stop_now = asyncio.Event()
-        self._tls = server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tls = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

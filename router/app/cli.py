@@ -15,7 +15,7 @@ import click
 from options import ConfigError
 from options.command import config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
-from options.tls import client_context
+from options.tls import make_client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
 from router.app.process import run_process
 from router.commands.top import top
@@ -150,7 +150,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> No
     configure_logging("error", as_json=config.log_json)
     try:
         flags = config.worker_flags
-        tls = client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
+        tls = make_client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     if not flags:

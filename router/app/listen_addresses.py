@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from options.tls import server_context
+from options.tls import make_server_context
 from router.app.config import ProcessConfig
 from router.app.guard import AdminGuard, Guard
 from router.app.system import name_flag_in_errors
@@ -68,7 +68,7 @@ class ListenAddresses:
         with name_flag_in_errors(flag, "{}:{}".format(*address)):
             return await listener.bind(
                 *address,
-                server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
+                make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
                 reuse_port=reuse_port,
             )
 

@@ -25,7 +25,7 @@ import msgspec
 
 from options import ConfigError
 from options.system import raise_file_limit
-from options.tls import client_context
+from options.tls import make_client_context
 from prompts.errors import RequestError
 from router.app.accounting import count_ended_exchange, count_tokens_of_key, log_state_change, make_log_fields
 from router.app.admin import AdminRoutes
@@ -103,7 +103,7 @@ class RouterProcess:
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
-        self._worker_tls = client_context(
+        self._worker_tls = make_client_context(
             config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
         )
         self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=self._worker_tls)

@@ -14,7 +14,7 @@ import aiohttp
 import click
 
 from options import ConfigError
-from options.tls import client_context
+from options.tls import make_client_context
 from router.http_client import FetchError, fetch
 
 ANSWER_BYTES_MAX = 64 << 20
@@ -34,7 +34,7 @@ class AdminClient:
         """Return (status, JSON) of a GET. Raises click.ClickException."""
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         try:
-            context = client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
+            context = make_client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
 

@@ -30,7 +30,7 @@ from engine.messages import FrameReader, encode_frame
 from engine.process.client import merge_outputs
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from options import ConfigError
-from options.entry import import_problem
+from options.entry import find_import_problem
 from prompts import RequestError, parse_chat, parse_completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,14 +230,14 @@ def test_sizes_are_positive(field: str) -> None:
 
 
 def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert import_problem(("options", "events")) is None
+    assert find_import_problem(("options", "events")) is None
     foreign = tmp_path / "events" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text("")
     monkeypatch.setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder])
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT)])
     monkeypatch.delitem(sys.modules, "events")
-    problem = import_problem(("options", "events"))
+    problem = find_import_problem(("options", "events"))
     assert problem is not None
     assert str(foreign) in problem
     assert str(ROOT / "events") in problem
@@ -259,9 +259,9 @@ def test_a_package_that_another_distribution_overwrote_is_named(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for package in packages:
         monkeypatch.delitem(sys.modules, package, raising=False)
-    assert import_problem(packages) is None
+    assert find_import_problem(packages) is None
     (tmp_path / "kernels" / "__init__.py").write_text("# Kernels from a hub.")
-    problem = import_problem(packages)
+    problem = find_import_problem(packages)
     assert problem is not None
     assert f"the package `kernels` was overwritten: {tmp_path / 'kernels' / '__init__.py'} is another" in problem
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
 from options import SECRET, ConfigError, Option, Schema, load
-from options.command import _visible_options, listing
+from options.command import _visible_options, render_settings_list
 from options.load import read_file
 from options.values import UntypedText, split_annotated
 from router.app.cli import cli as router_cli
@@ -128,8 +128,8 @@ def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, 
     for text in texts:
         if not text or _fits(option, text):
             continue
-        with pytest.raises(ConfigError, match=rf"^{schema.variable(option.path)}: got .*expected"):
-            load(schema, environment={schema.variable(option.path): text})
+        with pytest.raises(ConfigError, match=rf"^{schema.make_variable_name(option.path)}: got .*expected"):
+            load(schema, environment={schema.make_variable_name(option.path): text})
         with pytest.raises(ConfigError, match=rf"^--set {option.path}: got .*expected"):
             load(schema, settings=[f"{option.path}={text}"])
 
@@ -171,14 +171,14 @@ def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) ->
         return  # a file that would have to exist
     plain = list(value) if isinstance(value, tuple) else value
     text = msgspec.json.encode(plain).decode() if isinstance(value, (tuple, bool, int, float)) else str(value)
-    variable = schema.variable(option.path)
+    variable = schema.make_variable_name(option.path)
     for sources, origin in (
         ({"table": nest_value(option.path, plain), "file_name": "f"}, "f"),
         ({"environment": {variable: text}, "table": nest_value(option.path, plain), "file_name": "f"}, variable),
         ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
         loaded_config = load(schema, **sources)  # type: ignore[arg-type]
-        actual = schema.values(loaded_config.config)[option.path]
+        actual = schema.collect_values(loaded_config.config)[option.path]
         assert actual == value
         assert "Text" not in {type(actual).__name__, *(type(item).__name__ for item in parts_of(actual))}
         assert loaded_config.origins[option.path] == origin
@@ -324,7 +324,8 @@ def test_a_whole_section_comes_as_json() -> None:
 def with_listing(page: str, schema: Schema) -> str:
     mark = f"{schema.program}-settings"
     before, _, tail = page.partition(f"<!-- {mark} -->")
-    return f"{before}<!-- {mark} -->\n{listing(schema)}<!-- /{mark} -->{tail.partition(f'<!-- /{mark} -->')[2]}"
+    settings = render_settings_list(schema)
+    return f"{before}<!-- {mark} -->\n{settings}<!-- /{mark} -->{tail.partition(f'<!-- /{mark} -->')[2]}"
 
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
@@ -332,7 +333,7 @@ def test_the_page_holds_the_list(schema: Schema) -> None:
     """As `router config` and `engine config` print it; `python tests/options/test_programs.py` writes it there."""
     text = PAGE.read_text()
     assert text == with_listing(text, schema)
-    settings_list = listing(schema)
+    settings_list = render_settings_list(schema)
     assert all(f"`{option.path}`" in settings_list for option in _visible_options(schema))
 
 
@@ -346,7 +347,7 @@ def test_the_page_s_file_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
 def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
-    assert len({schema.variable(path) for path in schema.options}) == len(schema.options)
+    assert len({schema.make_variable_name(path) for path in schema.options}) == len(schema.options)
     names = [name for option in schema.options.values() if option.member.flag is not None for name in option.names]
     assert len(names) == len(set(names))
 
