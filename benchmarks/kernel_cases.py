@@ -89,8 +89,8 @@ class Bench:
         for rows in s.rows[:2]:
             for kind, draw_arguments in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
                 yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=draw_arguments: self.draw(ops, n, *g)
-            yield f"penalise {rows} x {s.counted}", lambda ops, n=rows: self.penalise(ops, n)
-            yield f"count_sampled {rows} x {s.counted}", lambda ops, n=rows: self.count_sampled(ops, n)
+            yield f"penalise {rows} x {s.penalised_tokens}", lambda ops, n=rows: self.penalise(ops, n)
+            yield f"count_sampled {rows} x {s.penalised_tokens}", lambda ops, n=rows: self.count_sampled(ops, n)
 
     def attention(self, ops: Kernels, count: int, queries: int, context_before: int) -> KernelCase:
         s, context = self.shape, queries + context_before
