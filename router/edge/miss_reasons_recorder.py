@@ -26,8 +26,8 @@ from router.edge.prompt_comparison import PromptComparison, Sampling
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
 from router.metrics import Metrics
-from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt, compute_short_keys
-from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_missing_token
+from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
+from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
@@ -233,7 +233,7 @@ class MissReasonsRecorder:
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
-    def _prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> Prompt:
+    def _prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> AnalyzedPrompt:
         token_ids, index = route.token_ids or (), self._core.index
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         keys: Sequence[int] = ()
@@ -246,7 +246,7 @@ class MissReasonsRecorder:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
             if self.analyzer.needs_short_keys(keys):
                 short = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
-        return Prompt(
+        return AnalyzedPrompt(
             name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short,
             comparison.first_message_digest, route.is_final, comparison.sampling.has_unknown_history,
         )  # fmt: skip
@@ -254,7 +254,7 @@ class MissReasonsRecorder:
     def _removed_prefix(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
         """What of its prompt was held and removed, behind what some worker has."""
         core = self._core
-        found = core.index.gone(ids, route.scope, first_missing_token(decision), self._block_size(decision))
+        found = core.index.gone(ids, route.scope, find_first_missing_token(decision), self._block_size(decision))
         return None if found is None else RemovedPrefix(found[0], self._worker_of(found[1]), found[2])
 
     def _worker_of(self, holder: HolderId) -> str:

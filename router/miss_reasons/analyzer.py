@@ -30,16 +30,16 @@ SHORT_KEY_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
 
 
-class Prompt:
+class AnalyzedPrompt:
     """A prompt that is compared: its answer has begun, or it is asked about."""
 
     def __init__(
         self,
-        id: str,
+        request_id: str,
         token_ids: array[int],
         scope: Scope,
         outline: Outline | None,
-        session: str | None = None,
+        session_name: str | None = None,
         parent: str | None = None,
         chunk_keys: Sequence[int] = (),
         short_keys: Sequence[int] = (),
@@ -47,10 +47,10 @@ class Prompt:
         is_final: bool = False,
         is_history_incomplete: bool = False,
     ) -> None:
-        self.id = id
+        self.request_id = request_id
         """That the client knows the request by."""
         self.token_ids, self.scope, self.outline = token_ids, scope, outline
-        self.session, self.parent, self.is_final = session, parent, is_final
+        self.session_name, self.parent, self.is_final = session_name, parent, is_final
         self.chunk_keys = chunk_keys
         """Digests of its chunks, where its session has no name."""
         self.short_keys = short_keys
@@ -74,8 +74,8 @@ class PlacedRequest:
     """A request from its first byte on, whose prompt is not compared."""
 
     __slots__ = (
-        "_placed_s",
-        "_removed",
+        "_placed_at_s",
+        "_removed_prefix",
         "_reported_tokens",
         "_session",
         "_timestamp",
@@ -95,7 +95,12 @@ class PlacedRequest:
         timestamp: float,
     ) -> None:
         self.id, self.prompt_tokens, self.decision = id, prompt_tokens, decision
-        self._session, self._removed, self._placed_s, self._timestamp = session, removed_prefix, now, timestamp
+        self._session, self._removed_prefix, self._placed_at_s, self._timestamp = (
+            session,
+            removed_prefix,
+            now,
+            timestamp,
+        )
         self._reported_tokens: int | None = None
 
     @property
@@ -104,7 +109,7 @@ class PlacedRequest:
         explanation = _new_explanation(self.id, self._session, self.prompt_tokens, self.decision, self._timestamp)
         explanation.is_compared = False
         explanation.uncached_ranges = attribute_without_comparison(
-            self.prompt_tokens, self.decision, self._removed, self._placed_s
+            self.prompt_tokens, self.decision, self._removed_prefix, self._placed_at_s
         )
         explanation.update_main_reason()
         if self._reported_tokens is not None:
@@ -168,8 +173,8 @@ class MissAnalyzer:
     ) -> None:
         """`count_common_tokens`: how many tokens two prompts begin with alike."""
         self.history = PromptHistory(config.memory_mb << 20, config.ttl_s, count_common_tokens)
-        self._requests_max = config.requests_max
-        self._requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
+        self._max_recent_requests = config.requests_max
+        self._recent_requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
         """id -> the last request of that id, the oldest first."""
         self.requests_by_reason: Counter[str] = Counter() if requests_by_reason is None else requests_by_reason
         """reason -> requests, of the share that is compared."""
@@ -179,11 +184,11 @@ class MissAnalyzer:
         """prompt, best, chosen, reported: tokens of all requests whose worker said what it reused."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._recent_requests)
 
     def get(self, request_id: str) -> MissExplanation | None:
         """What is known of a request."""
-        request = self._requests.get(request_id)
+        request = self._recent_requests.get(request_id)
         return None if request is None else request.explanation
 
     def needs_short_keys(self, chunk_keys: Sequence[int]) -> bool:
@@ -192,7 +197,7 @@ class MissAnalyzer:
 
     def explain(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block_tokens: int,
         removed_prefix: RemovedPrefix | None,
@@ -222,7 +227,7 @@ class MissAnalyzer:
 
     def record_compared(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block_tokens: int,
         removed_prefix: RemovedPrefix | None,
@@ -239,7 +244,7 @@ class MissAnalyzer:
         self.history.expire(now)
         comparison = self._compare(prompt, block_tokens)
         explanation = self._explain(prompt, comparison, decision, removed_prefix, context, now, timestamp)
-        session = prompt.session
+        session = prompt.session_name
         keys: tuple[int, ...] = ()
         if session is None:
             keys = select_lookup_keys(prompt.chunk_keys) or tuple(prompt.short_keys[-1:])
@@ -275,15 +280,15 @@ class MissAnalyzer:
             self.history.forget_session(stored_prompt.session)
 
     def _store(self, request: AnalyzedRequest) -> None:
-        requests = self._requests
+        requests = self._recent_requests
         requests.pop(request.id, None)
         requests[request.id] = request
-        if len(requests) > self._requests_max:
+        if len(requests) > self._max_recent_requests:
             requests.popitem(last=False)
 
-    def _compare(self, prompt: Prompt, block_tokens: int) -> PromptComparison:
+    def _compare(self, prompt: AnalyzedPrompt, block_tokens: int) -> PromptComparison:
         """The prompt beside the one it goes on from."""
-        token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session, self.history
+        token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session_name, self.history
         previous = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
         comparison = PromptComparison(len(token_ids), block_tokens, previous)
         comparison.outline, comparison.is_history_incomplete = prompt.outline, prompt.is_history_incomplete
@@ -294,12 +299,12 @@ class MissAnalyzer:
         if match is not None:
             comparison.previous, comparison.common_tokens = match
             comparison.is_same_session = comparison.previous.session == session
-            comparison.scope_difference = _scope_difference(comparison.previous.scope, scope)
+            comparison.scope_difference = _classify_scope_difference(comparison.previous.scope, scope)
         return comparison
 
     @staticmethod
     def _explain(
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         comparison: PromptComparison,
         decision: Decision,
         removed_prefix: RemovedPrefix | None,
@@ -307,7 +312,9 @@ class MissAnalyzer:
         now: float,
         timestamp: float,
     ) -> MissExplanation:
-        explanation = _new_explanation(prompt.id, prompt.session, comparison.prompt_tokens, decision, timestamp)
+        explanation = _new_explanation(
+            prompt.request_id, prompt.session_name, comparison.prompt_tokens, decision, timestamp
+        )
         explanation.is_compared = comparison.previous is not None or not comparison.is_history_incomplete
         explanation.uncached_ranges = attribute_misses(comparison, decision, removed_prefix, context, now)
         explanation.update_main_reason()
@@ -321,10 +328,10 @@ def compute_short_keys(index: PrefixIndex, token_ids: Sequence[int], scope: Scop
 
 def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
     """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
-    count, selected_keys = len(keys), list[int]()
-    while count:
-        selected_keys.append(keys[count - 1])
-        count //= 2
+    remaining_count, selected_keys = len(keys), list[int]()
+    while remaining_count:
+        selected_keys.append(keys[remaining_count - 1])
+        remaining_count //= 2
     selected_keys.reverse()
     return tuple(selected_keys)
 
@@ -346,7 +353,7 @@ def _new_explanation(
     )
 
 
-def _scope_difference(old: Scope, new: Scope) -> str | None:
+def _classify_scope_difference(old: Scope, new: Scope) -> str | None:
     if old.model != new.model:
         return "model"
     return "lora" if old.lora != new.lora else "salt" if old.salt != new.salt else None

@@ -27,10 +27,10 @@ ANNOUNCEMENT_S_MAX: Final = 5.0
 class RemovedPrefix(NamedTuple):
     """Some of a prompt that was held, and removed."""
 
-    end: int
+    end_token: int
     """Tokens of the prompt up to where it was held."""
     worker: str
-    removed_s: float
+    removed_at_s: float
 
 
 class MissContext(Protocol):
@@ -92,7 +92,7 @@ class _RangeBuilder:
             self.offset = end
 
 
-def first_missing_token(decision: Decision) -> int:
+def find_first_missing_token(decision: Decision) -> int:
     """The first token of a prompt that no worker which could be chosen has."""
     best = decision.most_cached
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
@@ -133,22 +133,25 @@ def attribute_misses(
         builder.add(comparison.scope_difference, _round_down_to_blocks(comparison.common_tokens, block_tokens))
         builder.add("partial_block", comparison.common_tokens)
     elif builder.offset < _round_down_to_blocks(min(comparison.common_tokens, prompt_tokens - 1), block_tokens):
-        reason, lost_ago_s = _loss_reason(previous, context, now)
+        reason, lost_ago_s = _classify_loss(previous, context, now)
         builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
     if not is_continuation and comparison.is_same_session and comparison.scope_difference is None:
-        difference, message = _message_difference(comparison, previous, context)
+        difference, message_index = _classify_message_difference(comparison, previous, context)
         builder.add(
             difference,
             max(previous.cacheable_tokens, comparison.common_tokens + 1),
             position=comparison.common_tokens,
-            message=message,
+            message=message_index,
         )
     elif is_continuation and builder.offset < usable_tokens and comparison.outline is not None:
-        message = previous.message_count
-        answer_change = classify_answer_change(comparison.outline, message)
+        message_index = previous.message_count
+        answer_change = classify_answer_change(comparison.outline, message_index)
         if answer_change is not None:
             builder.add(
-                answer_change, cacheable_tokens, position=max(builder.offset, comparison.common_tokens), message=message
+                answer_change,
+                cacheable_tokens,
+                position=max(builder.offset, comparison.common_tokens),
+                message=message_index,
             )
     else:
         builder.add("partial_block", cacheable_tokens)
@@ -174,13 +177,13 @@ def _add_evicted(builder: _RangeBuilder, removed_prefix: RemovedPrefix | None, n
     if removed_prefix is not None:
         builder.add(
             "evicted",
-            removed_prefix.end,
+            removed_prefix.end_token,
             worker=removed_prefix.worker,
-            lost_ago_s=round(now - removed_prefix.removed_s, 3),
+            lost_ago_s=round(now - removed_prefix.removed_at_s, 3),
         )
 
 
-def _loss_reason(previous: PreviousPrompt, context: MissContext, now: float) -> tuple[str, float | None]:
+def _classify_loss(previous: PreviousPrompt, context: MissContext, now: float) -> tuple[str, float | None]:
     """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
     emptied_s = context.last_emptied_s(previous.worker)
     if emptied_s is not None and emptied_s >= previous.computed_s:
@@ -190,20 +193,20 @@ def _loss_reason(previous: PreviousPrompt, context: MissContext, now: float) -> 
     return "not_announced", None
 
 
-def _message_difference(
+def _classify_message_difference(
     comparison: PromptComparison, previous: PreviousPrompt, context: MissContext
 ) -> tuple[str, int | None]:
     """How the prompt differs from the past one, in which message."""
     if comparison.outline is None or previous.outline is None:
         return "edited", None
-    difference, message = classify_difference(
+    difference, message_index = classify_difference(
         previous.outline, comparison.outline, comparison.common_tokens / len(previous.token_ids)
     )
     is_tail = len(previous.token_ids) - comparison.common_tokens <= TEMPLATE_TAIL_TOKENS
     if difference == "re_encoded" and not is_tail:
-        added_prompt = find_added_system_prompt(previous.outline, comparison.outline)
-        if added_prompt is not None:  # the template put it before what had been said
-            return "system_prompt", added_prompt
+        added_prompt_index = find_added_system_prompt(previous.outline, comparison.outline)
+        if added_prompt_index is not None:  # the template put it before what had been said
+            return "system_prompt", added_prompt_index
     if (
         difference == "re_encoded"
         and is_tail
@@ -212,7 +215,7 @@ def _message_difference(
         # What the template put before the answer is not what stands before it now.
         is_thought = context.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
         return ("thinking_dropped" if is_thought else difference), previous.message_count
-    return difference, message
+    return difference, message_index
 
 
 def _round_down_to_blocks(tokens: int, block_tokens: int) -> int:

@@ -31,7 +31,7 @@ def unpack_words(outline: Outline) -> array[int]:
     return array("I", outline.messages)
 
 
-def message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
+def select_message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
     """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
     `without_system`, without system prompts, which many conversations share."""
     words = unpack_words(outline)
@@ -49,27 +49,29 @@ def classify_difference(old: Outline, new: Outline, share: float) -> tuple[Diffe
     one's. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
     thought, or another encoding was chosen."""
     old_words, new_words = unpack_words(old), unpack_words(new)
-    count = min(len(old_words), len(new_words)) // FINGERPRINT_FIELDS
-    changed_messages = _changed_messages(old_words, new_words, count)
+    common_message_count = min(len(old_words), len(new_words)) // FINGERPRINT_FIELDS
+    changed_messages = _find_changed_messages(old_words, new_words, common_message_count)
     if old.tools != new.tools:
         return "tools", None
     if changed_messages:
-        message = _diverging_message(old_words, changed_messages, share)
-        return _classify_message_change(old_words, new_words, message), message
+        message_index = _find_diverging_message(old_words, changed_messages, share)
+        return _classify_message_change(old_words, new_words, message_index), message_index
     if len(new_words) < len(old_words):
-        return "truncated", count
+        return "truncated", common_message_count
     if old.options_digest != new.options_digest:
         return "template_flag", None
     kinds = old_words[3::FINGERPRINT_FIELDS]
-    last_user_message = max((i for i, kind in enumerate(kinds) if kind & ROLE_BITS == 1), default=-1)
-    thinking_message = next((i for i, kind in enumerate(kinds) if i > last_user_message and kind & HAS_THOUGHTS), None)
-    return ("re_encoded", None) if thinking_message is None else ("thinking_dropped", thinking_message)
+    last_user_message_index = max((i for i, kind in enumerate(kinds) if kind & ROLE_BITS == 1), default=-1)
+    thinking_message_index = next(
+        (i for i, kind in enumerate(kinds) if i > last_user_message_index and kind & HAS_THOUGHTS), None
+    )
+    return ("re_encoded", None) if thinking_message_index is None else ("thinking_dropped", thinking_message_index)
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
     """Whether `new` was asked beside the conversation of `old`, as agents ask for titles, and does not go on from it:
     with other tools, under another system prompt, and without an answer where the one to `old` would stand."""
-    if old.tools == new.tools or _system_prompt_digest(old) == _system_prompt_digest(new):
+    if old.tools == new.tools or _find_system_prompt_digest(old) == _find_system_prompt_digest(new):
         return False
     return classify_answer_change(new, old.message_count) is None
 
@@ -77,16 +79,16 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
     """The first message behind those of `old` that is a system prompt; None where there is none."""
     kinds = unpack_words(new)[3::FINGERPRINT_FIELDS]
-    return next((message for message in range(old.message_count, len(kinds)) if kinds[message] & ROLE_BITS == 0), None)
+    return next((i for i in range(old.message_count, len(kinds)) if kinds[i] & ROLE_BITS == 0), None)
 
 
-def _system_prompt_digest(outline: Outline) -> int | None:
+def _find_system_prompt_digest(outline: Outline) -> int | None:
     """Digest of the first message without billing lines, if that is a system prompt."""
     words = unpack_words(outline)
     return words[2] if words and words[3] & ROLE_BITS == 0 else None
 
 
-def _changed_messages(old_words: array[int], new_words: array[int], count: int) -> list[int]:
+def _find_changed_messages(old_words: array[int], new_words: array[int], count: int) -> list[int]:
     """Of the first `count` messages, those that were sent otherwise."""
     last_offset = FINGERPRINT_FIELDS * (count - 1)
     if count and old_words[:last_offset] == new_words[:last_offset]:  # nearly always
@@ -94,7 +96,7 @@ def _changed_messages(old_words: array[int], new_words: array[int], count: int) 
     return [i for i in range(count) if old_words[FINGERPRINT_FIELDS * i] != new_words[FINGERPRINT_FIELDS * i]]
 
 
-def _diverging_message(old_words: array[int], changed_messages: list[int], share: float) -> int:
+def _find_diverging_message(old_words: array[int], changed_messages: list[int], share: float) -> int:
     """Of the messages that changed, the one where the tokens part: what a template drops anyway changes nothing."""
     if len(changed_messages) == 1:
         return changed_messages[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from router.index.protocol import Scope
-from router.miss_reasons.differences import is_dialogue, is_side_request, message_digests, unpack_words
+from router.miss_reasons.differences import is_dialogue, is_side_request, select_message_digests, unpack_words
 from router.prompting.chat_outline import FINGERPRINT_FIELDS, Outline
 
 BRANCHES_MAX: Final = 4
@@ -116,7 +116,7 @@ class PromptHistory:
             return candidates[0], self._count_common_tokens(candidates[0].token_ids, token_ids)
         best_score, best_match = (-1, -1), None
         digests = (
-            set(message_digests(outline, without_system=session is None))
+            set(select_message_digests(outline, without_system=session is None))
             if outline is not None and candidates
             else None
         )
@@ -224,7 +224,7 @@ def _similarity(
     """`digests`: the messages of the prompt that it may have come before."""
     if digests is not None and previous.outline is not None:
         return (
-            len(digests.intersection(message_digests(previous.outline, without_system=previous.session is None)))
+            len(digests.intersection(select_message_digests(previous.outline, without_system=previous.session is None)))
             or None
         )
     return (

@@ -16,8 +16,8 @@ from reference.miss_reasons.naive import check_adds_up
 from router.decide.messages import Decision, ReportedUsage, Terms
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import MissAnalyzer, Prompt
-from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
+from router.miss_reasons.analyzer import AnalyzedPrompt, MissAnalyzer
+from router.miss_reasons.attribution import RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
 from router.prompting.chat_outline import Outline
@@ -137,7 +137,7 @@ class World:
         if session is None and analyzers.needs_short_keys(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
         placement = draw_decision(rng, len(ids))
-        prompt = Prompt(
+        prompt = AnalyzedPrompt(
             f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, talk.outline(tools, flags) if is_chat else None,
             session, rng.choice(SESSIONS), keys, short,
             talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.05,
@@ -145,7 +145,7 @@ class World:
         )  # fmt: skip
         facts = draw_facts(rng, self.now)
         removed_prefix = (
-            RemovedPrefix(first_missing_token(placement) + rng.randrange(1, 40), "a", 0.5)
+            RemovedPrefix(find_first_missing_token(placement) + rng.randrange(1, 40), "a", 0.5)
             if rng.random() < 0.2
             else None
         )
@@ -188,7 +188,9 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
-        prompt = Prompt(f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, chunk_keys=keys)
+        prompt = AnalyzedPrompt(
+            f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, chunk_keys=keys
+        )
         terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
         decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, terms, 0.0)
         analyzers.record_compared(prompt, decision, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
@@ -201,7 +203,7 @@ def test_a_block_without_tokens_is_refused() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
     terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     decision = Decision("r", "a", None, 0, 3, 0, 0.0, terms, 0.0)
-    prompt = Prompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
+    prompt = AnalyzedPrompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
     with pytest.raises(ValueError, match="block"):
         analyzer.record_compared(prompt, decision, 0, None, SomeFacts(), 0.0, 0.0)
     assert len(analyzer) == len(analyzer.history) == 0

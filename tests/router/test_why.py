@@ -26,8 +26,8 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import Prompt, compute_short_keys
-from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
+from router.miss_reasons.analyzer import AnalyzedPrompt, compute_short_keys
+from router.miss_reasons.attribution import RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
@@ -106,7 +106,7 @@ class Fleet:
             self.prompt(route, routing_request),
             FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer),
         )
-        removal = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
+        removal = self.core.index.gone(prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK)
         removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
         if compare:
             explanation = self.analyzer.explain(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
@@ -130,11 +130,11 @@ class Fleet:
     def holders(self) -> dict[int, str]:
         return {worker.holders[0]: name for name, worker in self.core.workers.items()}
 
-    def prompt(self, route: RouteRequest, routing_request: RoutingRequest) -> Prompt:
+    def prompt(self, route: RouteRequest, routing_request: RoutingRequest) -> AnalyzedPrompt:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         short = route.session is None and self.analyzer.needs_short_keys(keys)
-        return Prompt(
+        return AnalyzedPrompt(
             route.request_id, ids, route.scope, outline_chat(routing_request), route.session, route.parent, keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
             digest_first_user_message(routing_request) if route.session is None else None, route.is_final,

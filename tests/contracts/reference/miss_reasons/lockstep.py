@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from router.decide.messages import Decision, ReportedUsage
-from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt
+from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.attribution import MissContext, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation
@@ -38,7 +38,7 @@ class BothAnalyzers:
 
     def explain(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block: int,
         gone: RemovedPrefix | None,
@@ -52,14 +52,14 @@ class BothAnalyzers:
         return explanation
 
     def record_placed(
-        self, prompt: Prompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float
+        self, prompt: AnalyzedPrompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float
     ) -> Both:
-        arguments = prompt.id, prompt.session, len(prompt.token_ids), decision, gone, now, wall
+        arguments = prompt.request_id, prompt.session_name, len(prompt.token_ids), decision, gone, now, wall
         return self._check_equal((self.analyzer.record_placed(*arguments), self.naive.record_placed(*arguments)))
 
     def record_compared(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block: int,
         gone: RemovedPrefix | None,

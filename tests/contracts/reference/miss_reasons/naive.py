@@ -15,7 +15,7 @@ from typing import Any
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import Prompt
+from router.miss_reasons.analyzer import AnalyzedPrompt
 from router.miss_reasons.attribution import MissContext, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
@@ -85,7 +85,7 @@ class NaiveAnalyzer:
 
     def explain(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block: int,
         gone: RemovedPrefix | None,
@@ -105,7 +105,7 @@ class NaiveAnalyzer:
         now: float,
         wall: float,
     ) -> NaiveRequest:
-        prompt = Prompt(id, array("I", range(tokens)), Scope("m"), None, session, is_history_incomplete=True)
+        prompt = AnalyzedPrompt(id, array("I", range(tokens)), Scope("m"), None, session, is_history_incomplete=True)
         labels = labels_of(prompt, None, 0, decision, 1, gone, None, now)
         request = NaiveRequest(why_of(prompt, decision, wall, labels), labels, decision)
         request.why.is_compared = False
@@ -114,7 +114,7 @@ class NaiveAnalyzer:
 
     def record_compared(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block: int,
         gone: RemovedPrefix | None,
@@ -126,9 +126,9 @@ class NaiveAnalyzer:
         while self.history and now - self.history[0].at_s >= self.config.ttl_s:
             del self.history[0]
         request, replaced_prompt = self._explain(prompt, decision, block, gone, facts, now, wall)
-        is_short = prompt.session is None and not prompt.chunk_keys
+        is_short = prompt.session_name is None and not prompt.chunk_keys
         past = PreviousPrompt(
-            prompt.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.session, is_short
+            prompt.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.session_name, is_short
         )
         request.previous, request.is_final, request.is_sampled = past, prompt.is_final, is_sampled
         if len(prompt.token_ids) >= block:
@@ -173,7 +173,9 @@ class NaiveAnalyzer:
         ]
         del self.requests[: -self.config.requests_max]
 
-    def _store_prompt(self, past: PreviousPrompt, prompt: Prompt, replaced_prompt: PreviousPrompt | None) -> None:
+    def _store_prompt(
+        self, past: PreviousPrompt, prompt: AnalyzedPrompt, replaced_prompt: PreviousPrompt | None
+    ) -> None:
         if replaced_prompt is not None and replaced_prompt.session == past.session and replaced_prompt in self.history:
             self.history.remove(replaced_prompt)
         bytes_max = self.config.memory_mb << 20
@@ -199,7 +201,7 @@ class NaiveAnalyzer:
 
     def _explain(
         self,
-        prompt: Prompt,
+        prompt: AnalyzedPrompt,
         decision: Decision,
         block: int,
         gone: RemovedPrefix | None,
@@ -214,21 +216,21 @@ class NaiveAnalyzer:
         why.is_compared = past is not None or not prompt.is_history_incomplete
         return NaiveRequest(why, labels, decision), past
 
-    def _find_extended(self, prompt: Prompt) -> PreviousPrompt | None:
+    def _find_extended(self, prompt: AnalyzedPrompt) -> PreviousPrompt | None:
         begins = [] if prompt.opening_key is None else [prompt.opening_key]
-        for past in self._candidates(prompt.session, None, [*prompt.short_keys, *prompt.chunk_keys, *begins]):
+        for past in self._candidates(prompt.session_name, None, [*prompt.short_keys, *prompt.chunk_keys, *begins]):
             size = len(past.ids)
             if past.scope == prompt.scope and size and list(prompt.token_ids[:size]) == past.ids:
                 return past
         return None
 
-    def _find_similar(self, prompt: Prompt) -> PreviousPrompt | None:
+    def _find_similar(self, prompt: AnalyzedPrompt) -> PreviousPrompt | None:
         matches = []
-        for past in self._candidates(prompt.session, prompt.parent, prompt.chunk_keys):
+        for past in self._candidates(prompt.session_name, prompt.parent, prompt.chunk_keys):
             shared_tokens = shared(past.ids, prompt.token_ids)
             if prompt.outline is not None and past.outline is not None:
                 new_digests, old_digests = (
-                    message_digests(prompt.outline, prompt.session is None),
+                    message_digests(prompt.outline, prompt.session_name is None),
                     message_digests(past.outline, past.session is None),
                 )
                 likeness = len(new_digests & old_digests)
@@ -251,7 +253,7 @@ class NaiveAnalyzer:
 
 
 def labels_of(
-    prompt: Prompt, past: PreviousPrompt | None, shared_tokens: int, decision: Decision, block: int,
+    prompt: AnalyzedPrompt, past: PreviousPrompt | None, shared_tokens: int, decision: Decision, block: int,
     gone: RemovedPrefix | None, facts: MissContext | None, now: float,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Of each token: ("cached",), or (what tells its part from others, the reason, more fields of the part)."""
@@ -261,10 +263,10 @@ def labels_of(
     known_tokens = 0 if past is None else past.cached_token_count if is_extended else shared_tokens
     usable = min(known_tokens, length - 1) // block * block
     differs = None if past is None else different_scope_field(past.scope, prompt.scope)
-    same_session = past is not None and past.session == prompt.session
+    same_session = past is not None and past.session == prompt.session_name
     missing = min(max(first, most_cached_tokens), length)
     looks_for_gone = past is None or differs is not None or missing < usable
-    removed_end = gone.end if gone is not None and looks_for_gone else 0
+    removed_end = gone.end_token if gone is not None and looks_for_gone else 0
     missing = min(max(missing, removed_end), length)
     is_lost = past is not None and differs is None and missing < min(shared_tokens, length - 1) // block * block
     answer_from = max(missing, usable) if is_lost else missing
@@ -276,7 +278,7 @@ def labels_of(
             times = {"chosen_ttft_s": decision.terms.ttft_s, "best_ttft_s": best.ttft_s}
             return "cached_elsewhere", "cached_elsewhere", {"worker": best.worker, **times}
         if at < removed_end and gone is not None:
-            return "gone", "evicted", {"worker": gone.worker, "lost_ago_s": round(now - gone.removed_s, 3)}
+            return "gone", "evicted", {"worker": gone.worker, "lost_ago_s": round(now - gone.removed_at_s, 3)}
         if past is None:
             return "new", "not_compared" if prompt.is_history_incomplete else "new_session", {}
         assert facts is not None
@@ -299,11 +301,11 @@ def labels_of(
     return [label(at) for at in range(length)]
 
 
-def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
+def why_of(prompt: AnalyzedPrompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
     best = decision.most_cached or decision.terms
     why = MissExplanation(
-        prompt.id, wall, prompt.session, decision.worker, len(prompt.token_ids), best.cached_tokens, best.worker,
-        decision.predicted_cached_tokens, attempt=decision.attempt,
+        prompt.request_id, wall, prompt.session_name, decision.worker, len(prompt.token_ids), best.cached_tokens,
+        best.worker, decision.predicted_cached_tokens, attempt=decision.attempt,
     )  # fmt: skip
     sum_up(why, labels)
     return why
@@ -359,7 +361,7 @@ def lost_reason(past: PreviousPrompt, facts: MissContext, now: float) -> tuple[s
 
 
 def change_reason(
-    past: PreviousPrompt, prompt: Prompt, shared_tokens: int, facts: MissContext
+    past: PreviousPrompt, prompt: AnalyzedPrompt, shared_tokens: int, facts: MissContext
 ) -> tuple[str, dict[str, Any]]:
     reason, message = "edited", None
     if past.outline is not None and prompt.outline is not None:
