@@ -118,7 +118,7 @@ class Chooser:
         `queued_ahead_s`: seconds queued for each target that go before this request. `explain`: price all, whoever may
         win."""
         prompt_query, matches, shortlist = None, None, candidates
-        utilisation_decay = self._tracker.utilisation_decay(now)
+        utilisation_decay = self._tracker.compute_utilisation_decay(now)
         uses_shortlist = self._uses_shortlist and request.media_conversation is None
         load_order = (
             self._registry.get_load_order(request, candidates, utilisation_decay)

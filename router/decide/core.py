@@ -138,7 +138,7 @@ class RouterCore:
                 [
                     request_id
                     for request_id, in_flight_request in in_flight_requests
-                    if in_flight_request.target is target and in_flight_request.routed_s <= at_s
+                    if in_flight_request.target is target and in_flight_request.routed_at_s <= at_s
                 ],
             )
 

@@ -219,7 +219,7 @@ class KvCost:
             queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
         utilisation = target.utilisation_scaled * self.utilisation_decay
-        decode_requests = target.decode_requests
+        decode_requests = target.decode_request_count
         if target.peer_load is not None:
             utilisation += target.peer_load.utilisation
             decode_requests += target.peer_load.decode_requests

@@ -364,7 +364,7 @@ def make_worker_snapshot(
         roles=sorted(worker.spec.roles),
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefilling_requests),
-        decoding=target.decode_requests,
+        decoding=target.decode_request_count,
         peer_prefilling=(peer.prefill_requests if peer else 0) - (external.prefill_requests if external else 0),
         peer_decoding=(peer.decode_requests if peer else 0) - (external.decode_requests if external else 0),
         engine_load=reported_load.latest if reported_load is not None else None,
@@ -372,7 +372,7 @@ def make_worker_snapshot(
         cache_tokens=target.kv_capacity_tokens,
         prefill_order="shortest" if target.is_shortest_first else "arrival",
         queue_s=target.estimate_queue_s(now),
-        utilisation=tracker.utilisation(target, now),
+        utilisation=tracker.compute_utilisation(target, now),
         slowdown=target.slowdown,
         learned_speed={
             "prefill_s_per_token": service.prefill_s_per_token,

@@ -57,7 +57,7 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
     expected_ttft_s: float
     """Until its first token, as predicted then, had it a slot."""
     prefill_s: float
-    routed_s: float
+    routed_at_s: float
     is_streaming: bool
     tier_load_s: float
     """To fetch what lies on slower tiers, by the configured rates."""
@@ -76,7 +76,7 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
     load_expectation: LoadExpectation | None = None
     """Where its target's engine reports requests of others."""
 
-    def remaining_prefill_s(self) -> float:
+    def estimate_remaining_prefill_s(self) -> float:
         """Of its P."""
         return max(self.prefill_s - self.prefill_done_s, _REMAINING_SHARE_MIN * self.prefill_s)
 
@@ -84,7 +84,7 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
 class WorkTotals(msgspec.Struct, eq=False):
     """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
 
-    updated_s: float = 0.0
+    updated_at_s: float = 0.0
     decode_request_seconds: float = 0.0
     """Decoding requests, over time."""
     context_token_seconds: float = 0.0
@@ -92,13 +92,13 @@ class WorkTotals(msgspec.Struct, eq=False):
     """Prefilled, of all first tokens so far."""
     quadratic_work: float = 0.0
 
-    def observe_since(self, start: WorkTotals, elapsed_s: float, *, steps: int, is_complete: bool) -> Observation:
+    def observe_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int, is_complete: bool) -> Observation:
         """What was done after `start`, in so many steps."""
         return Observation(
             elapsed_s=elapsed_s,
             uncached_tokens=self.uncached_tokens - start.uncached_tokens,
             quadratic_work=self.quadratic_work - start.quadratic_work,
-            steps=steps,
+            steps=step_count,
             decode_requests=(self.decode_request_seconds - start.decode_request_seconds) / elapsed_s,
             decode_context_tokens=(self.context_token_seconds - start.context_token_seconds) / elapsed_s,
             is_complete=is_complete,
@@ -159,7 +159,7 @@ class Target:
     oldest_prefill_since_s: float = -math.inf
     """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
     own_request_count: int = 0
-    decode_requests: int = 0
+    decode_request_count: int = 0
     decode_context_tokens: int = 0
     """Prompts and answers so far of those."""
     pending_prompt_tokens: int = 0
@@ -225,7 +225,7 @@ class Target:
     """When the worker turned to the oldest of them."""
     fixed_step_share: float = 0.0
     """Of a step: what goes by before the oldest of them makes progress, as a step has its fixed part first."""
-    last_step_s: float = -math.inf
+    last_step_at_s: float = -math.inf
     """When a step was last seen to end: by a first token, or a last one."""
     oldest_prefill_s: float = 0.0
     """The oldest one's P."""
@@ -276,30 +276,32 @@ class Target:
 
     def recompute_decode_load(self) -> None:
         """Recompute what is derived from the service model and the decode load."""
-        requests, context = self.decode_requests, self.decode_context_tokens
+        decode_request_count, context_tokens = self.decode_request_count, self.decode_context_tokens
         self.total_request_count = self.own_request_count
         if self.peer_load is not None:
-            requests += self.peer_load.decode_requests
-            context += self.peer_load.decode_context_tokens
+            decode_request_count += self.peer_load.decode_requests
+            context_tokens += self.peer_load.decode_context_tokens
             self.total_request_count += self.peer_load.decode_requests + self.peer_load.prefill_requests
-        self.step_s = self.service.step_s + self.decode_request_s * requests + self.decode_context_s * context
+        self.step_s = (
+            self.service.step_s + self.decode_request_s * decode_request_count + self.decode_context_s * context_tokens
+        )
         self.slowdown = 1.0 + self.step_s / self.step_prefill_s
         if self.own_request_count:
             self.mean_remaining_output_tokens = self.remaining_output_tokens / self.own_request_count
         excess_requests = self.total_request_count + 1 - self.max_num_seqs
         self.slot_wait_s = self.estimate_drain_s(excess_requests / self.max_num_seqs) if excess_requests > 0 else 0.0
         self.mutual_step_delay_s = 2.0 * self.decode_request_s * self.total_request_count
-        self.mutual_step_delay_s += self.decode_context_s * (context + self.pending_prompt_tokens)
+        self.mutual_step_delay_s += self.decode_context_s * (context_tokens + self.pending_prompt_tokens)
         self.free_kv_tokens = math.inf
         if self.kv_capacity_tokens is not None:
             self.free_kv_tokens = float(
-                self.kv_capacity_tokens - context - self.pending_prompt_tokens + self.duplicate_prompt_tokens
+                self.kv_capacity_tokens - context_tokens - self.pending_prompt_tokens + self.duplicate_prompt_tokens
             )
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """P."""
-        quadratic = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
-        return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic
+        quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
+        return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
 
     def estimate_queue_s(self, now: float) -> float:
         """Q: routed prefill that is still to be done, with the oldest one's progress taken off. What should be done by
@@ -307,10 +309,10 @@ class Target:
         waiting_s = self.total_pending_prefill_s
         if waiting_s == 0.0:
             return 0.0
-        progress = (now - self.busy_since_s - self.fixed_step_share * self.step_s) / self.slowdown
-        if progress <= 0.0:
+        progress_s = (now - self.busy_since_s - self.fixed_step_share * self.step_s) / self.slowdown
+        if progress_s <= 0.0:
             return waiting_s
-        remaining_s, overdue_s = self.oldest_prefill_s - progress, self.OVERDUE_SHARE * progress
+        remaining_s, overdue_s = self.oldest_prefill_s - progress_s, self.OVERDUE_SHARE * progress_s
         return waiting_s - self.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
     def record_queue_progress(self, now: float) -> None:
@@ -349,7 +351,7 @@ class Target:
         wait_s = self.estimate_queue_s(now)
         return self.estimate_shortest_first_wait(prefill_s, wait_s)[0] if wait_s and self.is_shortest_first else wait_s
 
-    def overdue_ratio(self, now: float) -> float | None:
+    def compute_overdue_ratio(self, now: float) -> float | None:
         """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
         if not self.prefilling_requests:
             return None
@@ -370,7 +372,7 @@ class Target:
     def estimate_step_wait_s(self, now: float) -> float:
         """Until the step that runs ends, and another may begin with a new prompt: what is left of it if it was seen to
         begin, else half of one; what it prefills is in Q."""
-        remaining_s = self.step_s - (now - self.last_step_s)
+        remaining_s = self.step_s - (now - self.last_step_at_s)
         if remaining_s > 0.0:
             return remaining_s if self.total_request_count else 0.0
         return 0.5 * self.step_s if self.total_request_count and not self.total_pending_prefill_s else 0.0
@@ -400,12 +402,12 @@ class Target:
         takes, and then begins just as another ends, always beside as many others: those are all slots."""
         if self.has_reported_max_num_seqs:
             return
-        if self.decode_requests > self.max_num_seqs:
-            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
+        if self.decode_request_count > self.max_num_seqs:
+            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * self.decode_request_count)  # what was known was wrong
             self.slot_count_votes.clear()
         if waited_s > SLOT_WAIT_RATIO * expected_s + 1.0 and now - self.last_request_end_s < 0.1 + 3.0 * self.step_s:
             votes = self.slot_count_votes
-            votes.append(self.decode_requests)
+            votes.append(self.decode_request_count)
             votes_max = max(votes)
             if len(votes) == SLOT_VOTES and votes_max - min(votes) <= max(1, votes_max // 32):
                 self.max_num_seqs = votes_max
@@ -438,41 +440,41 @@ class Target:
         """An answer has ended: were its steps as long as ours make them, or as the engine's report would?"""
         step_s = self.service.step_s + self.decode_request_s * observation.decode_requests
         step_s += self.decode_context_s * observation.decode_context_tokens
-        without_s = observation.steps * step_s + self.prefill_rate * observation.uncached_tokens
+        own_only_s = observation.steps * step_s + self.prefill_rate * observation.uncached_tokens
         if self.reported_load is not None:
             self.reported_load.record_wait(
-                observation.elapsed_s, without_s, without_s + observation.steps * expectation.added_step_s
+                observation.elapsed_s, own_only_s, own_only_s + observation.steps * expectation.added_step_s
             )
 
     def advance_work_totals(self, now: float) -> None:
         """Bring the totals over time up to now, before the counts change."""
         totals, peer_load = self.work_totals, self.peer_load
-        elapsed_s = now - totals.updated_s
+        elapsed_s = now - totals.updated_at_s
         if elapsed_s <= 0.0:
             return
-        totals.updated_s = now
-        requests, context = self.decode_requests, self.decode_context_tokens
+        totals.updated_at_s = now
+        decode_request_count, context_tokens = self.decode_request_count, self.decode_context_tokens
         if peer_load is not None:
-            requests += peer_load.decode_requests
-            context += peer_load.decode_context_tokens
+            decode_request_count += peer_load.decode_requests
+            context_tokens += peer_load.decode_context_tokens
             external = self.external_load
             if external is not None:
-                requests -= external.running
-                context -= external.kv_tokens
+                decode_request_count -= external.running
+                context_tokens -= external.kv_tokens
             totals.uncached_tokens += elapsed_s * min(peer_load.utilisation, 1.0) / self.prefill_rate
-        totals.decode_request_seconds += elapsed_s * requests
-        totals.context_token_seconds += elapsed_s * context
+        totals.decode_request_seconds += elapsed_s * decode_request_count
+        totals.context_token_seconds += elapsed_s * context_tokens
 
     def recompute_queue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""
-        oldest_since_s, oldest_s, oldest_routed_s = self.oldest_prefill_since_s, 0.0, math.inf
+        oldest_since_s, oldest_prefill_s, oldest_routed_s = self.oldest_prefill_since_s, 0.0, math.inf
         if self.prefilling_requests:
-            oldest = next(iter(self.prefilling_requests.values()))
-            oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
+            oldest_request = next(iter(self.prefilling_requests.values()))
+            oldest_prefill_s, oldest_routed_s = oldest_request.prefill_s, oldest_request.routed_at_s
         self.total_pending_prefill_s = self.own_pending_prefill_s
         peer_load = self.peer_load
         if self.is_shortest_first:
-            oldest_s, oldest_routed_s = self._sort_by_remaining_prefill()
+            oldest_prefill_s, oldest_routed_s = self._sort_by_remaining_prefill()
         elif self.shortest_prefill is not None:
             self.shortest_prefill, self.sorted_remaining_prefill_s, self.cumulative_remaining_prefill_s = (
                 None,
@@ -484,19 +486,19 @@ class Target:
         if peer_load is not None and peer_load.prefill_s > 0.0:
             self.total_pending_prefill_s += peer_load.prefill_s
             if peer_load.oldest_routed_s < oldest_routed_s:
-                oldest_s, oldest_routed_s = peer_load.oldest_prefill_s, peer_load.oldest_routed_s
+                oldest_prefill_s, oldest_routed_s = peer_load.oldest_prefill_s, peer_load.oldest_routed_s
         self.busy_since_s = max(oldest_since_s, oldest_routed_s)  # with the shortest first that is later
-        self.fixed_step_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
-        self.oldest_prefill_s = min(oldest_s, self.total_pending_prefill_s)
+        self.fixed_step_share = max(0.0, 1.0 - oldest_prefill_s / self.step_prefill_s)
+        self.oldest_prefill_s = min(oldest_prefill_s, self.total_pending_prefill_s)
 
     def _sort_by_remaining_prefill(self) -> tuple[float, float]:
         """Put those without a first token in the order of what is left of them: (that of the first, since when)."""
         requests = sorted(
             itertools.islice(self.prefilling_requests.values(), _SORTED_PREFILLS_MAX),
-            key=InFlightRequest.remaining_prefill_s,
+            key=InFlightRequest.estimate_remaining_prefill_s,
         )
         self.shortest_prefill = requests[0] if requests else None
-        self.sorted_remaining_prefill_s = [request.remaining_prefill_s() for request in requests]
+        self.sorted_remaining_prefill_s = [request.estimate_remaining_prefill_s() for request in requests]
         self.cumulative_remaining_prefill_s = list(itertools.accumulate(self.sorted_remaining_prefill_s, initial=0.0))
         self.total_pending_prefill_s, self.sorted_sample_scale = self.cumulative_remaining_prefill_s[-1], 1.0
         if len(requests) < len(self.prefilling_requests):
@@ -523,7 +525,7 @@ class PrefillInterval:
     """Who comes while others decode waits for half a step, on average, before its own."""
     last_step_start_s: float = 0.0
     """When its last step began, about."""
-    steps: int = 1
+    step_count: int = 1
     tier_load_s: float = 0.0
     """By the configured rates, of all its requests."""
     estimated_tier_load_s: float = 0.0
@@ -534,15 +536,15 @@ class PrefillInterval:
     def can_add_step(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
         """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the
         next prompt what its budget leaves. What the two steps did is known together; of many tokens it is little."""
-        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.steps < _INTERVAL_STEPS_MAX
+        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
         return has_room and routed_s <= self.last_step_start_s and since_s <= self.end_s
 
     def add_step(self, decode_requests: float, decode_context: float) -> None:
         """Another step belongs to it, beside so many decodes; it began when the last one ended."""
-        self.last_step_start_s, count = self.end_s, self.steps + 1
-        self.decode_requests += (decode_requests - self.decode_requests) / count
-        self.decode_context_tokens += (decode_context - self.decode_context_tokens) / count
-        self.steps = count
+        self.last_step_start_s, step_count = self.end_s, self.step_count + 1
+        self.decode_requests += (decode_requests - self.decode_requests) / step_count
+        self.decode_context_tokens += (decode_context - self.decode_context_tokens) / step_count
+        self.step_count = step_count
 
     def to_observation(self, step_tokens: int) -> Observation:
         """What it teaches of a worker whose steps have so many prefill tokens."""
@@ -550,7 +552,7 @@ class PrefillInterval:
             elapsed_s=self.end_s - self.start_s - self.estimated_tier_load_s,
             uncached_tokens=self.uncached_tokens,
             quadratic_work=self.quadratic_work,
-            steps=max(float(self.steps), self.uncached_tokens / step_tokens) + self.waited_steps,
+            steps=max(float(self.step_count), self.uncached_tokens / step_tokens) + self.waited_steps,
             decode_requests=self.decode_requests,
             decode_context_tokens=self.decode_context_tokens,
         )

@@ -53,9 +53,9 @@ class LoadTracker:
         self.targets: dict[str, Target] = {}
         self.in_flight_requests: dict[str, InFlightRequest] = {}
         self._epoch_s: float | None = None
-        self._estimated_first_tokens: list[tuple[float, str]] = []
+        self._estimated_first_token_heap: list[tuple[float, str]] = []
         """Heap of (estimated first token, request) of requests that do not stream."""
-        self._silence_checked_s = -math.inf
+        self._silence_checked_at_s = -math.inf
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """router -> target name -> load."""
         self.changed_targets: set[str] = set()
@@ -108,14 +108,14 @@ class LoadTracker:
             expected_output_tokens=expected_tokens,
             expected_ttft_s=target.slowdown * (target.estimate_wait_before_s(prefill_s, now) + prefill_s),
             prefill_s=prefill_s,
-            routed_s=now,
+            routed_at_s=now,
             is_streaming=stream,
             tier_load_s=tier_load_s,
         )
         if target.reported_load is not None and target.reported_load.external:
             request.load_expectation = self._make_load_expectation(request, target.reported_load, now)
         if not stream:
-            heapq.heappush(self._estimated_first_tokens, (now + request.expected_ttft_s, request_id))
+            heapq.heappush(self._estimated_first_token_heap, (now + request.expected_ttft_s, request_id))
         target.next_send_index += 1
         self.in_flight_requests[request_id] = request
         self._mark_changed(target)
@@ -126,10 +126,10 @@ class LoadTracker:
         target.remaining_output_tokens += expected_tokens
         target.recompute_decode_load()
         target.recompute_queue()
-        window = self.cost.utilisation_window_s
-        growth = math.exp((now - self._current_epoch_s(now)) / window)
-        target.utilisation_scaled += request.prefill_s / window * growth
-        target.arrivals_scaled += growth / window
+        window_s = self.cost.utilisation_window_s
+        growth = math.exp((now - self._update_decay_epoch(now)) / window_s)
+        target.utilisation_scaled += request.prefill_s / window_s * growth
+        target.arrivals_scaled += growth / window_s
         return request
 
     def record_first_token(self, request_id: str, now: float) -> InFlightRequest | None:
@@ -139,13 +139,13 @@ class LoadTracker:
             return None
         if request.load_expectation is not None and request.target.reported_load is not None:
             request.target.reported_load.record_wait(
-                now - request.routed_s, request.load_expectation.own_only_s, request.load_expectation.with_external_s
+                now - request.routed_at_s, request.load_expectation.own_only_s, request.load_expectation.with_external_s
             )
             self._merge_peer_load(request.target)
         self._observe_first_token(request, now)
         self._start_decode(request, now)
-        request.target.last_step_s = now
-        request.target.learn_max_num_seqs(now - request.routed_s, request.expected_ttft_s, now)
+        request.target.last_step_at_s = now
+        request.target.learn_max_num_seqs(now - request.routed_at_s, request.expected_ttft_s, now)
         return request
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
@@ -155,9 +155,9 @@ class LoadTracker:
         if request is None or request.phase is not RequestPhase.DECODE:
             return
         request.output_tokens = output_tokens
-        context = request.prompt_tokens + output_tokens
-        request.target.decode_context_tokens += context - request.context_tokens
-        request.context_tokens = context
+        context_tokens = request.prompt_tokens + output_tokens
+        request.target.decode_context_tokens += context_tokens - request.context_tokens
+        request.context_tokens = context_tokens
         request.target.recompute_decode_load()
         target = request.target
         if (
@@ -183,7 +183,7 @@ class LoadTracker:
         target.own_request_count -= 1
         target.last_request_end_s = now
         if is_computed:
-            target.last_step_s = now
+            target.last_step_at_s = now
         # Recomputed when empty, so that rounding never accumulates.
         target.remaining_output_tokens = (
             target.remaining_output_tokens - request.expected_output_tokens if target.own_request_count else 0.0
@@ -192,14 +192,14 @@ class LoadTracker:
             if self._remove_from_prefill(request):
                 target.oldest_prefill_since_s = now
         else:
-            target.decode_requests -= 1
+            target.decode_request_count -= 1
             target.decode_context_tokens -= request.context_tokens
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
-            window = self.cost.utilisation_window_s
-            growth = math.exp((request.routed_s - self._current_epoch_s(now)) / window)
-            target.utilisation_scaled = max(0.0, target.utilisation_scaled - request.prefill_s / window * growth)
+            window_s = self.cost.utilisation_window_s
+            growth = math.exp((request.routed_at_s - self._update_decay_epoch(now)) / window_s)
+            target.utilisation_scaled = max(0.0, target.utilisation_scaled - request.prefill_s / window_s * growth)
         if reported_cached is not None:
             target.predicted_cached_tokens += request.cached_tokens
             target.reported_cached_tokens += reported_cached
@@ -218,25 +218,29 @@ class LoadTracker:
 
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
-        estimates = self._estimated_first_tokens
+        estimates = self._estimated_first_token_heap
         while estimates and estimates[0][0] <= now:
-            at_s, request_id = heapq.heappop(estimates)
+            first_token_at_s, request_id = heapq.heappop(estimates)
             request = self.in_flight_requests.get(request_id)
             if request is not None and request.phase is RequestPhase.PREFILL and not request.is_streaming:
-                self._start_decode(request, at_s)
-        if now - self._silence_checked_s >= _SILENCE_CHECK_INTERVAL_S:
-            self._silence_checked_s = now
+                self._start_decode(request, first_token_at_s)
+        if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
+            self._silence_checked_at_s = now
             for speeds in self._speeds_by_pool.values():
                 if speeds.is_untrained:
                     self._check_silence(speeds, now)
 
     def _check_silence(self, speeds: PoolSpeeds, now: float) -> None:
         """Nothing was heard of a pool yet: that tells something too."""
-        oldest = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
-        targets = {request.target.name: request.target for request in oldest if request.target.speeds is speeds}
-        ratios = [ratio for target in targets.values() if (ratio := target.overdue_ratio(now)) is not None]
-        if ratios:
-            self._apply_learned_models(next(iter(targets.values())), speeds.raise_prior(ratios))
+        oldest_requests = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
+        targets = {
+            request.target.name: request.target for request in oldest_requests if request.target.speeds is speeds
+        }
+        overdue_ratios = [
+            ratio for target in targets.values() if (ratio := target.compute_overdue_ratio(now)) is not None
+        ]
+        if overdue_ratios:
+            self._apply_learned_models(next(iter(targets.values())), speeds.raise_prior(overdue_ratios))
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
         target = request.target
@@ -247,7 +251,7 @@ class LoadTracker:
         target.oldest_prefill_since_s = max(target.oldest_prefill_since_s, now)
         request.phase = RequestPhase.DECODE
         request.context_tokens = request.prompt_tokens
-        target.decode_requests += 1
+        target.decode_request_count += 1
         target.decode_context_tokens += request.context_tokens
         totals = target.work_totals
         totals.uncached_tokens += request.prompt_tokens - request.cached_tokens
@@ -270,24 +274,24 @@ class LoadTracker:
         return was_oldest
 
     # Utilisation -------------------------------------------------------------------------------------------------
-    def utilisation_decay(self, now: float) -> float:
+    def compute_utilisation_decay(self, now: float) -> float:
         """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
-        return math.exp(-max(now - self._current_epoch_s(now), 0.0) / self.cost.utilisation_window_s)
+        return math.exp(-max(now - self._update_decay_epoch(now), 0.0) / self.cost.utilisation_window_s)
 
-    def utilisation(self, target: Target, now: float) -> float:
+    def compute_utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
-        factor = self.utilisation_decay(now)  # first: it may rescale what it is multiplied with
+        factor = self.compute_utilisation_decay(now)  # first: it may rescale what it is multiplied with
         return target.utilisation_scaled * factor + (
             target.peer_load.utilisation if target.peer_load is not None else 0.0
         )
 
-    def _current_epoch_s(self, now: float) -> float:
+    def _update_decay_epoch(self, now: float) -> float:
         """Decay is kept as one growing factor for all; start over before it overflows."""
-        window = self.cost.utilisation_window_s
+        window_s = self.cost.utilisation_window_s
         if self._epoch_s is None:
             self._epoch_s = now
-        elif now - self._epoch_s > _RESCALE_WINDOWS * window:
-            factor = math.exp(-(now - self._epoch_s) / window)
+        elif now - self._epoch_s > _RESCALE_WINDOWS * window_s:
+            factor = math.exp(-(now - self._epoch_s) / window_s)
             for target in self.targets.values():
                 target.utilisation_scaled *= factor
                 target.arrivals_scaled *= factor
@@ -309,7 +313,7 @@ class LoadTracker:
             is_in_turn = next(iter(target.prefilling_requests)) == request.request_id
         is_alone = (target.peer_load is None or target.peer_load.prefill_s <= 0.0) and target.external_load is None
         uncached_tokens = request.prompt_tokens - request.cached_tokens
-        quadratic = float(request.prompt_tokens**2 - request.cached_tokens**2)
+        quadratic_work = float(request.prompt_tokens**2 - request.cached_tokens**2)
         interval = target.open_prefill_interval
         oldest_since_s = (
             target.oldest_prefill_since_s
@@ -319,27 +323,27 @@ class LoadTracker:
         joins_interval = interval is not None and now - interval.end_s <= _SAME_STEP_S
         if interval is not None and not joins_interval:
             joins_interval = is_in_turn and interval.can_add_step(
-                request.routed_s, oldest_since_s, target.service.step_tokens
+                request.routed_at_s, oldest_since_s, target.service.step_tokens
             )
             if joins_interval:
-                interval.add_step(target.decode_requests, target.decode_context_tokens)
+                interval.add_step(target.decode_request_count, target.decode_context_tokens)
         if interval is not None and joins_interval:
             interval.end_s = now
             interval.uncached_tokens += uncached_tokens
-            interval.quadratic_work += quadratic
+            interval.quadratic_work += quadratic_work
             interval.tier_load_s += request.tier_load_s
             interval.is_usable = interval.is_usable and is_alone
             request.prefill_interval = interval
             return
         self.close_interval(target)
-        steps_waited = 0.5 if target.decode_requests > 0 and request.routed_s > oldest_since_s else 0.0
-        start_s = max(oldest_since_s, request.routed_s)
+        steps_waited = 0.5 if target.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
+        start_s = max(oldest_since_s, request.routed_at_s)
         request.prefill_interval = target.open_prefill_interval = PrefillInterval(
             start_s=start_s,
             end_s=now,
             uncached_tokens=uncached_tokens,
-            quadratic_work=quadratic,
-            decode_requests=target.decode_requests,
+            quadratic_work=quadratic_work,
+            decode_requests=target.decode_request_count,
             decode_context_tokens=target.decode_context_tokens,
             is_usable=is_in_turn and is_alone,
             waited_steps=steps_waited,
@@ -353,27 +357,27 @@ class LoadTracker:
         request = self.in_flight_requests[request_id]
         output_tokens = counted_tokens = request.output_tokens if request.is_streaming else 0
         if reported_tokens is not None:
-            output_tokens = min(reported_tokens, int((now - request.routed_s) / TOKEN_S_MIN))
+            output_tokens = min(reported_tokens, int((now - request.routed_at_s) / TOKEN_S_MIN))
             if counted_tokens:
                 output_tokens = min(output_tokens, counted_tokens + counted_tokens // 4 + COUNT_TOLERANCE_TOKENS)
         request.output_tokens = output_tokens
         self._observe_steps(request, (counted_tokens or output_tokens) - request.observed_output_tokens, now)
         return output_tokens
 
-    def _observe_steps(self, request: InFlightRequest, steps: int, now: float) -> None:
+    def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
         """Since a stream was last looked at it took so many steps, in which its target also prefilled what had its
         first token meanwhile: an observation of what steps take."""
-        target, start = request.target, request.decode_start_totals
-        if start is None or steps < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
+        target, start_totals = request.target, request.decode_start_totals
+        if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
         target.advance_work_totals(now)
-        elapsed_s = now - start.updated_s
+        elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return
         observation = target.work_totals.observe_since(
-            start, elapsed_s, steps=steps, is_complete=not target.prefilling_requests
+            start_totals, elapsed_s, step_count=step_count, is_complete=not target.prefilling_requests
         )
-        request.decode_start_totals = msgspec.structs.replace(target.work_totals, updated_s=now)
+        request.decode_start_totals = msgspec.structs.replace(target.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
         if request.load_expectation is not None and target.reported_load is not None:
             target.compare_with_expectation(request.load_expectation, observation)
@@ -383,8 +387,8 @@ class LoadTracker:
             and now - target.last_step_observation_s >= target.speeds.step_observation_interval_s
         ):
             target.last_step_observation_s = now
-            names, _ = target.speeds.observe(target.name, observation)
-            self._apply_learned_models(target, names)
+            changed_names, _ = target.speeds.observe(target.name, observation)
+            self._apply_learned_models(target, changed_names)
 
     def close_interval(self, target: Target) -> None:
         """Close the open interval and learn from it."""
@@ -400,8 +404,10 @@ class LoadTracker:
             interval.estimated_tier_load_s = min(
                 interval.tier_load_s * target.tier_load_speed.factor, 0.9 * observation.elapsed_s
             )
-        names, interval.sample = target.speeds.observe(target.name, interval.to_observation(target.service.step_tokens))
-        self._apply_learned_models(target, names)
+        changed_names, interval.sample = target.speeds.observe(
+            target.name, interval.to_observation(target.service.step_tokens)
+        )
+        self._apply_learned_models(target, changed_names)
 
     def _correct_observation(self, request: InFlightRequest, interval: PrefillInterval, reported_cached: int) -> None:
         """The engine reused another part of the prompt than was predicted."""
@@ -416,9 +422,9 @@ class LoadTracker:
             self._apply_learned_models(target, target.speeds.correct(interval.sample, observation))
             interval.sample = None  # a lesson is corrected once; steps of several corrected requests are rare
 
-    def _apply_learned_models(self, target: Target, names: list[str]) -> None:
+    def _apply_learned_models(self, target: Target, target_names: list[str]) -> None:
         """Give the targets of one pool what was newly learned of them."""
-        for name in names:
+        for name in target_names:
             changed_target = self.targets.get(name)
             if changed_target is not None and changed_target.speeds is target.speeds:
                 changed_target.set_service_model(changed_target.speeds.model(name))
@@ -427,15 +433,15 @@ class LoadTracker:
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
         """This router's own part of a target's load."""
-        oldest = next(iter(target.prefilling_requests.values()), None)
-        factor = self.utilisation_decay(now)
+        oldest_request = next(iter(target.prefilling_requests.values()), None)
+        factor = self.compute_utilisation_decay(now)
         return PeerLoad(
             prefill_s=target.own_pending_prefill_s,
             prefill_requests=len(target.prefilling_requests),
-            oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
-            oldest_routed_s=oldest.routed_s if oldest else now,
+            oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
+            oldest_routed_s=oldest_request.routed_at_s if oldest_request else now,
             oldest_prefill_since_s=target.oldest_prefill_since_s,
-            decode_requests=target.decode_requests,
+            decode_requests=target.decode_request_count,
             decode_context_tokens=target.decode_context_tokens,
             utilisation=target.utilisation_scaled * factor,
             updated_s=now,
@@ -445,12 +451,12 @@ class LoadTracker:
     def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, is_full: bool = True) -> None:
         """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
         about targets that are known only: of the rest a full message will tell."""
-        previous = self._peer_loads_by_router.pop(router, {})
-        other_loads = {} if is_full else previous
+        previous_loads = self._peer_loads_by_router.pop(router, {})
+        other_loads = {} if is_full else previous_loads
         new_loads = {**other_loads, **{name: load for name, load in loads.items() if is_full or name in self.targets}}
         if new_loads:
             self._peer_loads_by_router[router] = new_loads
-        for name in (previous.keys() if is_full else set()) | loads.keys():
+        for name in (previous_loads.keys() if is_full else set()) | loads.keys():
             if name in self.targets:
                 self._merge_peer_load(self.targets[name])
 
@@ -461,12 +467,12 @@ class LoadTracker:
         if target is None or (load is None and target.reported_load is None):
             return
         reported_load = target.reported_load = target.reported_load or ReportedLoad()
-        previous, in_flight = reported_load.trusted_external, max(in_flight, target.own_request_count)
+        previous_external_load, in_flight = reported_load.trusted_external, max(in_flight, target.own_request_count)
         kv_tokens = target.decode_context_tokens + target.pending_prompt_tokens - target.duplicate_prompt_tokens
         for peer_loads in self._peer_loads_by_router.values():
-            if (peer := peer_loads.get(name)) is not None:
-                in_flight += peer.decode_requests + peer.prefill_requests
-                kv_tokens += peer.decode_context_tokens
+            if (peer_load := peer_loads.get(name)) is not None:
+                in_flight += peer_load.decode_requests + peer_load.prefill_requests
+                kv_tokens += peer_load.decode_context_tokens
         reported_load.update(
             load,
             now,
@@ -475,7 +481,7 @@ class LoadTracker:
             kv_tokens=kv_tokens,
             capacity=target.kv_capacity_tokens,
         )
-        if reported_load.trusted_external != previous:
+        if reported_load.trusted_external != previous_external_load:
             target.advance_work_totals(now)
             self._merge_peer_load(target)
 
@@ -485,23 +491,23 @@ class LoadTracker:
         """What is to be expected where the report is true, and where it is not."""
         target, mismatches = request.target, reported_load.mismatches
         reported_load.start_test(now)
-        expected = []
+        predicted_times = []
         for reported_load.mismatches in (MISMATCHES_MAX, 0):
             self._merge_peer_load(target)
-            first_s = target.predict_ttft_s(request.prompt_tokens, request.cached_tokens, now)
-            expected.append((first_s, target.step_s))
+            ttft_s = target.predict_ttft_s(request.prompt_tokens, request.cached_tokens, now)
+            predicted_times.append((ttft_s, target.step_s))
         reported_load.mismatches = mismatches
         self._merge_peer_load(target)
-        (own_only_s, step_s), (with_external_s, longer_s) = expected
-        return LoadExpectation(own_only_s, with_external_s, longer_s - step_s)
+        (own_only_s, step_s), (with_external_s, step_with_external_s) = predicted_times
+        return LoadExpectation(own_only_s, with_external_s, step_with_external_s - step_s)
 
     def _merge_peer_load(self, target: Target) -> None:
         loads = [
             peer_loads[target.name] for peer_loads in self._peer_loads_by_router.values() if target.name in peer_loads
         ]
-        external = target.make_external_peer_load()
-        if external is not None:
-            loads.append(external)
+        external_load = target.make_external_peer_load()
+        if external_load is not None:
+            loads.append(external_load)
         target.peer_load = merge_peer_loads(loads, target.prefill_rate) if loads else None
         target.recompute_decode_load()
         target.recompute_queue()
@@ -513,18 +519,18 @@ class LoadTracker:
         """Every sum equals what it sums."""
         for target in self.targets.values():
             requests = [f for f in self.in_flight_requests.values() if f.target is target]
-            decoding = [f for f in requests if f.phase is RequestPhase.DECODE]
-            waiting = [f.request_id for f in requests if f.phase is RequestPhase.PREFILL]
+            decoding_requests = [f for f in requests if f.phase is RequestPhase.DECODE]
+            prefilling_ids = [f.request_id for f in requests if f.phase is RequestPhase.PREFILL]
             assert target.own_request_count == len(requests), (
                 f"{target.name}: {target.own_request_count} requests, {len(requests)} known"
             )
-            assert sorted(target.prefilling_requests) == sorted(waiting), f"{target.name}: prefills differ"
+            assert sorted(target.prefilling_requests) == sorted(prefilling_ids), f"{target.name}: prefills differ"
             assert math.isclose(
                 target.own_pending_prefill_s,
                 sum(f.prefill_s for f in target.prefilling_requests.values()),
                 abs_tol=1e-6,
             )
-            assert target.decode_requests == len(decoding), f"{target.name}: decode count"
+            assert target.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
             assert target.pending_prompt_tokens == sum(f.prompt_tokens for f in target.prefilling_requests.values())
             assert math.isclose(
                 target.remaining_output_tokens, sum(f.expected_output_tokens for f in requests), abs_tol=1e-3
@@ -548,4 +554,6 @@ class LoadTracker:
             assert cached_values == fresh_values, (
                 f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
             )
-            assert target.decode_context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
+            assert target.decode_context_tokens == sum(f.context_tokens for f in decoding_requests), (
+                f"{target.name}: context"
+            )

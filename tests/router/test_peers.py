@@ -78,8 +78,8 @@ def test_two_routers_see_what_one_would(
             )
             assert in_flight == single_target.own_request_count
             assert target.slowdown == pytest.approx(single_target.slowdown)
-            assert books.utilisation(target, at) == pytest.approx(
-                single_tracker.utilisation(single_target, now), rel=1e-3, abs=1e-5
+            assert books.compute_utilisation(target, at) == pytest.approx(
+                single_tracker.compute_utilisation(single_target, now), rel=1e-3, abs=1e-5
             )
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.

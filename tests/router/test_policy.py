@@ -50,7 +50,7 @@ def price(
 ) -> KvCost:
     return KvCost(
         targets, cached_tokens, None, prompt_tokens=tokens, expected_tokens=expected,
-        utilisation_decay=tracker.utilisation_decay(now), now=now,
+        utilisation_decay=tracker.compute_utilisation_decay(now), now=now,
         config=CONFIG, queued_s=queued_s,
     )  # fmt: skip
 

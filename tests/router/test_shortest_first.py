@@ -35,7 +35,7 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
 
 
 def price(tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float) -> KvCost:
-    factor = tracker.utilisation_decay(now)
+    factor = tracker.compute_utilisation_decay(now)
     return KvCost(
         targets, cached_tokens, None, prompt_tokens=tokens, utilisation_decay=factor, now=now, config=CostConfig()
     )
@@ -143,8 +143,12 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         assert target.estimate_queue_s(now) >= 0.0
         if target.is_shortest_first:
             flights = target.prefilling_requests.values()
-            assert target.sorted_remaining_prefill_s == sorted(flight.remaining_prefill_s() for flight in flights)
-            assert all(0.05 * f.prefill_s <= f.remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
+            assert target.sorted_remaining_prefill_s == sorted(
+                flight.estimate_remaining_prefill_s() for flight in flights
+            )
+            assert all(
+                0.05 * f.prefill_s <= f.estimate_remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights
+            )
             before_s, overtaken_count = target.estimate_shortest_first_wait(
                 target.estimate_prefill_s(tokens, 0), target.estimate_queue_s(now)
             )

@@ -192,8 +192,10 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         now += 30.0
         core.route(make_request(f"late{i}", 1, rng), now)
         order.check_invariants()
-    order.update(core.tracker.utilisation_decay(now))  # the last one's load too
-    fresh = sorted(order._sort_key(target, core.tracker.utilisation_decay(now)) for target in order.targets.values())
+    order.update(core.tracker.compute_utilisation_decay(now))  # the last one's load too
+    fresh = sorted(
+        order._sort_key(target, core.tracker.compute_utilisation_decay(now)) for target in order.targets.values()
+    )
     sort_keys = [key for key, _ in order._sorted_holders]
     assert sort_keys == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)

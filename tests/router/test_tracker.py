@@ -48,12 +48,12 @@ def test_a_removed_target_takes_nothing_with_it() -> None:
 def test_utilisation_decays_and_survives_rescaling() -> None:
     tracker, target = make()
     tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
-    start = tracker.utilisation(target, 0.0)
+    start = tracker.compute_utilisation(target, 0.0)
     assert start == pytest.approx(target.estimate_prefill_s(10_000, 0) / 60)
-    assert tracker.utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
-    assert tracker.utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
+    assert tracker.compute_utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
+    assert tracker.compute_utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
     tracker.add_request("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
-    assert tracker.utilisation(target, 60.0 * 45) == pytest.approx(start, rel=1e-6)
+    assert tracker.compute_utilisation(target, 60.0 * 45) == pytest.approx(start, rel=1e-6)
 
 
 KINDS = ["route", "first", "end", "progress", "blind"]
@@ -65,7 +65,7 @@ def test_steady_load_shows_as_utilisation() -> None:
     for i in range(3000):
         tracker.add_request(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
         tracker.end_request(str(i), i * 2 * p)
-    assert tracker.utilisation(target, 3000 * 2 * p) == pytest.approx(0.5, rel=0.01)
+    assert tracker.compute_utilisation(target, 3000 * 2 * p) == pytest.approx(0.5, rel=0.01)
 
 
 @given(
@@ -97,7 +97,7 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
         tracker.end_request(name, 1e6)
     assert (
         target.own_request_count,
-        target.decode_requests,
+        target.decode_request_count,
         target.decode_context_tokens,
         target.own_pending_prefill_s,
     ) == (0, 0, 0, 0.0)
@@ -271,7 +271,7 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
     def step_s(target: Target) -> float:
         return (
             LIVE.step_s
-            + LIVE.decode_request_s * target.decode_requests
+            + LIVE.decode_request_s * target.decode_request_count
             + LIVE.decode_context_s * target.decode_context_tokens
         )
 
@@ -363,8 +363,8 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
         target = targets[i % 8]
         now += 0.004
         tracker.add_request(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
-        step = truth.step_s + truth.decode_request_s * target.decode_requests
-        wait = rng.random() * step if target.decode_requests else 0.0
+        step = truth.step_s + truth.decode_request_s * target.decode_request_count
+        wait = rng.random() * step if target.decode_request_count else 0.0
         prefill_s = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
         tracker.record_first_token(f"r{i}", now + wait + step + prefill_s)
         if i >= 80:

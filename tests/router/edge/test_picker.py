@@ -289,7 +289,7 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
             for number in range(40):
                 await stream.write(pb.ProcessingRequest(response_body={"body": b"data: %d\n\n" % number}))
                 assert (await stream.read()).HasField("response_body")
-            assert any(target.decode_requests for target in edge.core.tracker.targets.values())
+            assert any(target.decode_request_count for target in edge.core.tracker.targets.values())
             await stream.write(pb.ProcessingRequest(response_body={"body": usage, "end_of_stream": True}))
             await stream.read()
             await edge.until(lambda: not sum(load(edge).values()))
