@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import click
 
-from fleet.plan import Kind, PhaseTimeouts, Target
+from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
 from fleet.scaling import Bounds
 from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_env, split_flags
 
@@ -283,7 +283,7 @@ def up(
         )  # fmt: skip
         patience = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
         try:
-            directory = create(DirectoryActor, spec, Target(replicas[0]), Target(routers), patience, bounds)
+            directory = create(DirectoryActor, spec, MemberTarget(replicas[0]), MemberTarget(routers), patience, bounds)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
@@ -366,7 +366,7 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
             changes["engine"], changes["vllm"] = engine_command(options["engine"], model, flags)
         _connect(options["address"])
         directory = _directory(name)
-        call_directory(directory.roll, Kind.ROUTER if routers else Kind.ENGINE, changes, options["surge"])
+        call_directory(directory.roll, MemberKind.ROUTER if routers else MemberKind.ENGINE, changes, options["surge"])
         wait_and_print_routers(directory, options, out)
 
 

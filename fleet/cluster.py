@@ -8,17 +8,22 @@ import msgspec
 import ray
 from ray.experimental import internal_kv
 
-from fleet.plan import PhaseTimeouts, Target
+from fleet.plan import MemberTarget, PhaseTimeouts
 from fleet.scaling import Bounds
 from fleet.spec import NAMESPACE, Spec
-from fleet.state import State
+from fleet.state import DirectoryState
 
 
 def create(
-    actor: type, spec: Spec, engines: Target, routers: Target, patience: PhaseTimeouts, bounds: Bounds | None
+    actor: type,
+    spec: Spec,
+    engines: MemberTarget,
+    routers: MemberTarget,
+    patience: PhaseTimeouts,
+    bounds: Bounds | None,
 ) -> Any:
     """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
-    initial_state = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
+    initial_state = DirectoryState(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
     options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     ray_options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
     return ray.remote(actor).options(**options, **ray_options).remote(spec.name, msgspec.json.encode(initial_state))

@@ -29,10 +29,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fleet.cluster import nodes_capacity
 from fleet.guard import exit_with_parent
 from fleet.member import MemberActor, MemberStatus, RouterReport
-from fleet.plan import Failure, Kind, Member, Phase, PhaseChange, Start, Target, least_occupied_node, next_failure, plan
+from fleet.plan import (
+    Member,
+    MemberKind,
+    MemberTarget,
+    Phase,
+    PhaseChange,
+    SlotFailure,
+    StartAction,
+    least_occupied_node,
+    next_failure,
+    plan,
+)
 from fleet.scaling import Bounds, Scaler, WorkerLoad
 from fleet.spec import NAMESPACE, Launch
-from fleet.state import Record, State
+from fleet.state import DirectoryState, MemberRecord
 from fleet.worker_list import ListedWorker, WorkerStatus
 
 log = logging.getLogger("fleet")
@@ -52,21 +63,21 @@ class DirectoryActor:
         exit_with_parent()
         self._key = f"fleet/{name}".encode()
         stored_state = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
-        self._state = msgspec.json.decode(stored_state or initial_state, type=State)
+        self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)
         self._lock = threading.RLock()
-        self._actors: dict[str, Any] = {}
+        self._actor_by_member: dict[str, Any] = {}
         self._pending_calls: dict[Any, Callable[[Any, Exception | None], None]] = {}
-        self._failures: dict[tuple[Kind, int], Failure] = {}
-        self._reports: dict[str, RouterReport] = {}
+        self._failures: dict[tuple[MemberKind, int], SlotFailure] = {}
+        self._report_by_router: dict[str, RouterReport] = {}
         """By router."""
-        self._silent_since_s: dict[str, float] = {}
+        self._silent_since_s_by_member: dict[str, float] = {}
         """Who does not answer, since when."""
-        self._synced_s: dict[str, float] = {}
-        self._syncing: set[str] = set()
-        self._version, self._published_workers, self._published_peers = 1, list[ListedWorker](), list[str]()
-        self._scaler, self._autoscaled_s, self._advice = Scaler(), 0.0, ""
+        self._synced_at_s_by_router: dict[str, float] = {}
+        self._syncing_router_names: set[str] = set()
+        self._list_version, self._published_workers, self._published_peers = 1, list[ListedWorker](), list[str]()
+        self._scaler, self._autoscaled_at_s, self._scaling_advice = Scaler(), 0.0, ""
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_MAX)
-        self._dirty = True
+        self._has_unsaved_changes = True
         for record in list(self._state.members.values()):
             record.drain = 0
             self._adopt(record)
@@ -79,21 +90,21 @@ class DirectoryActor:
         with self._lock:
             state = self._state
             if bounds is not None or engines is not None:
-                state.bounds, self._scaler, self._advice = bounds, Scaler(), ""
+                state.bounds, self._scaler, self._scaling_advice = bounds, Scaler(), ""
             if engines is not None:
                 state.engines = with_count(state.engines, engines)
             if routers is not None:
                 state.routers = with_count(state.routers, routers)
             self._record_event(f"scale: {state.engines.count} engines, {state.routers.count} routers, {bounds}")
 
-    def roll(self, kind: Kind, changes: dict[str, Any], surge: bool) -> None:
+    def roll(self, kind: MemberKind, changes: dict[str, Any], surge: bool) -> None:
         """Replace all of a kind, one by one, after these fields of the spec have changed."""
         with self._lock:
             state = self._state
             state.spec = msgspec.structs.replace(state.spec, **changes)
-            old = state.targets[kind]
-            target = Target(old.count, old.revision + 1, surge)
-            if kind is Kind.ENGINE:
+            old_target = state.targets[kind]
+            target = MemberTarget(old_target.count, old_target.revision + 1, surge)
+            if kind is MemberKind.ENGINE:
                 state.engines = target
             else:
                 state.routers = target
@@ -114,7 +125,7 @@ class DirectoryActor:
         """Everything, as values that JSON has."""
         with self._lock:
             now = time.time()
-            members, routers = [], self._routers_up()
+            members, routers = [], self._list_routers_up()
             for record in sorted(
                 self._state.members.values(), key=lambda record: (record.kind.value, record.slot, record.name)
             ):
@@ -122,17 +133,17 @@ class DirectoryActor:
                     "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
                     "phase": record.phase.value, "seconds": now - record.since_s, "node": record.node,
                     "url": record.launch.url if record.launch else "",
-                    "silent_s": now - self._silent_since_s.get(record.name, now),
+                    "silent_s": now - self._silent_since_s_by_member.get(record.name, now),
                 }  # fmt: skip
-                if record.kind is Kind.ENGINE:
-                    row |= {"in_flight": self._in_flight(record, routers), **self._worker_load(record)}
+                if record.kind is MemberKind.ENGINE:
+                    row |= {"in_flight": self._count_in_flight(record, routers), **self._measure_worker_load(record)}
                 members.append(row)
             failures = [
                 {
                     "kind": kind.value,
                     "slot": slot,
                     "failures": failure.count,
-                    "retry_in_s": max(0.0, failure.retry_s - now),
+                    "retry_in_s": max(0.0, failure.retry_at_s - now),
                 }
                 for (kind, slot), failure in self._failures.items()
             ]
@@ -141,7 +152,7 @@ class DirectoryActor:
                 "name": state.spec.name, "settled": self._is_settled(), "members": members, "failures": failures,
                 "hung": state.hung,
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.targets.items()},
-                "autoscaling": msgspec.to_builtins(state.bounds), "advice": self._advice,
+                "autoscaling": msgspec.to_builtins(state.bounds), "advice": self._scaling_advice,
                 "events": [[at, text] for at, text in self._events],
             }  # fmt: skip
 
@@ -181,36 +192,36 @@ class DirectoryActor:
     def _run_once(self, now: float) -> None:
         state = self._state
         self._autoscale(now)
-        routers = self._routers_up()
+        routers = self._list_routers_up()
         members = [
-            Member(*record.place, self._in_flight(record, routers) if record.phase is Phase.DRAINING else None)
+            Member(*record.place, self._count_in_flight(record, routers) if record.phase is Phase.DRAINING else None)
             for record in state.members.values()
         ]
-        starts = 0
+        start_count = 0
         for action in plan(state.targets, members, self._failures, state.patience, now):
             if isinstance(action, PhaseChange):
                 self._change_phase(action, now)
-            elif (starts := starts + 1) <= STARTS_PER_PASS:
+            elif (start_count := start_count + 1) <= STARTS_PER_PASS:
                 self._start(action, now)
         self._sync_routers(now)
-        if self._dirty:
+        if self._has_unsaved_changes:
             self._save()
 
     def _save(self) -> None:
         internal_kv._internal_kv_put(self._key, msgspec.json.encode(self._state), overwrite=True, namespace=NAMESPACE)
-        self._dirty = False
+        self._has_unsaved_changes = False
 
     def _record_event(self, text: str) -> None:
-        self._dirty = True
+        self._has_unsaved_changes = True
         self._events.append((time.time(), text))
         log.info("%s", text)
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _start(self, action: Start, now: float) -> None:
+    def _start(self, action: StartAction, now: float) -> None:
         state, kind = self._state, action.kind
         state.serial += 1
-        record = Record(
+        record = MemberRecord(
             name=f"{state.spec.name}-{kind.value}-{action.slot}-{state.serial}",
             kind=kind, slot=action.slot, revision=state.targets[kind].revision, since_s=now,
         )  # fmt: skip
@@ -221,7 +232,9 @@ class DirectoryActor:
         self._record_event(f"{record.name}: start")
         self._save()
         workers = (
-            [member.settings for member in self._listed_workers() if not member.draining] if kind is Kind.ROUTER else []
+            [member.settings for member in self._list_workers() if not member.draining]
+            if kind is MemberKind.ROUTER
+            else []
         )
         group = placement_group(
             [needs], strategy="STRICT_PACK", name=record.name, lifetime="detached",
@@ -238,7 +251,7 @@ class DirectoryActor:
         )  # fmt: skip
         self._watch(record, actor)
 
-    def _adopt(self, record: Record) -> None:
+    def _adopt(self, record: MemberRecord) -> None:
         """After a new life of the directory."""
         try:
             actor = ray.get_actor(record.name, namespace=NAMESPACE)
@@ -247,20 +260,20 @@ class DirectoryActor:
             return
         self._watch(record, actor)
         if record.phase is Phase.STOPPING:
-            self._when_done(actor.stop.remote(), lambda *_: None)
+            self._register_callback(actor.stop.remote(), lambda *_: None)
 
-    def _watch(self, record: Record, actor: Any) -> None:
-        self._actors[record.name] = actor
+    def _watch(self, record: MemberRecord, actor: Any) -> None:
+        self._actor_by_member[record.name] = actor
         self._request_status(record, MemberStatus())
 
-    def _request_status(self, record: Record, last_status: MemberStatus) -> None:
+    def _request_status(self, record: MemberRecord, last_status: MemberStatus) -> None:
         """Of a member, for as long as it is one."""
-        if record.name in self._actors:
-            call = self._actors[record.name].wait_for_status.remote(last_status)
-            self._when_done(call, lambda status, error: self._take_status(record, last_status, status, error))
+        if record.name in self._actor_by_member:
+            call = self._actor_by_member[record.name].wait_for_status.remote(last_status)
+            self._register_callback(call, lambda status, error: self._handle_status(record, last_status, status, error))
 
-    def _take_status(
-        self, record: Record, last_status: MemberStatus, status: MemberStatus | None, error: Exception | None
+    def _handle_status(
+        self, record: MemberRecord, last_status: MemberStatus, status: MemberStatus | None, error: Exception | None
     ) -> None:
         if record.name not in self._state.members:
             return
@@ -271,9 +284,9 @@ class DirectoryActor:
             self._mark_up(record, status, status.launch)
         if status.is_silent != last_status.is_silent:
             self._record_event(f"{record.name}: {'does not answer' if status.is_silent else 'answers again'}")
-            self._silent_since_s.pop(record.name, None)
+            self._silent_since_s_by_member.pop(record.name, None)
             if status.is_silent:
-                self._silent_since_s[record.name] = time.time()
+                self._silent_since_s_by_member[record.name] = time.time()
         if status.was_hung and not last_status.was_hung:
             kind = record.kind.value
             self._state.hung[kind] = self._state.hung.get(kind, 0) + 1
@@ -283,10 +296,10 @@ class DirectoryActor:
         else:
             self._request_status(record, status)
 
-    def _when_done(self, ref: Any, callback: Callable[[Any, Exception | None], None]) -> None:
+    def _register_callback(self, ref: Any, callback: Callable[[Any, Exception | None], None]) -> None:
         self._pending_calls[ref] = callback
 
-    def _mark_up(self, record: Record, status: MemberStatus, launch: Launch) -> None:
+    def _mark_up(self, record: MemberRecord, status: MemberStatus, launch: Launch) -> None:
         record.launch, record.node = launch, status.node
         if record.phase is Phase.STARTING:
             record.phase, record.since_s, record.up_s = Phase.UP, time.time(), time.time()
@@ -294,31 +307,31 @@ class DirectoryActor:
 
     def _change_phase(self, action: PhaseChange, now: float) -> None:
         record = self._state.members[action.name]
-        before, record.phase, record.since_s = record.phase, action.phase, now
+        previous_phase, record.phase, record.since_s = record.phase, action.phase, now
         record.drain = 0
-        self._record_event(f"{record.name}: {before.value} -> {action.phase.value}")
+        self._record_event(f"{record.name}: {previous_phase.value} -> {action.phase.value}")
         if action.phase is not Phase.STOPPING:
             return
         if action.has_failed:
             self._record_failure(record)
-        if before is Phase.STARTING:  # it may not even have a place yet
+        if previous_phase is Phase.STARTING:  # it may not even have a place yet
             self._remove_member(record, "did not start in time" if action.has_failed else "not wanted any more")
         else:
-            self._when_done(self._actors[record.name].stop.remote(), lambda *_: None)
+            self._register_callback(self._actor_by_member[record.name].stop.remote(), lambda *_: None)
 
-    def _record_failure(self, record: Record) -> None:
+    def _record_failure(self, record: MemberRecord) -> None:
         now, key = time.time(), (record.kind, record.slot)
         self._failures[key] = next_failure(self._failures.get(key), now - record.up_s if record.up_s else 0.0, now)
 
-    def _remove_member(self, record: Record, reason: str) -> None:
+    def _remove_member(self, record: MemberRecord, reason: str) -> None:
         if self._state.members.pop(record.name, None) is None:
             return
         if record.phase in (Phase.STARTING, Phase.UP):
             self._record_failure(record)
         self._record_event(f"{record.name}: gone: {reason.strip()[:2000]}")
-        self._reports.pop(record.name, None)
-        self._silent_since_s.pop(record.name, None)
-        actor = self._actors.pop(record.name, None)
+        self._report_by_router.pop(record.name, None)
+        self._silent_since_s_by_member.pop(record.name, None)
+        actor = self._actor_by_member.pop(record.name, None)
         if actor is not None:
             ray.kill(actor)
         try:
@@ -330,74 +343,76 @@ class DirectoryActor:
 
     def _sync_routers(self, now: float) -> None:
         """Every router that is up: at once what has changed, and once a second."""
-        members, workers = self._state.members.values(), self._listed_workers()
-        routers = [member for member in members if member.kind is Kind.ROUTER and member.launch is not None]
+        members, workers = self._state.members.values(), self._list_workers()
+        routers = [member for member in members if member.kind is MemberKind.ROUTER and member.launch is not None]
         peers = [member.launch.peer_address for member in routers if member.launch is not None]
         if (workers, peers) != (self._published_workers, self._published_peers):
-            self._version, self._published_workers, self._published_peers = self._version + 1, workers, peers
+            self._list_version, self._published_workers, self._published_peers = self._list_version + 1, workers, peers
         for member in members:
             if member.phase is Phase.DRAINING and not member.drain:
-                member.drain = self._version
+                member.drain = self._list_version
         for router in routers:
-            name, report = router.name, self._reports.get(router.name)
+            name, report = router.name, self._report_by_router.get(router.name)
             is_due = (
                 report is None
-                or report.version != self._version
-                or now - self._synced_s.get(name, 0.0) >= ROUTER_SYNC_S
+                or report.version != self._list_version
+                or now - self._synced_at_s_by_router.get(name, 0.0) >= ROUTER_SYNC_S
             )
-            is_too_soon = report is None and now - self._synced_s.get(name, 0.0) < LOOP_S_MAX
-            if is_due and not is_too_soon and name not in self._syncing:
-                self._syncing.add(name)
-                self._synced_s[name] = now
-                call = self._actors[name].sync.remote(self._version, self._published_workers, self._published_peers)
-                self._when_done(call, partial(self._take_report, name))
+            is_too_soon = report is None and now - self._synced_at_s_by_router.get(name, 0.0) < LOOP_S_MAX
+            if is_due and not is_too_soon and name not in self._syncing_router_names:
+                self._syncing_router_names.add(name)
+                self._synced_at_s_by_router[name] = now
+                call = self._actor_by_member[name].sync.remote(
+                    self._list_version, self._published_workers, self._published_peers
+                )
+                self._register_callback(call, partial(self._handle_router_report, name))
 
-    def _listed_workers(self) -> list[ListedWorker]:
+    def _list_workers(self) -> list[ListedWorker]:
         """The workers that routers are to know."""
         return [
             ListedWorker(record.launch.worker_settings, record.phase is not Phase.UP)
             for record in self._state.members.values()
-            if record.kind is Kind.ENGINE and record.launch is not None
+            if record.kind is MemberKind.ENGINE and record.launch is not None
         ]
 
-    def _take_report(self, name: str, report: RouterReport | None, error: Exception | None) -> None:
-        self._syncing.discard(name)
+    def _handle_router_report(self, name: str, report: RouterReport | None, error: Exception | None) -> None:
+        self._syncing_router_names.discard(name)
         if report is None:
-            self._reports.pop(name, None)  # what it said is old
+            self._report_by_router.pop(name, None)  # what it said is old
             log.warning("%s: %s", name, error)
         elif name in self._state.members:
-            self._reports[name] = report
+            self._report_by_router[name] = report
             for text in report.errors:
                 self._record_event(f"{name}: {text}")
 
-    def _worker_reports(self, record: Record) -> list[WorkerStatus]:
+    def _find_worker_reports(self, record: MemberRecord) -> list[WorkerStatus]:
         worker = str(record.launch.worker_settings.get("id")) if record.launch else ""
-        return [report.workers[worker] for report in self._reports.values() if worker in report.workers]
+        return [report.workers[worker] for report in self._report_by_router.values() if worker in report.workers]
 
-    def _routers_up(self) -> list[str]:
+    def _list_routers_up(self) -> list[str]:
         return [
             record.name
             for record in self._state.members.values()
-            if record.kind is Kind.ROUTER and record.phase is Phase.UP
+            if record.kind is MemberKind.ROUTER and record.phase is Phase.UP
         ]
 
-    def _in_flight(self, record: Record, routers: list[str]) -> int | None:
+    def _count_in_flight(self, record: MemberRecord, routers: list[str]) -> int | None:
         """Requests that all these routers have there; None until each has said so after it was told to drain."""
-        reports = [self._reports.get(name) for name in routers]
+        reports = [self._report_by_router.get(name) for name in routers]
         if any(report is None or report.version < record.drain for report in reports):
             return None
         if record.phase is Phase.DRAINING and not record.drain:
             return None
-        return sum(row.in_flight for row in self._worker_reports(record))
+        return sum(row.in_flight for row in self._find_worker_reports(record))
 
-    def _worker_load(self, record: Record) -> dict[str, float]:
-        rows = self._worker_reports(record)
+    def _measure_worker_load(self, record: MemberRecord) -> dict[str, float]:
+        rows = self._find_worker_reports(record)
         return {"queue_s": max((row.queue_s for row in rows), default=0.0),
                 "prefill_share": max((row.prefill_share for row in rows), default=0.0)}  # fmt: skip
 
     def _is_settled(self) -> bool:
         """All that is wanted is up, of the right revision, answers, and is known to every router."""
-        if self._silent_since_s:
+        if self._silent_since_s_by_member:
             return False
         members = list(self._state.members.values())
         for kind, target in self._state.targets.items():
@@ -406,11 +421,11 @@ class DirectoryActor:
                 (member.phase, member.revision) != (Phase.UP, target.revision) for member in members_of_kind
             ):
                 return False
-        engines = sum(member.kind is Kind.ENGINE for member in members)
-        routers = [member.name for member in members if member.kind is Kind.ROUTER]
-        reports = [self._reports[name] for name in routers if name in self._reports]
+        engine_count = sum(member.kind is MemberKind.ENGINE for member in members)
+        routers = [member.name for member in members if member.kind is MemberKind.ROUTER]
+        reports = [self._report_by_router[name] for name in routers if name in self._report_by_router]
         return len(reports) == len(routers) and all(
-            report.version == self._version and sum(row.up for row in report.workers.values()) == engines
+            report.version == self._list_version and sum(row.up for row in report.workers.values()) == engine_count
             for report in reports
         )
 
@@ -418,23 +433,27 @@ class DirectoryActor:
 
     def _autoscale(self, now: float) -> None:
         state = self._state
-        if state.bounds is None or now - self._autoscaled_s < ROUTER_SYNC_S or not self._reports:
+        if state.bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
             return
-        self._autoscaled_s = now
-        up = [record for record in state.members.values() if record.kind is Kind.ENGINE and record.phase is Phase.UP]
-        loads = [WorkerLoad(**self._worker_load(record)) for record in up]
-        queued_requests = sum(report.queued_requests for report in self._reports.values())
-        count = state.engines.count
-        self._scaler, target_count, reason = self._scaler.decide(state.bounds, count, loads, queued_requests, now)
-        advice = f"{count} -> {target_count} engines: {reason}"
-        if target_count != count:
+        self._autoscaled_at_s = now
+        engines_up = [
+            record for record in state.members.values() if record.kind is MemberKind.ENGINE and record.phase is Phase.UP
+        ]
+        loads = [WorkerLoad(**self._measure_worker_load(record)) for record in engines_up]
+        queued_requests = sum(report.queued_requests for report in self._report_by_router.values())
+        engine_count = state.engines.count
+        self._scaler, target_count, reason = self._scaler.decide(
+            state.bounds, engine_count, loads, queued_requests, now
+        )
+        advice = f"{engine_count} -> {target_count} engines: {reason}"
+        if target_count != engine_count:
             if not state.bounds.is_dry_run:
                 state.engines = with_count(state.engines, target_count)
                 self._record_event(f"autoscaling: {advice}")
-            elif advice.partition(":")[0] != self._advice.partition(":")[0]:
+            elif advice.partition(":")[0] != self._scaling_advice.partition(":")[0]:
                 self._record_event(f"autoscaling would do: {advice}")
-        self._advice = advice
+        self._scaling_advice = advice
 
 
-def with_count(target: Target, count: int) -> Target:
-    return Target(count, target.revision, target.surge)
+def with_count(target: MemberTarget, count: int) -> MemberTarget:
+    return MemberTarget(count, target.revision, target.surge)

@@ -25,15 +25,15 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 def reap_children() -> dict[int, int]:
     """Children that have ended: pid -> status as the shell has it, 128 + N for signal N."""
-    statuses: dict[int, int] = {}
+    status_by_pid: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             code = os.waitstatus_to_exitcode(status)
-            statuses[pid] = code if code >= 0 else 128 - code
-    return statuses
+            status_by_pid[pid] = code if code >= 0 else 128 - code
+    return status_by_pid
 
 
 def kill_all() -> None:
@@ -53,10 +53,10 @@ def kill_all() -> None:
 def exit_with_parent(every_s: float = 0.5) -> None:
     """End this process, by a thread of it, when the process that started it has ended: Ray's actors outlive a raylet
     that is killed, as long as a call of theirs is under way."""
-    parent = os.getppid()
+    parent_pid = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent_pid:
             time.sleep(every_s)
         os._exit(1)
 
@@ -75,10 +75,10 @@ def restore_niceness() -> None:
         )
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """In the child: be killed when the guard is."""
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -87,15 +87,15 @@ def main(command: list[str]) -> int:
     wakeup_reader, wakeup_writer = os.pipe()
     os.set_blocking(wakeup_writer, False)
     signal.set_wakeup_fd(wakeup_writer)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
-    guard = os.getpid()
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(signal_number, lambda *_: None)
+    guard_pid = os.getpid()
     program = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard)
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard_pid)
     )
     while True:
         ready = select.select([0, wakeup_reader], [], [])[0]
-        numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready else b""
+        signal_numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready else b""
         statuses = reap_children()
         if program.pid in statuses:
             kill_all()
@@ -103,7 +103,7 @@ def main(command: list[str]) -> int:
         if 0 in ready and not os.read(0, 4096):
             kill_all()
             return 128 + signal.SIGKILL
-        if signal.SIGTERM in numbers or signal.SIGINT in numbers:
+        if signal.SIGTERM in signal_numbers or signal.SIGINT in signal_numbers:
             os.kill(program.pid, signal.SIGTERM)  # not reaped yet, so the number is still its own
 
 

@@ -27,9 +27,9 @@ import ray
 
 from fleet.guard import exit_with_parent, restore_niceness
 from fleet.health import CORE_S_MAX, ProbeHistory
-from fleet.plan import Kind
+from fleet.plan import MemberKind
 from fleet.spec import Launch, Spec, WorkerSettings, plan_launch
-from fleet.worker_list import ListedWorker, WorkerStatus, calls_to_reach, parse_workers_page
+from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 GUARD = str(Path(__file__).with_name("guard.py"))
 TAIL_LINES = 20
@@ -79,10 +79,12 @@ class MemberActor:
         restore_niceness()
         self._spec = msgspec.json.decode(spec, type=Spec)
         self._host = ray.util.get_node_ip_address()
-        self._launch: Launch = plan_launch(self._spec, Kind(kind), slot, self._host, self._free_ports, workers)
+        self._launch: Launch = plan_launch(
+            self._spec, MemberKind(kind), slot, self._host, self._find_free_ports, workers
+        )
         self._last_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._sync_lock = threading.Lock()
-        self._peers: list[str] = []
+        self._peer_addresses: list[str] = []
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
@@ -91,7 +93,7 @@ class MemberActor:
         )  # fmt: skip
         self._status, self._status_changed = MemberStatus(), threading.Condition()
         self._exit_event, self._is_stopping = threading.Event(), False
-        for target in (self._forward_output, self._await_end, self._watch_health):
+        for target in (self._forward_output, self._wait_for_exit, self._watch_health):
             threading.Thread(target=target, daemon=True).start()
 
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
@@ -119,11 +121,11 @@ class MemberActor:
             self._status = msgspec.structs.replace(self._status, **changes)
             self._status_changed.notify_all()
 
-    def _await_end(self) -> None:
-        status = self._process.wait()
+    def _wait_for_exit(self) -> None:
+        exit_code = self._process.wait()
         self._exit_event.set()
-        last_lines = ": " + "".join(self._last_lines) if status else ""
-        self._update_status(exit_reason=f"ended with status {status}{last_lines}")
+        last_lines = ": " + "".join(self._last_lines) if exit_code else ""
+        self._update_status(exit_reason=f"ended with status {exit_code}{last_lines}")
 
     def _watch_health(self) -> None:
         """Look until it serves, then for as long as it is not told to end."""
@@ -131,11 +133,11 @@ class MemberActor:
             if self._exit_event.wait(START_PROBE_S):
                 return
         self._update_status(launch=self._launch, node=ray.get_runtime_context().get_node_id(), pid=self._process.pid)
-        hang_s_max, health, checked_s = self._spec.hang_s_max, ProbeHistory(), time.monotonic()
+        hang_s_max, health, checked_at_s = self._spec.hang_s_max, ProbeHistory(), time.monotonic()
         pause_s = min(HEALTH_CHECK_S, hang_s_max / 4) if hang_s_max else HEALTH_CHECK_S
         while not self._exit_event.wait(pause_s) and not self._is_stopping:
             is_alive = self._is_alive()
-            took_s, checked_s = time.monotonic() - checked_s, time.monotonic()
+            took_s, checked_at_s = time.monotonic() - checked_at_s, time.monotonic()
             health = health.with_probe(is_alive, took_s, pause_s + CALL_S_MAX)
             if health.is_silent != self._status.is_silent:
                 self._update_status(is_silent=health.is_silent)
@@ -159,21 +161,21 @@ class MemberActor:
         """Bring the router to this list of workers and other routers; what it says then. Raises RuntimeError."""
         with self._sync_lock:
             errors = []
-            for method, path, body in calls_to_reach(workers, parse_workers_page(self._workers_page())):
+            for method, path, body in plan_admin_calls(workers, parse_workers_page(self._fetch_workers_page())):
                 status, answer = self._call(method, self._launch.admin_url + path, body)
                 if status not in (200, 201, 404):  # 404: it has never reached it, or has gone before
                     errors.append(f"{method} {path}: {status} {answer}")
             other_peers = sorted(peer for peer in peers if peer != self._launch.peer_address)
-            if other_peers != self._peers:
+            if other_peers != self._peer_addresses:
                 status, answer = self._call("PUT", f"{self._launch.admin_url}/peers", {"peers": other_peers})
                 if status == 200:
-                    self._peers = other_peers
+                    self._peer_addresses = other_peers
                 else:
                     errors.append(f"PUT /peers: {status} {answer}")
-            page = self._workers_page()
+            page = self._fetch_workers_page()
             return RouterReport(version, parse_workers_page(page), int(page.get("queued", 0)), errors)
 
-    def _workers_page(self) -> dict[str, Any]:
+    def _fetch_workers_page(self) -> dict[str, Any]:
         status, page = self._call("GET", f"{self._launch.admin_url}/workers")
         if status != 200 or not isinstance(page, dict):
             raise RuntimeError(f"{self._launch.admin_url}/workers: {status} {page}")
@@ -184,20 +186,20 @@ class MemberActor:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
             headers["Authorization"] = f"Bearer {self._spec.admin_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, headers, method=method)
+        body_bytes = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, body_bytes, headers, method=method)
         try:
             with _DIRECT.open(request, timeout=CALL_S_MAX) as answer:
-                status, raw = answer.status, answer.read()
+                status, answer_bytes = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                status, raw = error.code, error.read()
+                status, answer_bytes = error.code, error.read()
         except (OSError, http.client.HTTPException) as error:
             return 0, str(error)
         try:
-            return status, json.loads(raw or b"null")
+            return status, json.loads(answer_bytes or b"null")
         except ValueError:
-            return status, raw[:500].decode(errors="replace")
+            return status, answer_bytes[:500].decode(errors="replace")
 
     def _forward_output(self) -> None:
         """The program's lines, on to this actor's log."""
@@ -207,16 +209,16 @@ class MemberActor:
             self._last_lines.append(text)
             sys.stderr.write(text)
 
-    def _free_ports(self, count: int) -> int:
+    def _find_free_ports(self, count: int) -> int:
         """The first of `count` free ports in a row on this node. Raises OSError."""
         for _ in range(100):
             probes = [socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) for _ in range(count)]
             try:
                 probes[0].bind((self._host, 0))
-                first: int = probes[0].getsockname()[1]
+                first_port: int = probes[0].getsockname()[1]
                 for rank, probe in enumerate(probes[1:], 1):
-                    probe.bind((self._host, first + rank))
-                return first
+                    probe.bind((self._host, first_port + rank))
+                return first_port
             except (OSError, OverflowError):
                 continue
             finally:

@@ -19,7 +19,7 @@ STEADY_S = 60.0
 """Who was up for so long did not fail at the start."""
 
 
-class Kind(str, Enum):
+class MemberKind(str, Enum):
     ENGINE = "engine"
     ROUTER = "router"
 
@@ -37,7 +37,7 @@ LIVE_PHASES = (Phase.STARTING, Phase.UP)
 
 
 @dataclass(frozen=True)
-class Target:
+class MemberTarget:
     """What is wanted of one kind."""
 
     count: int
@@ -52,7 +52,7 @@ class Member:
     """One program, from the decision to start it until it is seen to have ended."""
 
     name: str
-    kind: Kind
+    kind: MemberKind
     slot: int
     revision: int
     phase: Phase
@@ -63,11 +63,11 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Failure:
+class SlotFailure:
     """Ends of a slot's programs that nobody asked for."""
 
     count: int
-    retry_s: float
+    retry_at_s: float
     """Not before."""
 
 
@@ -80,8 +80,8 @@ class PhaseTimeouts:
 
 
 @dataclass(frozen=True)
-class Start:
-    kind: Kind
+class StartAction:
+    kind: MemberKind
     slot: int
 
 
@@ -95,38 +95,42 @@ class PhaseChange:
     """It took too long to start."""
 
 
-Action = Start | PhaseChange
-Failures = Mapping[tuple[Kind, int], Failure]
+Action = StartAction | PhaseChange
+Failures = Mapping[tuple[MemberKind, int], SlotFailure]
 
 
-def next_failure(previous: Failure | None, up_s: float, now: float) -> Failure:
+def next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
     """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
     count = 1 if previous is None or up_s >= STEADY_S else previous.count + 1
-    return Failure(count, now + (min(BACK_OFF_S_MAX, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
+    return SlotFailure(count, now + (min(BACK_OFF_S_MAX, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
 
 def plan(
-    targets: Mapping[Kind, Target], members: Sequence[Member], failures: Failures, patience: PhaseTimeouts, now: float
+    targets: Mapping[MemberKind, MemberTarget],
+    members: Sequence[Member],
+    failures: Failures,
+    timeouts: PhaseTimeouts,
+    now: float,
 ) -> list[Action]:
     """What to do now, routers first."""
     actions: list[Action] = []
-    routers = sum(member.kind is Kind.ROUTER for member in members)
-    for kind in (Kind.ROUTER, Kind.ENGINE):
-        if kind is Kind.ENGINE and routers and not targets[Kind.ROUTER].count:
+    router_count = sum(member.kind is MemberKind.ROUTER for member in members)
+    for kind in (MemberKind.ROUTER, MemberKind.ENGINE):
+        if kind is MemberKind.ENGINE and router_count and not targets[MemberKind.ROUTER].count:
             continue  # the end of the fleet: workers stay while routers end what they have
         members_of_kind = [member for member in members if member.kind is kind]
         actions += _plan_actions_for_kind(
-            kind, targets[kind], members_of_kind, failures, patience, now, has_routers=bool(routers)
+            kind, targets[kind], members_of_kind, failures, timeouts, now, has_routers=bool(router_count)
         )
     return actions
 
 
 def _plan_actions_for_kind(
-    kind: Kind,
-    target: Target,
+    kind: MemberKind,
+    target: MemberTarget,
     members: Sequence[Member],
     failures: Failures,
-    patience: PhaseTimeouts,
+    timeouts: PhaseTimeouts,
     now: float,
     has_routers: bool,
 ) -> list[Action]:
@@ -136,10 +140,10 @@ def _plan_actions_for_kind(
         waited_s = now - member.since_s
         if member.phase is Phase.STARTING and member.revision < target.revision:
             actions.append(PhaseChange(member.name, Phase.STOPPING))
-        elif member.phase is Phase.STARTING and waited_s > patience.start_s_max:
+        elif member.phase is Phase.STARTING and waited_s > timeouts.start_s_max:
             actions.append(PhaseChange(member.name, Phase.STOPPING, has_failed=True))
         elif member.phase is Phase.DRAINING and (
-            not has_routers or member.in_flight == 0 or waited_s > patience.drain_s_max
+            not has_routers or member.in_flight == 0 or waited_s > timeouts.drain_s_max
         ):
             actions.append(PhaseChange(member.name, Phase.STOPPING))
         elif member.phase in LIVE_PHASES:
@@ -172,23 +176,25 @@ def _plan_actions_for_kind(
 
 def _retire(member: Member) -> PhaseChange:
     """Routers end their requests by themselves when told to stop."""
-    drains = member.kind is Kind.ENGINE and member.phase is Phase.UP
+    drains = member.kind is MemberKind.ENGINE and member.phase is Phase.UP
     return PhaseChange(member.name, Phase.DRAINING if drains else Phase.STOPPING)
 
 
 def _plan_starts(
-    kind: Kind, starts_missing: int, occupied_slots: set[int], failures: Failures, now: float
+    kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failures: Failures, now: float
 ) -> list[Action]:
     """The lowest free slots; those that have to wait are not passed over for others."""
     free_slots = (
-        (slot for slot in range(len(occupied_slots) + starts_missing) if slot not in occupied_slots)
-        if starts_missing > 0
+        (slot for slot in range(len(occupied_slots) + missing_member_count) if slot not in occupied_slots)
+        if missing_member_count > 0
         else iter(())
     )
-    slots = [slot for slot, _ in zip(free_slots, range(starts_missing))]
+    slots = [slot for slot, _ in zip(free_slots, range(missing_member_count))]
     slot_failures = (failures.get((kind, slot)) for slot in slots)
     return [
-        Start(kind, slot) for slot, failure in zip(slots, slot_failures) if failure is None or failure.retry_s <= now
+        StartAction(kind, slot)
+        for slot, failure in zip(slots, slot_failures)
+        if failure is None or failure.retry_at_s <= now
     ]
 
 

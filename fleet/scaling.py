@@ -52,28 +52,30 @@ class Scaler:
     """What was needed lately: (when, how many), oldest first."""
 
     recent_needs: tuple[tuple[float, int], ...] = ()
-    started_s: float | None = None
+    started_at_s: float | None = None
 
     def decide(
         self, bounds: Bounds, count: int, loads: Sequence[WorkerLoad], queued_requests: int, now: float
     ) -> tuple[Scaler, int, str]:
         """(the next state, how many there should be, why). `count`: wanted now; `loads` of those that are up;
         `queued_requests`: those that wait in routers because all are busy."""
-        need, reason = needed_workers(bounds, loads, queued_requests)
-        started_s = now if self.started_s is None else self.started_s
-        recent = tuple((at_s, need) for at_s, need in self.recent_needs if now - at_s <= bounds.cool_down_s)
-        higher = (entry for entry in recent if entry[1] > need)  # only maxima matter
-        next_state = Scaler((*higher, (now, need)), started_s)
-        if need > count and len(loads) >= count:
-            return next_state, need, reason
-        if need < count and now - started_s >= bounds.cool_down_s:
+        needed_count, reason = count_needed_workers(bounds, loads, queued_requests)
+        started_at_s = now if self.started_at_s is None else self.started_at_s
+        recent_needs = tuple(
+            (at_s, needed_count) for at_s, needed_count in self.recent_needs if now - at_s <= bounds.cool_down_s
+        )
+        higher_needs = (entry for entry in recent_needs if entry[1] > needed_count)  # only maxima matter
+        next_state = Scaler((*higher_needs, (now, needed_count)), started_at_s)
+        if needed_count > count and len(loads) >= count:
+            return next_state, needed_count, reason
+        if needed_count < count and now - started_at_s >= bounds.cool_down_s:
             highest_need = max(workers for _, workers in next_state.recent_needs)
             if highest_need < count:
                 return next_state, highest_need, f"{reason}; at most {highest_need} in {bounds.cool_down_s:g} s"
         return next_state, min(max(count, bounds.low), bounds.high), reason
 
 
-def needed_workers(bounds: Bounds, loads: Sequence[WorkerLoad], queued_requests: int) -> tuple[int, str]:
+def count_needed_workers(bounds: Bounds, loads: Sequence[WorkerLoad], queued_requests: int) -> tuple[int, str]:
     """How many workers this load takes, and why."""
     if not loads:
         return bounds.low, "no worker is up"
@@ -83,8 +85,8 @@ def needed_workers(bounds: Bounds, loads: Sequence[WorkerLoad], queued_requests:
     ratio = max(mean_s / bounds.queue_s, mean_share / bounds.prefill_share)
     if queued_requests and ratio <= 1:
         ratio = 1 + 1 / len(loads)
-    count = len(loads) if abs(ratio - 1) <= TOLERANCE and not queued_requests else math.ceil(ratio * len(loads))
+    worker_count = len(loads) if abs(ratio - 1) <= TOLERANCE and not queued_requests else math.ceil(ratio * len(loads))
     reason = f"queue {mean_s:.2f} s a worker, {mean_share:.0%} busy" + (
         f", {queued_requests} held" if queued_requests else ""
     )
-    return min(max(count, bounds.low), bounds.high), reason
+    return min(max(worker_count, bounds.low), bounds.high), reason

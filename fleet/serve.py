@@ -34,7 +34,7 @@ from typing import Any
 import aiohttp
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from fleet.worker_list import ListedWorker, calls_to_reach, parse_workers_page
+from fleet.worker_list import ListedWorker, parse_workers_page, plan_admin_calls
 
 try:
     from ray.serve.llm.request_router import KVAwareRouter as _Base
@@ -178,7 +178,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             async with self._call("GET", "/workers", None) as answer:
                 rows = parse_workers_page(json.loads(await answer.read()))
             workers = [ListedWorker({"send_key": 1, **worker, "id": name}) for name, worker in engines.items()]
-            for method, path, body in calls_to_reach(workers, rows):
+            for method, path, body in plan_admin_calls(workers, rows):
                 async with self._call(method, path, json.dumps(body).encode() if body else None) as answer:
                     if answer.status not in (200, 201, 404):
                         raise ValueError(f"{method} {path}: {answer.status} {(await answer.text())[:300]}")

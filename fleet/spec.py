@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from fleet.plan import Kind
+from fleet.plan import MemberKind
 
 NAMESPACE = "blockcast"
 """Ray's, of all fleets."""
@@ -49,9 +49,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A program that is up and does not answer for so long is killed. 0: never."""
     admin_key: str = ""
 
-    def resources(self, kind: Kind) -> dict[str, float]:
+    def resources(self, kind: MemberKind) -> dict[str, float]:
         """What Ray reserves, all of it on one node."""
-        if kind is Kind.ROUTER:
+        if kind is MemberKind.ROUTER:
             return {"CPU": self.router_cpus}
         return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
 
@@ -79,11 +79,16 @@ PortAllocator = Callable[[int], int]
 
 
 def plan_launch(
-    spec: Spec, kind: Kind, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[WorkerSettings] = ()
+    spec: Spec,
+    kind: MemberKind,
+    slot: int,
+    host: str,
+    allocate_ports: PortAllocator,
+    workers: Sequence[WorkerSettings] = (),
 ) -> Launch:
     """The program of a slot on the node `host`. `workers`: what a router knows from its start."""
     url_host = f"[{host}]" if ":" in host else host
-    if kind is Kind.ROUTER:
+    if kind is MemberKind.ROUTER:
         port = spec.router_port + slot if spec.router_port else allocate_ports(1)
         admin, peer, listen = (
             f"127.0.0.1:{allocate_ports(1)}",

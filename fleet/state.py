@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.plan import Kind, Phase, PhaseTimeouts, Target
+from fleet.plan import MemberKind, MemberTarget, Phase, PhaseTimeouts
 from fleet.scaling import Bounds
 from fleet.spec import Launch, Spec
 
 
-class Record(msgspec.Struct, kw_only=True):
+class MemberRecord(msgspec.Struct, kw_only=True):
     """One member, as it is kept."""
 
     name: str
-    kind: Kind
+    kind: MemberKind
     slot: int
     revision: int
     phase: Phase = Phase.STARTING
@@ -27,24 +27,24 @@ class Record(msgspec.Struct, kw_only=True):
     """The version of the list that first said so."""
 
     @property
-    def place(self) -> tuple[str, Kind, int, int, Phase, float]:
+    def place(self) -> tuple[str, MemberKind, int, int, Phase, float]:
         """The fields of a `plan.Member` but its requests."""
         return self.name, self.kind, self.slot, self.revision, self.phase, self.since_s
 
 
-class State(msgspec.Struct, kw_only=True):
+class DirectoryState(msgspec.Struct, kw_only=True):
     """What outlives the actor. Times are of the nodes' clocks, in seconds since 1970."""
 
     spec: Spec
-    engines: Target
-    routers: Target
+    engines: MemberTarget
+    routers: MemberTarget
     patience: PhaseTimeouts
     bounds: Bounds | None = None
-    members: dict[str, Record] = {}
+    members: dict[str, MemberRecord] = {}
     serial: int = 0
     hung: dict[str, int] = {}
     """By kind: programs that were killed because they did not answer."""
 
     @property
-    def targets(self) -> dict[Kind, Target]:
-        return {Kind.ENGINE: self.engines, Kind.ROUTER: self.routers}
+    def targets(self) -> dict[MemberKind, MemberTarget]:
+        return {MemberKind.ENGINE: self.engines, MemberKind.ROUTER: self.routers}

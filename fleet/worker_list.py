@@ -34,12 +34,12 @@ AdminCall = tuple[str, str, dict[str, Any] | None]
 
 def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
     """`GET /workers`. Raises ValueError where it is none."""
-    rows: dict[str, WorkerStatus] = {}
+    status_by_worker: dict[str, WorkerStatus] = {}
     try:
         for row in page["workers"]:
-            name, earlier_rank = str(row["worker_id"]), rows.get(str(row["worker_id"]))
+            name, earlier_rank = str(row["worker_id"]), status_by_worker.get(str(row["worker_id"]))
             state = str(row["state"])
-            new = WorkerStatus(
+            worker_status = WorkerStatus(
                 state == "up",
                 state == "draining",
                 int(row.get("prefilling", 0)) + int(row.get("decoding", 0)),
@@ -47,29 +47,33 @@ def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
                 float(row.get("utilisation", 0.0)),
             )
             if earlier_rank is not None:  # its ranks share the requests: the router sends to the best of them
-                total = earlier_rank.in_flight + new.in_flight
-                new = WorkerStatus(
-                    new.up,
-                    new.draining,
-                    total,
-                    max(earlier_rank.queue_s, new.queue_s),
-                    max(earlier_rank.prefill_share, new.prefill_share),
+                in_flight = earlier_rank.in_flight + worker_status.in_flight
+                worker_status = WorkerStatus(
+                    worker_status.up,
+                    worker_status.draining,
+                    in_flight,
+                    max(earlier_rank.queue_s, worker_status.queue_s),
+                    max(earlier_rank.prefill_share, worker_status.prefill_share),
                 )
-            rows[name] = new
+            status_by_worker[name] = worker_status
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of workers: {error!r} in {str(page)[:200]}") from error
-    return rows
+    return status_by_worker
 
 
-def calls_to_reach(listed_workers: Sequence[ListedWorker], rows: Mapping[str, WorkerStatus]) -> list[AdminCall]:
+def plan_admin_calls(
+    listed_workers: Sequence[ListedWorker], status_by_worker: Mapping[str, WorkerStatus]
+) -> list[AdminCall]:
     """What brings a router to the list: all others leave it, new ones come, drains begin and end."""
     workers_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
-    calls: list[AdminCall] = [("DELETE", f"/workers/{name}", None) for name in rows if name not in workers_by_id]
+    calls: list[AdminCall] = [
+        ("DELETE", f"/workers/{name}", None) for name in status_by_worker if name not in workers_by_id
+    ]
     for name, worker in workers_by_id.items():
-        row = rows.get(name)
-        if row is None:
+        worker_status = status_by_worker.get(name)
+        if worker_status is None:
             if not worker.draining:
                 calls.append(("POST", "/workers", dict(worker.settings)))
-        elif row.draining != worker.draining:
+        elif worker_status.draining != worker.draining:
             calls.append(("POST", f"/workers/{name}/drain", {"on": worker.draining}))
     return calls

@@ -12,72 +12,74 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fleet.plan import (
     LIVE_PHASES,
-    Failure,
-    Kind,
     Member,
+    MemberKind,
+    MemberTarget,
     Phase,
     PhaseChange,
     PhaseTimeouts,
-    Start,
-    Target,
+    SlotFailure,
+    StartAction,
     least_occupied_node,
     next_failure,
     plan,
 )
 
 PATIENCE = PhaseTimeouts(start_s_max=100.0, drain_s_max=50.0)
-NONE = {Kind.ENGINE: Target(0), Kind.ROUTER: Target(0)}
+NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
 
 
-def member(slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: Kind = Kind.ENGINE, **fields: object) -> Member:
+def member(
+    slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: MemberKind = MemberKind.ENGINE, **fields: object
+) -> Member:
     return Member(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **fields)  # type: ignore[arg-type]
 
 
 def engines(
-    target: Target, *members: Member, now: float = 1.0, failures: dict[int, Failure] | None = None
+    target: MemberTarget, *members: Member, now: float = 1.0, failures: dict[int, SlotFailure] | None = None
 ) -> list[object]:
     """The plan where a router is up."""
-    targets = {Kind.ENGINE: target, Kind.ROUTER: Target(1)}
-    book = {(Kind.ENGINE, slot): failure for slot, failure in (failures or {}).items()}
-    return list(plan(targets, [member(0, kind=Kind.ROUTER), *members], book, PATIENCE, now))
+    targets = {MemberKind.ENGINE: target, MemberKind.ROUTER: MemberTarget(1)}
+    book = {(MemberKind.ENGINE, slot): failure for slot, failure in (failures or {}).items()}
+    return list(plan(targets, [member(0, kind=MemberKind.ROUTER), *members], book, PATIENCE, now))
 
 
 def test_free_slots_are_taken_lowest_first() -> None:
-    assert engines(Target(3), member(1)) == [Start(Kind.ENGINE, 0), Start(Kind.ENGINE, 2)]
+    assert engines(MemberTarget(3), member(1)) == [StartAction(MemberKind.ENGINE, 0), StartAction(MemberKind.ENGINE, 2)]
 
 
 def test_a_slot_that_waits_is_not_passed_over() -> None:
-    book = {0: Failure(3, retry_s=5.0)}
-    assert engines(Target(2), member(1), failures=book, now=4.9) == []
-    assert engines(Target(2), member(1), failures=book, now=5.0) == [Start(Kind.ENGINE, 0)]
+    book = {0: SlotFailure(3, retry_at_s=5.0)}
+    assert engines(MemberTarget(2), member(1), failures=book, now=4.9) == []
+    assert engines(MemberTarget(2), member(1), failures=book, now=5.0) == [StartAction(MemberKind.ENGINE, 0)]
 
 
 def test_who_goes_when_fewer_are_wanted() -> None:
     members = [member(0), member(1), member(2, Phase.STARTING), member(3)]
-    assert engines(Target(2), *members) == [
+    assert engines(MemberTarget(2), *members) == [
         PhaseChange("engine2", Phase.STOPPING),
         PhaseChange("engine3", Phase.DRAINING),
     ]
 
 
 def test_a_drain_ends_with_the_last_request_or_the_last_second() -> None:
-    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1)) == []
-    assert engines(Target(0), member(0, Phase.DRAINING)) == [], "what the routers have is not known"
-    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=0)) == [PhaseChange("engine0", Phase.STOPPING)]
-    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1), now=51.0) == [
+    assert engines(MemberTarget(0), member(0, Phase.DRAINING, in_flight=1)) == []
+    assert engines(MemberTarget(0), member(0, Phase.DRAINING)) == [], "what the routers have is not known"
+    assert engines(MemberTarget(0), member(0, Phase.DRAINING, in_flight=0)) == [PhaseChange("engine0", Phase.STOPPING)]
+    assert engines(MemberTarget(0), member(0, Phase.DRAINING, in_flight=1), now=51.0) == [
         PhaseChange("engine0", Phase.STOPPING)
     ]
 
 
 def test_a_drain_is_taken_back_where_more_are_wanted_again() -> None:
     draining = member(1, Phase.DRAINING, in_flight=3)
-    assert engines(Target(2), member(0), draining) == [PhaseChange("engine1", Phase.UP)]
+    assert engines(MemberTarget(2), member(0), draining) == [PhaseChange("engine1", Phase.UP)]
     old = [member(0, revision=1), replace(draining, revision=0)]
-    assert engines(Target(2, revision=1), *old) == [], "an old one is not"
+    assert engines(MemberTarget(2, revision=1), *old) == [], "an old one is not"
 
 
 def test_rolling_goes_on_only_while_all_are_up() -> None:
-    target = Target(2, revision=1)
+    target = MemberTarget(2, revision=1)
     assert engines(target, member(0), member(1)) == [PhaseChange("engine0", Phase.DRAINING)]
     assert engines(target, member(0, Phase.DRAINING, in_flight=1), member(1)) == []
     assert engines(target, member(0, Phase.STARTING, revision=1), member(1)) == []
@@ -86,24 +88,26 @@ def test_rolling_goes_on_only_while_all_are_up() -> None:
 
 
 def test_with_surge_the_replacement_comes_first() -> None:
-    target = Target(1, revision=1, surge=True)
-    assert engines(target, member(0)) == [Start(Kind.ENGINE, 1)]
+    target = MemberTarget(1, revision=1, surge=True)
+    assert engines(target, member(0)) == [StartAction(MemberKind.ENGINE, 1)]
     assert engines(target, member(0), member(1, Phase.STARTING, revision=1)) == []
     assert engines(target, member(0), member(1, revision=1)) == [PhaseChange("engine0", Phase.DRAINING)]
     assert engines(target, member(1, revision=1)) == []
 
 
 def test_an_old_one_that_does_not_come_up_is_not_waited_for() -> None:
-    assert engines(Target(1, revision=1), member(0, Phase.STARTING)) == [PhaseChange("engine0", Phase.STOPPING)]
+    assert engines(MemberTarget(1, revision=1), member(0, Phase.STARTING)) == [PhaseChange("engine0", Phase.STOPPING)]
 
 
 def test_who_takes_too_long_to_start_has_failed() -> None:
     starting_member = member(0, Phase.STARTING)
-    assert engines(Target(1), starting_member, now=100.5) == [PhaseChange("engine0", Phase.STOPPING, has_failed=True)]
+    assert engines(MemberTarget(1), starting_member, now=100.5) == [
+        PhaseChange("engine0", Phase.STOPPING, has_failed=True)
+    ]
 
 
 def test_at_the_end_workers_outlive_the_routers() -> None:
-    router = member(0, kind=Kind.ROUTER)
+    router = member(0, kind=MemberKind.ROUTER)
     assert plan(NONE, [member(0), router], {}, PATIENCE, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
     assert plan(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
     assert plan(NONE, [member(0)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
@@ -114,10 +118,10 @@ def test_back_off() -> None:
     waits, book, now = [], None, 0.0
     for _ in range(9):
         book = next_failure(book, up_s=0.0, now=now)
-        waits.append(book.retry_s - now)
+        waits.append(book.retry_at_s - now)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert next_failure(book, up_s=60.0, now=7.0) == Failure(1, 7.0), "it was steady"
-    assert next_failure(Failure(10**6, 0.0), up_s=0.0, now=0.0).retry_s == 60.0
+    assert next_failure(book, up_s=60.0, now=7.0) == SlotFailure(1, 7.0), "it was steady"
+    assert next_failure(SlotFailure(10**6, 0.0), up_s=0.0, now=0.0).retry_at_s == 60.0
 
 
 @pytest.mark.parametrize(
@@ -139,18 +143,18 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.targets = {Kind.ENGINE: Target(3), Kind.ROUTER: Target(2)}
+        self.targets = {MemberKind.ENGINE: MemberTarget(3), MemberKind.ROUTER: MemberTarget(2)}
         self.members: dict[str, Member] = {}
-        self.failures: dict[tuple[Kind, int], Failure] = {}
+        self.failures: dict[tuple[MemberKind, int], SlotFailure] = {}
         self.now = 0.0
         self.serial = 0
 
     def turn(self) -> None:
         before = dict(self.members)
         for action in plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now):
-            if isinstance(action, Start):
+            if isinstance(action, StartAction):
                 failure = self.failures.get((action.kind, action.slot))
-                assert failure is None or failure.retry_s <= self.now
+                assert failure is None or failure.retry_at_s <= self.now
                 assert all((s.kind, s.slot) != (action.kind, action.slot) for s in self.members.values()), "one a slot"
                 self.serial += 1
                 revision = self.targets[action.kind].revision
@@ -160,7 +164,7 @@ class World(RuleBasedStateMachine):
                 continue
             old = before[action.name]
             assert old == self.members[action.name], "one move a member"
-            if old.kind is Kind.ENGINE and old.phase is Phase.UP:
+            if old.kind is MemberKind.ENGINE and old.phase is Phase.UP:
                 assert action.phase is Phase.DRAINING, "no worker that is up is stopped"
             if old.phase is Phase.STARTING:
                 del self.members[action.name]
@@ -201,15 +205,15 @@ class World(RuleBasedStateMachine):
             self.members[member.name] = replace(member, in_flight=count)
         self.turn()
 
-    @rule(kind=st.sampled_from(Kind), count=st.integers(0, 5))
-    def scale(self, kind: Kind, count: int) -> None:
+    @rule(kind=st.sampled_from(MemberKind), count=st.integers(0, 5))
+    def scale(self, kind: MemberKind, count: int) -> None:
         self.targets[kind] = replace(self.targets[kind], count=count)
         self.turn()
 
-    @rule(kind=st.sampled_from(Kind), surge=st.booleans())
-    def roll(self, kind: Kind, surge: bool) -> None:
+    @rule(kind=st.sampled_from(MemberKind), surge=st.booleans())
+    def roll(self, kind: MemberKind, surge: bool) -> None:
         old = self.targets[kind]
-        self.targets[kind] = Target(old.count, old.revision + 1, surge and kind is Kind.ENGINE)
+        self.targets[kind] = MemberTarget(old.count, old.revision + 1, surge and kind is MemberKind.ENGINE)
         self.turn()
 
     @precondition(lambda self: True)
@@ -222,7 +226,7 @@ class World(RuleBasedStateMachine):
             self.now += 61.0
             self.turn()
             for kind, target in self.targets.items():
-                if steady[kind] and self.targets[Kind.ROUTER].count:
+                if steady[kind] and self.targets[MemberKind.ROUTER].count:
                     assert self.up(kind) >= target.count - (0 if target.surge else 1)
             for member in list(self.members.values()):
                 if member.phase is Phase.STARTING:
@@ -236,7 +240,7 @@ class World(RuleBasedStateMachine):
             assert [(s.phase, s.revision) for s in members] == [(Phase.UP, target.revision)] * target.count
         assert plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
 
-    def up(self, kind: Kind) -> int:
+    def up(self, kind: MemberKind) -> int:
         return sum(s.kind is kind and s.phase is Phase.UP for s in self.members.values())
 
     @invariant()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.scaling import Bounds, Scaler, WorkerLoad, needed_workers
+from fleet.scaling import Bounds, Scaler, WorkerLoad, count_needed_workers
 
 BOUNDS = Bounds(2, 10, queue_s=0.5, prefill_share=0.7, cool_down_s=60.0)
 
@@ -26,7 +26,7 @@ BOUNDS = Bounds(2, 10, queue_s=0.5, prefill_share=0.7, cool_down_s=60.0)
     ],
 )
 def test_needed(loads: list[WorkerLoad], queued_requests: int, expected: int) -> None:
-    assert needed_workers(BOUNDS, loads, queued_requests)[0] == expected
+    assert count_needed_workers(BOUNDS, loads, queued_requests)[0] == expected
 
 
 def test_up_at_once_but_not_while_others_start() -> None:
@@ -60,7 +60,7 @@ def test_it_never_leaves_its_bounds_and_waits_before_fewer(moments: list[tuple[f
     for step_s, queue_s, queued_requests in moments:
         now += step_s
         loads = [WorkerLoad(queue_s, min(1.0, queue_s))] * count
-        needs.append((now, needed_workers(BOUNDS, loads, queued_requests)[0]))
+        needs.append((now, count_needed_workers(BOUNDS, loads, queued_requests)[0]))
         scaler, target, _ = scaler.decide(BOUNDS, count, loads, queued_requests, now)
         assert BOUNDS.low <= target <= BOUNDS.high
         if target < count:

@@ -6,26 +6,26 @@ import json
 
 import pytest
 
-from fleet.plan import Kind
+from fleet.plan import MemberKind
 from fleet.spec import Spec, SpecError, data_parallel, engine_command, plan_launch, read_env, split_flags
-from fleet.worker_list import ListedWorker, WorkerStatus, calls_to_reach, parse_workers_page
+from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 A, B = ListedWorker({"url": "http://a:1", "id": "a:1"}), ListedWorker({"url": "http://b:1", "id": "b:1"})
 UP = WorkerStatus(True, False, 0, 0.0, 0.0)
 
 
 def test_a_router_is_brought_to_the_list() -> None:
-    assert calls_to_reach([A, B], {"a:1": UP, "c:1": UP}) == [
+    assert plan_admin_calls([A, B], {"a:1": UP, "c:1": UP}) == [
         ("DELETE", "/workers/c:1", None),
         ("POST", "/workers", {"url": "http://b:1", "id": "b:1"}),
     ]
     draining = ListedWorker(A.settings, draining=True)
-    assert calls_to_reach([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
-    assert calls_to_reach([A], {"a:1": WorkerStatus(False, True, 2, 0.0, 0.0)}) == [
+    assert plan_admin_calls([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
+    assert plan_admin_calls([A], {"a:1": WorkerStatus(False, True, 2, 0.0, 0.0)}) == [
         ("POST", "/workers/a:1/drain", {"on": False})
     ]
-    assert calls_to_reach([draining], {}) == [], "who leaves need not come first"
-    assert calls_to_reach([A], {"a:1": UP}) == []
+    assert plan_admin_calls([draining], {}) == [], "who leaves need not come first"
+    assert plan_admin_calls([A], {"a:1": UP}) == []
 
 
 def test_rows_of_ranks_are_one_worker() -> None:
@@ -50,7 +50,7 @@ def ports(count: int) -> int:
 
 def test_a_worker_of_ours() -> None:
     command, vllm = engine_command("ours", "/m", ("--max-num-seqs", "4"))
-    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
+    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), MemberKind.ENGINE, 3, "10.0.0.1", ports)
     assert launch.command[1:] == [
         "-m",
         "engine",
@@ -68,7 +68,7 @@ def test_a_worker_of_ours() -> None:
 
 def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
     command, vllm = engine_command("vllm", "m", ("--data-parallel-size=2",))
-    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
+    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), MemberKind.ENGINE, 0, "10.0.0.1", ports)
     assert launch.command[:3] == ["vllm", "serve", "m"]
     settings = json.loads(launch.command[-1])
     assert settings["enable_kv_cache_events"] is True
@@ -78,12 +78,12 @@ def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
     spec = Spec(name="f", engine=(), router=("--fair",), router_port=8080)
-    launch = plan_launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
+    launch = plan_launch(spec, MemberKind.ROUTER, 2, "fd00::1", ports)
     assert launch.url == "http://[fd00::1]:8082"
     assert launch.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
     assert launch.peer_address == "tcp://[fd00::1]:40001"
     secure = plan_launch(
-        Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), Kind.ROUTER, 0, "h", ports
+        Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), MemberKind.ROUTER, 0, "h", ports
     )
     assert (secure.url, secure.admin_url) == ("https://h:8080", "https://127.0.0.1:40001")
 

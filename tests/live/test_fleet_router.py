@@ -17,7 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.programs import Program, free_port, module_command, request_json, wait_until
 
-from fleet.worker_list import ListedWorker, calls_to_reach, parse_workers_page
+from fleet.worker_list import ListedWorker, parse_workers_page, plan_admin_calls
 
 pytestmark = [pytest.mark.long, pytest.mark.live]
 SPEC = '{"prefill_s_per_token": 0.0002, "kv_tokens": 40000}'
@@ -54,7 +54,7 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
         known_rows = parse_workers_page(request_json(f"{router}/workers")[1])
         return [
             request_json(f"{router}{path}", body, method)[0]
-            for method, path, body in calls_to_reach(workers, known_rows)
+            for method, path, body in plan_admin_calls(workers, known_rows)
         ]
 
     assert publish_workers(*listed_workers) == [201, 201]
