@@ -26,14 +26,14 @@ def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange,
     stream = "true" if route is not None and route.is_streaming else "false"
     ended_requests = metrics.get_ended(path, model, exchange.outcome, worker, stream)
     ended_requests.count += 1
-    ended_requests.request_s.observe(now - exchange.started_s)
-    if exchange.first_byte_s is not None:
-        ended_requests.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
+    ended_requests.request_s.observe(now - exchange.started_at_s)
+    if exchange.first_byte_at_s is not None:
+        ended_requests.ttft_s.observe(exchange.first_byte_at_s - exchange.started_at_s)
     if exchange.outcome == "client_gone":
         metrics.client_disconnects += 1
     if route is None or decision is None:
         return
-    metrics.routing_s.observe(decision.decided_s - exchange.started_s)
+    metrics.routing_s.observe(decision.decided_s - exchange.started_at_s)
     if route.token_ids is not None:
         metrics.prompt_tokens += route.prompt_tokens
         metrics.predicted_cached_tokens += decision.predicted_cached_tokens
@@ -46,7 +46,7 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
     """Add the tokens of a request that a worker answered to the counters of its API key. Where the worker does not say
     how many it used, the router's own figures count."""
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
-    if route is None or decision is None or exchange.first_byte_s is None:
+    if route is None or decision is None or exchange.first_byte_at_s is None:
         return
     if exchange.outcome.startswith("status_") and exchange.outcome != "status_200":
         return
@@ -82,10 +82,10 @@ def make_log_fields(exchange: Exchange, now: float) -> dict[str, object]:
         "request_id": exchange.trace_id.decode("latin-1"),
         "path": exchange.request.path,
         "outcome": exchange.outcome,
-        "seconds": round(now - exchange.started_s, 4),
+        "seconds": round(now - exchange.started_at_s, 4),
     }
-    if exchange.first_byte_s is not None:
-        fields["first_byte_seconds"] = round(exchange.first_byte_s - exchange.started_s, 4)
+    if exchange.first_byte_at_s is not None:
+        fields["first_byte_seconds"] = round(exchange.first_byte_at_s - exchange.started_at_s, 4)
     if route is not None:
         fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.is_streaming}
     if decision is not None:

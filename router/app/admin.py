@@ -25,7 +25,7 @@ from router.app.request_reader import RequestReader
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
-from router.edge.miss_reasons_recorder import MissReasonsRecorder, shown
+from router.edge.miss_reasons_recorder import MissReasonsRecorder, render_explanation
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import CachedPage, Handler, Response, Routes
@@ -342,16 +342,16 @@ class AdminRoutes:
         """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
         if self._reasons is not None:
             for name in (argument, _ANSWER.sub("", argument)):
-                why = self._reasons.get(name)
+                why = self._reasons.get_explanation(name)
                 if why is not None:
-                    return Response(msgspec.json.encode(shown(why)))
+                    return Response(msgspec.json.encode(render_explanation(why)))
         raise RequestError(
             f"request {argument[:200]!r}: {self._why_unknown()}", param=None, code="unknown_request", status=404
         )
 
     def _why_unknown(self) -> str:
         """Return why a request may not be known."""
-        if self._reasons is None or not self._reasons.enabled:
+        if self._reasons is None or not self._reasons.is_enabled:
             return "why prompts were not cached is not found out here (--reasons)"
         return "expected the x-request-id of one of the last that were answered with a prompt"
 
@@ -360,10 +360,10 @@ class AdminRoutes:
         session = _decode_object(request.body).get("session")
         if not isinstance(session, str) or not session:
             raise bad_value("session", session, "the name of a session, as GET /requests/ID tells it")
-        if self._reasons is None or not self._reasons.enabled:
+        if self._reasons is None or not self._reasons.is_enabled:
             raise RequestError(f"session: {self._why_unknown()}", param=None, code="reasons_off", status=409)
         self._reasons.watch(session)
-        return Response(msgspec.json.encode({"session": session, "watched": self._reasons.watched}))
+        return Response(msgspec.json.encode({"session": session, "watched": self._reasons.watched_session_count}))
 
 
 def _integer_of(value: Any) -> Any:

@@ -95,14 +95,14 @@ class _RequestSummary:
     def __init__(
         self, exchange: Exchange, route: RouteRequest, decision: Decision, cached_tokens: int | None, ended_at: float
     ) -> None:
-        first_s = exchange.first_byte_s
+        first_s = exchange.first_byte_at_s
         self._trace_id, self._outcome, self._ended_at, self._cached_tokens = (
             exchange.trace_id,
             exchange.outcome,
             ended_at,
             cached_tokens,
         )
-        self._ttft_s = None if first_s is None else first_s - exchange.started_s
+        self._ttft_s = None if first_s is None else first_s - exchange.started_at_s
         self._model, self._stream, self._is_tokenized = route.model, route.is_streaming, route.token_ids is not None
         self._decision = decision
 
@@ -238,9 +238,9 @@ class Dashboard:
         route, decision, usage = exchange.route, exchange.decision, exchange.usage
         if route is None or decision is None:
             return
-        first_s = exchange.first_byte_s
+        first_s = exchange.first_byte_at_s
         if first_s is not None and len(self._ttft_s) < TTFTS_MAX:
-            self._ttft_s.append(first_s - exchange.started_s)
+            self._ttft_s.append(first_s - exchange.started_at_s)
         cached_tokens = usage.cached_tokens if usage is not None else None
         if route.token_ids is not None:
             self._prompt_tokens += route.prompt_tokens

@@ -253,7 +253,7 @@ class RouterProcess:
             forwarded_paths=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
-            self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get
+            self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get_explanation
         )
         self._admin.add_dashboard(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, peer_client.outcomes)

@@ -295,7 +295,7 @@ class RouterApp:
             return
         if intent.body_request.kind != "other":
             self._metrics.tokenize_s.observe(tokens.seconds)
-        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_s)
+        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_at_s)
         try:
             self._tenant_limits.add_prompt_tokens(exchange.request_id, route.prompt_tokens)
         except RequestError as error:
@@ -307,7 +307,7 @@ class RouterApp:
             self._proxy.route(exchange, route)
             self._request_reader.store_conversation(intent, tokens, route)
             if self._miss_reasons is not None and not exchange.is_done:
-                self._miss_reasons.enter(exchange, intent)
+                self._miss_reasons.register_request(exchange, intent)
 
     # Shared -------------------------------------------------------------------------------------------------------
 

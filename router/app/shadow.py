@@ -82,7 +82,7 @@ class ShadowApp(RouterApp):
     ) -> None:
         assert isinstance(exchange, MirroredExchange)
         self._metrics.tokenize_s.observe(tokens.seconds)
-        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_s)
+        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_at_s)
         exchange.price(intent, route)
         self._request_reader.store_conversation(intent, tokens, route)
         exchange.answer()

@@ -63,7 +63,7 @@ class Tracing:
         clock_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
             f"POST {request.path}", context=parent, kind=self._api.SpanKind.SERVER,
-            start_time=clock_ns + int(exchange.started_s * 1e9),
+            start_time=clock_ns + int(exchange.started_at_s * 1e9),
         )  # fmt: skip
         span_context = span.get_span_context()
         return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
@@ -91,11 +91,11 @@ class Tracing:
             attributes |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
         if decision is not None:
             attributes |= self._add_decision_span(exchange, decision, span_parent, to_ns)
-        if exchange.sent_s is not None:
-            answer = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_s),
+        if exchange.sent_at_s is not None:
+            answer = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_at_s),
                                              kind=self._api.SpanKind.CLIENT)  # fmt: skip
-            if exchange.first_byte_s is not None:
-                answer.add_event("first byte", timestamp=to_ns(exchange.first_byte_s))
+            if exchange.first_byte_at_s is not None:
+                answer.add_event("first byte", timestamp=to_ns(exchange.first_byte_at_s))
             answer.end(to_ns(now))
         if exchange.usage is not None and exchange.usage.cached_tokens is not None:
             attributes["blockcast.cached_tokens"] = exchange.usage.cached_tokens
@@ -111,8 +111,8 @@ class Tracing:
         terms = decision.terms
         attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
         attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
-        decided_s = min(decision.decided_s, exchange.sent_s or decision.decided_s)
-        began_ns = to_ns(exchange.started_s)
+        decided_s = min(decision.decided_s, exchange.sent_at_s or decision.decided_s)
+        began_ns = to_ns(exchange.started_at_s)
         self._tracer.start_span("read and decide", span_parent, attributes=attributes, start_time=began_ns).end(
             to_ns(decided_s)
         )

@@ -174,7 +174,7 @@ class StreamContinuation:
             or (value("seed") is not None and value("temperature") != 0)
         )
 
-    def continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
+    def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
         """The worker died: what is to be routed now. None where the answer cannot go on. `tokens_max`: of the model.
 
         Changes nothing: `start_continuation` does, once there is a worker for it.
@@ -335,7 +335,7 @@ class StreamContinuation:
             converted["prompt_tokens_details"] = {**details, "cached_tokens": cached}
         return converted
 
-    def missing_end(self, *, usage_sent: bool) -> bytes | None:
+    def build_missing_end(self, *, usage_sent: bool) -> bytes | None:
         """What is missing of an answer whose last token has been sent; None where it has not."""
         recorder = self.recorder
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from router.http.connection import Client
     from router.miss_reasons.analyzer import AnalyzedRequest
 
-PROGRESS_EVERY: Final = 32
+CHUNKS_PER_PROGRESS_REPORT: Final = 32
 """Chunks of a stream between two reports of progress to the core."""
-RESPONSES: Final = "/v1/responses"
+RESPONSES_PATH: Final = "/v1/responses"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -58,7 +58,7 @@ class Exchange:
         "_unframed_content",
         "client",
         "decision",
-        "first_byte_s",
+        "first_byte_at_s",
         "is_done",
         "is_in_core",
         "is_sampled",
@@ -68,24 +68,24 @@ class Exchange:
         "request",
         "request_id",
         "route",
-        "sent_s",
+        "sent_at_s",
         "span",
-        "started_s",
+        "started_at_s",
         "trace_id",
         "usage",
     )  # fmt: skip
 
     def __init__(
-        self, proxy: ExchangeServices, client: Client, request: HttpRequest, request_id: str, trace_id: bytes
+        self, services: ExchangeServices, client: Client, request: HttpRequest, request_id: str, trace_id: bytes
     ) -> None:
-        self._services = proxy
+        self._services = services
         self.client = client
         self.request = request
         self.request_id = request_id
         """Unique in this process: the core's name for it."""
         self.trace_id = trace_id
         """`x-request-id`: the client's where it sent one."""
-        self.started_s = proxy.now()
+        self.started_at_s = services.now()
         self.route: RouteRequest | None = None
         """What the core was asked, once the prompt was read."""
         self.span: tuple[Any, bytes] | None = None
@@ -95,9 +95,9 @@ class Exchange:
         self.is_in_core = False
         """The core has the request on its books."""
         self.decision: Decision | None = None
-        self.sent_s: float | None = None
-        self.first_byte_s: float | None = None
-        self.progress = ResponseProgress(self.started_s)
+        self.sent_at_s: float | None = None
+        self.first_byte_at_s: float | None = None
+        self.progress = ResponseProgress(self.started_at_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
         self.miss_analysis: PromptComparison | AnalyzedRequest | None = None
@@ -159,7 +159,7 @@ class Exchange:
             if code == "unknown_model":
                 param = "model"
             elif code == "context_length_exceeded":
-                param = {"/v1/completions": "prompt", RESPONSES: "input"}.get(self.request.path, "messages")
+                param = {"/v1/completions": "prompt", RESPONSES_PATH: "input"}.get(self.request.path, "messages")
             self.client.refuse(status, code, message, retry_after_s, param=param)
 
     def reject(self, error: RequestError) -> None:
@@ -180,8 +180,8 @@ class Exchange:
 
     def _is_stream_complete(self, head: ResponseHead) -> bool:
         """Whether all of a stream was passed on but the end of its body."""
-        streams = not self.outcome and self.client.has_response_started and head.status == 200 and _is_stream(head)
-        return streams and self.progress.has_final_event(self.request.path)
+        is_streaming = not self.outcome and self.client.has_response_started and head.status == 200 and _is_stream(head)
+        return is_streaming and self.progress.has_final_event(self.request.path)
 
     def _release(self) -> None:
         """Of the worker and of the core, where they still have it."""
@@ -216,8 +216,8 @@ class Exchange:
         try:
             self._end("crashed")
             self._release()
-        except Exception as another:  # noqa: BLE001  a boundary
-            self._services.metrics.record_crash("exchange", another)
+        except Exception as second_error:  # noqa: BLE001  a boundary
+            self._services.metrics.record_crash("exchange", second_error)
 
     # The attempt --------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Exchange:
         if self.route is not None and self.route.is_streaming and self._services.continues_streams:
             stream = self._continuation = stream or build_continuation(self.request)
         if stream is not None:
-            resent_body = stream.request_body_for(self._services.engine_of(self.decision.worker))
+            resent_body = stream.request_body_for(self._services.get_engine(self.decision.worker))
             if resent_body is None:
                 self._abort_response("no worker of the same engine is left", None)
                 return
@@ -263,7 +263,7 @@ class Exchange:
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
             traceparent=None if self.span is None else self.span[1],
             allowed_worker_headers=self._services.passed_fields, )  # fmt: skip
-        self.sent_s = self.progress.last_byte_s = self._services.now()
+        self.sent_at_s = self.progress.last_byte_at_s = self._services.now()
         connection.send(head, body)
         if self._is_client_paused:
             connection.pause_reading()
@@ -307,10 +307,10 @@ class Exchange:
 
     def _accept_head(self, head: ResponseHead) -> bytes | None:
         """The head to send to the client, which is empty where it has one; None where the attempt is over."""
-        kind = RETRYABLE_STATUSES.get(head.status)
-        if kind is not None and self.is_in_core:
-            self._services.record_failed_attempt(self.decision, kind, head.status_and_reason.decode("latin-1"))
-            instructions = self._services.core.fail_attempt(self.request_id, kind, self._services.now())
+        failure_kind = RETRYABLE_STATUSES.get(head.status)
+        if failure_kind is not None and self.is_in_core:
+            self._services.record_failed_attempt(self.decision, failure_kind, head.status_and_reason.decode("latin-1"))
+            instructions = self._services.core.fail_attempt(self.request_id, failure_kind, self._services.now())
             if not is_final_refusal(instructions, self.request_id):
                 self._drop_connection()
                 self._services.perform(instructions)
@@ -320,9 +320,9 @@ class Exchange:
             self._services.perform(instructions[1:])
         is_readable_stream = _is_readable_stream(head)
         if self.client.has_response_started and not is_readable_stream:
-            kind = FailureKind.STREAM if head.status < 400 else None
+            failure_kind = FailureKind.STREAM if head.status < 400 else None
             self._abort_response(
-                f"the worker that was to go on answers {head.status}, and no events that can be read", kind
+                f"the worker that was to go on answers {head.status}, and no events that can be read", failure_kind
             )
             return None
         if not is_readable_stream:
@@ -338,8 +338,10 @@ class Exchange:
             return b""
         chunks, keep_alive = self._unframed_content is None, self._keeps_alive(head)
         decision = self.decision if self._services.sends_cache_headers else None
-        cors = self.client.cors_headers
-        return answer_head(head, self.trace_id, decision, chunks=chunks, keep_alive=keep_alive, cors_headers=cors)
+        cors_headers = self.client.cors_headers
+        return answer_head(
+            head, self.trace_id, decision, chunks=chunks, keep_alive=keep_alive, cors_headers=cors_headers
+        )
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
@@ -350,18 +352,18 @@ class Exchange:
         body, stream, redactor = head.body, self._continuation if self._records_tokens else None, self._redactor
         content = bytearray() if self._rechunks else self._unframed_content
         body_bytes = body.feed(data, content)
-        proxy = self._services
-        now = proxy.now()
+        services = self._services
+        now = services.now()
         has_surplus = body_bytes != len(data)
         if has_surplus:
             data = data[:body_bytes]
-        if data and self.first_byte_s is None:
-            self.first_byte_s = now
+        if data and self.first_byte_at_s is None:
+            self.first_byte_at_s = now
         is_first_output = bool(data) and not self.progress.has_started and self._has_output(data)
         if is_first_output:
             self.progress.has_started = True
             if self.is_in_core and self.route is not None and self.route.is_streaming and head.status == 200:
-                proxy.perform(proxy.core.record_first_token(self.request_id, now))
+                services.perform(services.core.record_first_token(self.request_id, now))
         if content is not None:
             data = bytes(content)
             content.clear()
@@ -370,11 +372,11 @@ class Exchange:
         if redactor is not None:
             data = redactor.feed(data, ends=body.is_complete)
         if self._rechunks:
-            data = _chunk(data)
+            data = _encode_chunk(data)
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
         if is_first_output and head.status == 200:
-            proxy.notify_first_byte(self.request_id)
+            services.notify_first_byte(self.request_id)
         progress = self.progress
         progress.record(data, now)
         if stream is not None and stream.has_worker_failed and self._handle_worker_failure(stream):
@@ -387,12 +389,12 @@ class Exchange:
                 self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not has_surplus)
             return
-        if progress.read_count % PROGRESS_EVERY == 0 and self.is_in_core:
-            proxy.core.record_progress(self.request_id, progress.read_count, now)
+        if progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0 and self.is_in_core:
+            services.core.record_progress(self.request_id, progress.read_count, now)
 
     def _has_output(self, data: bytes) -> bool:
         """Whether the model has begun: a stream of Responses begins with events that say only that it was asked."""
-        return self.request.path != RESPONSES or b"response.output" in data or b"event: response." not in data
+        return self.request.path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         """All of the answer was passed on."""
@@ -410,17 +412,17 @@ class Exchange:
             else:
                 connection.close()
             self._connection = None
-        self.usage = self.progress.usage()
+        self.usage = self.progress.find_reported_usage()
         if not self._end(f"status_{head.status}"):
             return False
         if self.is_in_core:
             self.is_in_core = False
-            refused = head.status >= 400
+            is_error = head.status >= 400
             if self.route is not None and self.route.is_streaming:
                 self._services.core.record_progress(self.request_id, self.progress.read_count)
             # Of an answer that went on, it is about another request than the last one that was routed.
             usage = None if self._continuation is not None and self._continuation.is_continued else self.usage
-            self._services.perform(self._services.core.finish_request(self.request_id, usage, now, is_error=refused))
+            self._services.perform(self._services.core.finish_request(self.request_id, usage, now, is_error=is_error))
         return True
 
     # Ends ---------------------------------------------------------------------------------------------------------
@@ -437,75 +439,75 @@ class Exchange:
             else:
                 self._complete(head, reusable=False)
             return
-        stale = (
+        is_stale_connection = (
             connection is not None and connection.request_count > 1 and not self._head_buffer and not self._is_resend
         )
-        if stale and self.decision is not None:
+        if is_stale_connection and self.decision is not None:
             self._is_resend = True  # it had been idle and was closed as we wrote: not the worker's fault, but only once
             self._start(self.decision)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
 
     @property
-    def last_progress_s(self) -> float | None:
+    def last_progress_at_s(self) -> float | None:
         """When the last byte came of a stream that is in its middle; None where none is to be expected."""
-        streams = (
+        is_streaming = (
             self.progress.has_started
             and not self._is_client_paused
             and self.route is not None
             and self.route.is_streaming
         )
-        return self.progress.last_byte_s if streams and not self.is_done else None
+        return self.progress.last_byte_at_s if is_streaming and not self.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
-        if now - self.started_s > timeouts.total_s:
+        if now - self.started_at_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if self._response_head is not None:
                 self._abort_response(message, None)  # the client's choice, as its answer goes on
                 return
             self._withdraw_from_core(None)
             self.refuse(504, "timeout", message)
-        elif self.sent_s is None:
+        elif self.sent_at_s is None:
             return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
         elif self._response_head is None:
-            silent_s = now - self.sent_s
+            silent_s = now - self.sent_at_s
             if silent_s > timeouts.first_byte_s:
                 self._drop_connection()
                 reason = f"no answer within {timeouts.first_byte_s:g} s"
                 self._handle_failed_attempt(FailureKind.TIMEOUT, reason, silent_s=silent_s)
-        elif now - self.progress.last_byte_s > timeouts.idle_s:
+        elif now - self.progress.last_byte_at_s > timeouts.idle_s:
             if self._is_client_paused:
                 self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
             else:
                 self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
 
-    def migrate(self, reason: str, *, stalled: bool = False) -> None:
+    def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """The worker is lost, or stands still: have another one answer where somebody can; else wait on."""
-        proxy = self._services
+        services = self._services
         if self.is_done or not self.is_in_core:
             return
         if self.client.has_response_started:
-            self._continue_elsewhere(reason, FailureKind.STALLED if stalled else FailureKind.LOST, moves=True)
+            self._continue_elsewhere(reason, FailureKind.STALLED if is_stalled else FailureKind.LOST, is_move=True)
             return
-        instructions = proxy.core.move_request(self.request_id, proxy.now())
+        instructions = services.core.move_request(self.request_id, services.now())
         if instructions:
             self._drop_connection()
-            proxy.record_failed_attempt(self.decision, FailureKind.LOST, reason)
-            proxy.perform(instructions)
+            services.record_failed_attempt(self.decision, FailureKind.LOST, reason)
+            services.perform(instructions)
 
     def _handle_failed_attempt(
         self, kind: FailureKind, reason: str, *, silent_s: float = 0.0, was_sent: bool = False
     ) -> None:
         """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
-        self.sent_s = None
-        proxy = self._services
-        proxy.record_failed_attempt(self.decision, kind, reason)
+        self.sent_at_s = None
+        services = self._services
+        services.record_failed_attempt(self.decision, kind, reason)
         if self.is_in_core:
-            instructions = proxy.core.fail_attempt(
-                self.request_id, kind, proxy.now(), silent_s=silent_s, was_sent=was_sent
+            instructions = services.core.fail_attempt(
+                self.request_id, kind, services.now(), silent_s=silent_s, was_sent=was_sent
             )
-            proxy.perform(instructions)
+            services.perform(instructions)
         else:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
 
@@ -548,62 +550,66 @@ class Exchange:
         """The worker says in the middle that it failed, which this very request may be the reason of. False where its
         words go to the client."""
         if not self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
-            self.client.write(_chunk(stream.release_failure_event()))
+            self.client.write(_encode_chunk(stream.release_failure_event()))
             return False
         return True
 
-    def _continue_elsewhere(self, reason: str, kind: FailureKind, *, moves: bool = False) -> bool:
+    def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
         """Have another worker complete the answer; False where that cannot be. `moves`: the connection to this one is
         there, so without another worker the answer stays."""
-        stream, head, route, proxy = self._continuation, self._response_head, self.route, self._services
+        stream, head, route, services = self._continuation, self._response_head, self.route, self._services
         if head is None or route is None or not self.is_in_core or self.is_done:
             return False
-        missing_end = None if stream is None else stream.missing_end(usage_sent=self.progress.usage() is not None)
+        missing_end = (
+            None
+            if stream is None
+            else stream.build_missing_end(usage_sent=self.progress.find_reported_usage() is not None)
+        )
         if missing_end is not None:
-            proxy.record_broken_stream(self.trace_id, "completed", reason)
-            self.client.write(_chunk(missing_end) + _LAST_CHUNK)
+            services.record_broken_stream(self.trace_id, "completed", reason)
+            self.client.write(_encode_chunk(missing_end) + _LAST_CHUNK)
             self._complete(head, reusable=False)
             return True
-        continuation_route = self._continuation_route(head, route)
+        continuation_route = self._build_continuation_route(head, route)
         if continuation_route is None:
             return False
-        now = proxy.now()
-        if moves:
-            instructions = proxy.core.move_request(
+        now = services.now()
+        if is_move:
+            instructions = services.core.move_request(
                 self.request_id, now, continuation_route, is_stalled=kind is FailureKind.STALLED
             )
             if not instructions:
                 return False
         else:
-            instructions = proxy.core.fail_attempt(
+            instructions = services.core.fail_attempt(
                 self.request_id, kind, now, continuation_route, silent_s=self._silent_s()
             )
         if is_final_refusal(instructions, self.request_id):
             self.is_in_core = False
-            proxy.perform(instructions[1:])
+            services.perform(instructions[1:])
             return False
         self._drop_connection()
-        proxy.record_failed_attempt(self.decision, kind, reason)
-        proxy.record_broken_stream(self.trace_id, "continued", reason)
+        services.record_failed_attempt(self.decision, kind, reason)
+        services.record_broken_stream(self.trace_id, "continued", reason)
         if stream is not None and stream.recorder is not None:
-            stream.start_continuation(continuation_route, proxy.model_tokens_max(route.model))
+            stream.start_continuation(continuation_route, services.get_model_tokens_max(route.model))
         self.route, self._response_head = continuation_route, None
         self.progress.restart()
-        proxy.perform(instructions)
+        services.perform(instructions)
         return True
 
-    def _continuation_route(self, head: ResponseHead, route: RouteRequest) -> RouteRequest | None:
+    def _build_continuation_route(self, head: ResponseHead, route: RouteRequest) -> RouteRequest | None:
         """What another worker is asked that goes on with the answer; None where nobody can."""
-        stream, proxy = self._continuation, self._services
+        stream, services = self._continuation, self._services
         if stream is None or stream.recorder is None:
             # Nothing can be noted of such an answer, but of this one the client has a head and no more. Once only: it
             # may be what kills its workers.
-            is_first_attempt = self.first_byte_s is None and self.decision is not None and not self.decision.attempt
+            is_first_attempt = self.first_byte_at_s is None and self.decision is not None and not self.decision.attempt
             return route if is_first_attempt and _is_readable_stream(head) else None
-        continuation_route = stream.continuation_route(route, proxy.model_tokens_max(route.model))
+        continuation_route = stream.build_continuation_route(route, services.get_model_tokens_max(route.model))
         if continuation_route is None or continuation_route is route or self.decision is None:
             return continuation_route
-        same_engine_workers = proxy.workers_of_engine(proxy.engine_of(self.decision.worker))
+        same_engine_workers = services.find_workers_by_engine(services.get_engine(self.decision.worker))
         return (
             continuation_route.replace(
                 allowed_workers=same_engine_workers
@@ -621,11 +627,11 @@ class Exchange:
 
     def _silent_s(self) -> float:
         """For how long the worker said nothing."""
-        return self._services.now() - self.progress.last_byte_s
+        return self._services.now() - self.progress.last_byte_at_s
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
-        self.sent_s = None
+        self.sent_at_s = None
         if connection is not None:
             connection.close()
         if self._connecting is not None:
@@ -644,8 +650,8 @@ class Exchange:
 
 def _is_stream(head: ResponseHead) -> bool:
     """Whether the answer is a stream of events, and not an encoded one."""
-    events = b"event-stream" in (head.headers.get(b"content-type") or b"")
-    return events and head.headers.get(b"content-encoding") is None
+    is_event_stream = b"event-stream" in (head.headers.get(b"content-type") or b"")
+    return is_event_stream and head.headers.get(b"content-encoding") is None
 
 
 def _is_readable(head: ResponseHead) -> bool:
@@ -661,6 +667,6 @@ def _is_readable_stream(head: ResponseHead) -> bool:
     return head.status == 200 and head.is_chunked and _is_stream(head)
 
 
-def _chunk(content: bytes) -> bytes:
+def _encode_chunk(content: bytes) -> bytes:
     """Of a chunked body; nothing for nothing."""
     return b"%x\r\n%b\r\n" % (len(content), content) if content else b""

@@ -56,19 +56,19 @@ class ExchangeServices:
         """Where a worker listens; None where it is known no more."""
         raise NotImplementedError
 
-    def engine_of(self, worker_id: str) -> str:
+    def get_engine(self, worker_id: str) -> str:
         """What it says it is; empty where it does not say."""
         worker = self.core.workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 
-    def workers_of_engine(self, engine: str) -> frozenset[str]:
+    def find_workers_by_engine(self, engine: str) -> frozenset[str]:
         """Workers that say they are this engine."""
         return frozenset(name for name, worker in self.core.workers.items() if worker.spec.engine == engine)
 
-    def model_tokens_max(self, model: str) -> int | None:
+    def get_model_tokens_max(self, model: str) -> int | None:
         """How many tokens a model takes, where that is known."""
-        served = self.core.resolve_model(model)
-        return served.max_model_len if served is not None else None
+        model_entry = self.core.resolve_model(model)
+        return model_entry.max_model_len if model_entry is not None else None
 
     def record_broken_stream(self, trace_id: bytes, event: str, reason: str) -> None:
         """An answer broke off in the middle, and was continued, completed or cut."""
@@ -98,5 +98,5 @@ class ExchangeServices:
 
 def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
     """Whether the core has nobody else for this request."""
-    first = instructions[0] if instructions else None
-    return isinstance(first, Refuse) and first.request_id == request_id
+    first_instruction = instructions[0] if instructions else None
+    return isinstance(first_instruction, Refuse) and first_instruction.request_id == request_id

@@ -38,7 +38,7 @@ from router.prompting.sessions import shorten_name
 
 log = logging.getLogger("router")
 
-HINT = (
+NOT_COMPARED_HINT = (
     "The last prompt of its conversation was not kept, so that the two were not compared: send the header "
     "x-blockcast-explain: 1 with the requests of a conversation, or name its session to POST /requests/watch."
 )
@@ -64,77 +64,82 @@ class MissReasonsRecorder:
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = FactsAdapter(core, emptied_s, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
-        self._outlining: set[asyncio.Task[None]] = set()
+        self._header_watches, self._operator_watches = (
+            WatchedConversations(config.ttl_s),
+            WatchedConversations(config.ttl_s),
+        )
+        self._outline_tasks: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)
-        self.enabled = config.enabled
+        self.is_enabled = config.enabled
         self._sampling_threshold = config.share * 2**32
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""
-        self._by_operator.add(digest_name(shorten_name(session)))
+        self._operator_watches.add(digest_name(shorten_name(session)))
 
     @property
-    def watched(self) -> int:
+    def watched_session_count(self) -> int:
         """Number of sessions that are watched."""
-        return len(self._by_operator)
+        return len(self._operator_watches)
 
-    def enter(self, exchange: Exchange, read: ConversationTurn) -> None:
+    def register_request(self, exchange: Exchange, turn: ConversationTurn) -> None:
         """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
         at hand."""
-        if not self.enabled or read.body_request.kind == "other":
+        if not self.is_enabled or turn.body_request.kind == "other":
             return
         try:
-            if read.wants_explanation:
-                self._by_header.add(read.conversation_keys()[-1])
-            sampling = self._sampling(read)
+            if turn.wants_explanation:
+                self._header_watches.add(turn.conversation_keys()[-1])
+            sampling = self._choose_sampling(turn)
             if sampling.is_compared:
-                exchange.miss_analysis = PromptComparison(read, sampling)
-                for key in read.conversation_keys():
-                    self._by_header.record_prompt(key, self._proxy.now())
-                    self._by_operator.record_prompt(key, self._proxy.now())
+                exchange.miss_analysis = PromptComparison(turn, sampling)
+                for key in turn.conversation_keys():
+                    self._header_watches.record_prompt(key, self._proxy.now())
+                    self._operator_watches.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
             self._record_crash(error)
 
-    def get(self, name: str) -> MissExplanation | None:
+    def get_explanation(self, name: str) -> MissExplanation | None:
         """What is known of a request."""
         return self.analyzer.get(name)
 
     async def explain(
-        self, read: ConversationTurn, route: RouteRequest, decision: Decision, now: float
+        self, turn: ConversationTurn, route: RouteRequest, decision: Decision, now: float
     ) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
-        if not self.enabled or route.token_ids is None:
+        if not self.is_enabled or route.token_ids is None:
             return None
-        comparison = PromptComparison(read, self._sampling(read))
+        comparison = PromptComparison(turn, self._choose_sampling(turn))
         await self._outline(comparison)
         prompt, removed_prefix = (
-            self._prompt("", comparison, route),
-            self._removed_prefix(route.token_ids, route, decision),
+            self._build_prompt("", comparison, route),
+            self._find_removed_prefix(route.token_ids, route, decision),
         )
-        block = self._block_size(decision)
-        return shown(self.analyzer.explain(prompt, decision, block, removed_prefix, self._facts, now, time.time()))
+        block_size = self._block_size(decision)
+        return render_explanation(
+            self.analyzer.explain(prompt, decision, block_size, removed_prefix, self._facts, now, time.time())
+        )
 
-    def note(self, name: str, read: ConversationTurn, route: RouteRequest, decision: Decision) -> None:
+    def note(self, name: str, turn: ConversationTurn, route: RouteRequest, decision: Decision) -> None:
         """A request that went elsewhere, as it was priced at its arrival."""
-        if not self.enabled or route.token_ids is None:
+        if not self.is_enabled or route.token_ids is None:
             return
-        comparison = PromptComparison(read, Sampling(is_compared=True, is_sampled=True, has_unknown_history=False))
-        removed_prefix = self._removed_prefix(route.token_ids, route, decision)
+        comparison = PromptComparison(turn, Sampling(is_compared=True, is_sampled=True, has_unknown_history=False))
+        removed_prefix = self._find_removed_prefix(route.token_ids, route, decision)
         comparison.end = None, 0, self._proxy.now(), False
         self._compare(None, comparison, name, route, decision, removed_prefix)
 
-    def _sampling(self, read: ConversationTurn) -> Sampling:
+    def _choose_sampling(self, turn: ConversationTurn) -> Sampling:
         """Decide whether a request is compared. All requests of a conversation are, or none."""
-        keys = read.conversation_keys()
+        keys = turn.conversation_keys()
         if keys[0] < self._sampling_threshold:
             return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
-        if not self._by_header and not self._by_operator:
+        if not self._header_watches and not self._operator_watches:
             return _NOT_COMPARED
         matching_watches = [
-            watch for watch in (self._by_header, self._by_operator) if any(key in watch for key in keys)
+            watch for watch in (self._header_watches, self._operator_watches) if any(key in watch for key in keys)
         ]
         if not matching_watches:
             return _NOT_COMPARED
@@ -145,39 +150,39 @@ class MissReasonsRecorder:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _on_first_byte(self, exchange: Exchange) -> None:
-        route, decision, found = exchange.route, exchange.decision, exchange.miss_analysis
+        route, decision, analysis = exchange.route, exchange.decision, exchange.miss_analysis
         if route is None or decision is None or not exchange.is_in_core or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
-            prompt = self._core.cache_state.get_query(route.request_id)
-            removed_prefix = self._removed_prefix(
-                route.token_ids if prompt is None else prompt.prepared_ids, route, decision
+            query = self._core.cache_state.get_query(route.request_id)
+            removed_prefix = self._find_removed_prefix(
+                route.token_ids if query is None else query.prepared_ids, route, decision
             )
             name = exchange.trace_id.decode("latin-1")
-            if found is None:
-                now, tokens = self._proxy.now(), len(route.token_ids)
+            if analysis is None:
+                now, prompt_tokens = self._proxy.now(), len(route.token_ids)
                 exchange.miss_analysis = self.analyzer.record_placed(
-                    name, route.session, tokens, decision, removed_prefix, now, time.time()
+                    name, route.session, prompt_tokens, decision, removed_prefix, now, time.time()
                 )
-            elif isinstance(found, PromptComparison) and not found.has_started:
-                self._compare(exchange, found, name, route, decision, removed_prefix)
+            elif isinstance(analysis, PromptComparison) and not analysis.has_started:
+                self._compare(exchange, analysis, name, route, decision, removed_prefix)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
             self._record_crash(error)
 
     def _on_end(self, exchange: Exchange) -> None:
-        found, exchange.miss_analysis = exchange.miss_analysis, None
-        if found is None or exchange.outcome != "status_200":
+        analysis, exchange.miss_analysis = exchange.miss_analysis, None
+        if analysis is None or exchange.outcome != "status_200":
             return
         usage, route, completion_tokens = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
             completion_tokens = usage.completion_tokens
         elif route is not None and route.is_streaming:
             completion_tokens = exchange.progress.read_count
-        ended = usage, completion_tokens, self._proxy.now(), exchange.is_sampled
-        if isinstance(found, PromptComparison):
-            found.end = ended
+        request_end = usage, completion_tokens, self._proxy.now(), exchange.is_sampled
+        if isinstance(analysis, PromptComparison):
+            analysis.end = request_end
         else:
-            self._end(found, ended)
+            self._record_end(analysis, request_end)
 
     def _compare(
         self, exchange: Exchange | None, comparison: PromptComparison, name: str, route: RouteRequest, decision:
@@ -185,16 +190,16 @@ class MissReasonsRecorder:
     ) -> None:  # fmt: skip
         """Compare a request that began, at once or as soon as its body was outlined by another process."""
         comparison.has_started = True
-        now, wall = self._proxy.now(), time.time()
+        now, wall_time_s = self._proxy.now(), time.time()
 
         def compare() -> None:
-            prompt, block = self._prompt(name, comparison, route), self._block_size(decision)
-            sampled = comparison.sampling.is_sampled
+            prompt, block_size = self._build_prompt(name, comparison, route), self._block_size(decision)
+            is_sampled = comparison.sampling.is_sampled
             analyzed_request = self.analyzer.record_compared(
-                prompt, decision, block, removed_prefix, self._facts, now, wall, is_sampled=sampled
+                prompt, decision, block_size, removed_prefix, self._facts, now, wall_time_s, is_sampled=is_sampled
             )
             if comparison.end is not None:
-                self._end(analyzed_request, comparison.end)
+                self._record_end(analyzed_request, comparison.end)
             elif exchange is not None and exchange.miss_analysis is comparison:
                 exchange.miss_analysis = analyzed_request
 
@@ -212,8 +217,8 @@ class MissReasonsRecorder:
                 self._record_crash(error)
 
         task = asyncio.get_running_loop().create_task(outline_and_compare())
-        self._outlining.add(task)
-        task.add_done_callback(self._outlining.discard)
+        self._outline_tasks.add(task)
+        task.add_done_callback(self._outline_tasks.discard)
 
     async def _outline(self, comparison: PromptComparison) -> None:
         """Have a large body outlined, where that is to be done."""
@@ -221,11 +226,13 @@ class MissReasonsRecorder:
             comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
             comparison.pieces = None
 
-    def _end(self, analyzed_request: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
-        usage, completion_tokens, now, is_logged = ended
+    def _record_end(
+        self, analyzed_request: AnalyzedRequest, request_end: tuple[ReportedUsage | None, int, float, bool]
+    ) -> None:
+        usage, completion_tokens, now, is_logged = request_end
         self.analyzer.record_end(analyzed_request, usage, completion_tokens, now)
         if is_logged:
-            fields = shown(analyzed_request.explanation)
+            fields = render_explanation(analyzed_request.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _record_crash(self, error: Exception) -> None:
@@ -233,11 +240,11 @@ class MissReasonsRecorder:
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
-    def _prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> AnalyzedPrompt:
+    def _build_prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> AnalyzedPrompt:
         token_ids, index = route.token_ids or (), self._core.index
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         keys: Sequence[int] = ()
-        short: Sequence[int] = ()
+        short_keys: Sequence[int] = ()
         if route.session is None:
             query = self._core.cache_state.get_query(route.request_id)
             if query is not None:
@@ -245,19 +252,21 @@ class MissReasonsRecorder:
             else:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
             if self.analyzer.needs_short_keys(keys):
-                short = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
+                short_keys = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
         return AnalyzedPrompt(
-            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short,
+            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short_keys,
             comparison.first_message_digest, route.is_final, comparison.sampling.has_unknown_history,
         )  # fmt: skip
 
-    def _removed_prefix(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
+    def _find_removed_prefix(self, token_ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
         """What of its prompt was held and removed, behind what some worker has."""
         core = self._core
-        found = core.index.gone(ids, route.scope, find_first_missing_token(decision), self._block_size(decision))
-        return None if found is None else RemovedPrefix(found[0], self._worker_of(found[1]), found[2])
+        removed = core.index.gone(
+            token_ids, route.scope, find_first_missing_token(decision), self._block_size(decision)
+        )
+        return None if removed is None else RemovedPrefix(removed[0], self._find_worker_id(removed[1]), removed[2])
 
-    def _worker_of(self, holder: HolderId) -> str:
+    def _find_worker_id(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
         return next(workers, "one that is known no more")
 
@@ -293,11 +302,11 @@ class FactsAdapter:
 _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_history=True)
 
 
-def shown(why: MissExplanation) -> dict[str, Any]:
+def render_explanation(explanation: MissExplanation) -> dict[str, Any]:
     """As JSON has it."""
-    fields: dict[str, Any] = msgspec.to_builtins(why)
-    for part, row in zip(why.uncached_ranges, fields["uncached_ranges"]):
-        row |= {"tokens": part.tokens, "group": GROUPS.get(part.reason, "none")}
-    if not why.is_compared:
-        fields["hint"] = HINT
+    fields: dict[str, Any] = msgspec.to_builtins(explanation)
+    for uncached_range, range_fields in zip(explanation.uncached_ranges, fields["uncached_ranges"]):
+        range_fields |= {"tokens": uncached_range.tokens, "group": GROUPS.get(uncached_range.reason, "none")}
+    if not explanation.is_compared:
+        fields["hint"] = NOT_COMPARED_HINT
     return fields

@@ -23,14 +23,14 @@ class PromptComparison:
 
     __slots__ = ("end", "first_message_digest", "has_started", "outline", "pieces", "sampling")
 
-    def __init__(self, read: ConversationTurn, sampling: Sampling) -> None:
+    def __init__(self, turn: ConversationTurn, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.outline = read.outline()
-        self.pieces = None if read.pieces is None else (read.pieces, read.body_request.kind)
+        self.outline = turn.outline()
+        self.pieces = None if turn.pieces is None else (turn.pieces, turn.body_request.kind)
         """The body, and its kind, where its outline is made by another process."""
-        is_named = read.session.name is not None
+        is_named = turn.session.name is not None
         self.first_message_digest = (
-            None if is_named or read.body_request.kind != "chat" else read.digest_first_message()
+            None if is_named or turn.body_request.kind != "chat" else turn.digest_first_message()
         )
         self.has_started = False
         """Its first byte came, and its outline is being made."""

@@ -145,7 +145,7 @@ class Proxy(ExchangeServices):
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
             self._migrate_if_needed(exchange, now)
-            moved_s, decision = exchange.last_progress_s, exchange.decision
+            moved_s, decision = exchange.last_progress_at_s, exchange.decision
             if moved_s is not None and decision is not None:
                 progress_times[decision.worker] = max(moved_s, progress_times.get(decision.worker, moved_s))
         for worker_id in self.core.update_stalled_workers(progress_times, now):
@@ -163,17 +163,17 @@ class Proxy(ExchangeServices):
             return
         worker, stall_detector = self.core.workers.get(decision.worker), self.core.stall_detector
         try:
-            if worker is None and exchange.first_byte_s is None:
+            if worker is None and exchange.first_byte_at_s is None:
                 exchange.migrate("the worker was removed")
             elif worker is not None and worker.is_down and worker.probe != exchange.request_id:
                 exchange.migrate("the worker is down")
-            elif worker is not None and worker.is_asleep and exchange.first_byte_s is None:
+            elif worker is not None and worker.is_asleep and exchange.first_byte_at_s is None:
                 exchange.migrate("the worker sleeps")
             elif (
                 decision.worker in stall_detector.stalled_workers
-                and now - (exchange.last_progress_s or now) >= stall_detector.stall_s
+                and now - (exchange.last_progress_at_s or now) >= stall_detector.stall_s
             ):
-                exchange.migrate("the worker stands still", stalled=True)
+                exchange.migrate("the worker stands still", is_stalled=True)
         except Exception as error:  # noqa: BLE001  a boundary
             exchange.crash(error)
 

@@ -42,7 +42,7 @@ _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 class ResponseProgress:
     """Of one answer."""
 
-    __slots__ = ("_tail", "first_bytes", "has_started", "last_byte_s", "read_count")
+    __slots__ = ("_tail", "first_bytes", "has_started", "last_byte_at_s", "read_count")
 
     def __init__(self, now: float) -> None:
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
@@ -52,7 +52,7 @@ class ResponseProgress:
         """The worker that is at it has begun to speak."""
         self.first_bytes = b""
         """Of the answer: its name is there."""
-        self.last_byte_s = now
+        self.last_byte_at_s = now
 
     def restart(self) -> None:
         """Another worker goes on with the answer."""
@@ -60,14 +60,14 @@ class ResponseProgress:
 
     def record(self, data: bytes, now: float) -> None:
         """The exchange passed on `data`."""
-        self.last_byte_s = now
+        self.last_byte_at_s = now
         self.read_count += 1
         if len(self.first_bytes) < FIRST_BYTES:
             self.first_bytes += data[:FIRST_BYTES]
         if data:
             self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
 
-    def usage(self) -> ReportedUsage | None:
+    def find_reported_usage(self) -> ReportedUsage | None:
         """Return what the answer cost, as its end says, or of its prompt as its beginning says: Messages may tell that
         once, in the event that starts the message."""
         last = find_usage(b"".join(self._tail))

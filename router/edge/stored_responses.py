@@ -9,7 +9,7 @@ import re
 from collections import OrderedDict
 from typing import Final
 
-from router.edge.exchange import RESPONSES, Exchange
+from router.edge.exchange import RESPONSES_PATH, Exchange
 from router.http.request import HttpRequest
 
 STORED_MAX: Final = 100_000
@@ -30,7 +30,7 @@ class StoredResponses:
     def record_exchange(self, exchange: Exchange) -> None:
         """Note what an exchange that ended has stored, if it was one that stores."""
         request, decision = exchange.request, exchange.decision
-        if request.path != RESPONSES or decision is None or not exchange.outcome.startswith("status_200"):
+        if request.path != RESPONSES_PATH or decision is None or not exchange.outcome.startswith("status_200"):
             return
         match = _NAME.search(exchange.progress.first_bytes)
         if match is not None:
@@ -45,6 +45,6 @@ class StoredResponses:
     def worker_for(self, request: HttpRequest, previous: str | None) -> str | None:
         """The worker that this request has to go to; None where any will do, or none is known. `previous`: the response
         that it goes on from."""
-        if request.path.startswith(RESPONSES + "/"):
-            previous = request.path[len(RESPONSES) + 1 :].partition("/")[0]
+        if request.path.startswith(RESPONSES_PATH + "/"):
+            previous = request.path[len(RESPONSES_PATH) + 1 :].partition("/")[0]
         return None if previous is None else self._workers.get(previous)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.config import Timeouts
-from router.edge.exchange import PROGRESS_EVERY, Exchange
+from router.edge.exchange import CHUNKS_PER_PROGRESS_REPORT, Exchange
 from router.edge.exchange_services import RETRYABLE_STATUSES, ExchangeServices
 from router.edge.rewrite import RANK_HEADER
 from router.http.connection import Client
@@ -103,13 +103,13 @@ class PickExchange(Exchange):
     def forward(self, decision: Decision) -> None:
         """Tell Envoy where to; once."""
         self.decision = decision
-        if self.sent_s is not None:
+        if self.sent_at_s is not None:
             return
         first = self.picker_state.endpoints.endpoint_of(decision.worker)
         if first is None:
             self._handle_failed_attempt(FailureKind.OVERLOADED, "its name is not resolved")
             return
-        self.sent_s = self._services.now()
+        self.sent_at_s = self._services.now()
         headers: list[Header] = []
         removed_headers: list[str] = []
         authorization = self._authorization_for(decision.worker)
@@ -155,7 +155,7 @@ class PickExchange(Exchange):
             return ()
         now = proxy.now()
         self._status = answer.status
-        self.first_byte_s = self.progress.last_byte_s = now
+        self.first_byte_at_s = self.progress.last_byte_at_s = now
         server = None if answer.served_by is None else self.picker_state.endpoints.worker_at(answer.served_by)
         if server is not None and server != decision.worker:
             self._record_fallback(server)
@@ -181,12 +181,12 @@ class PickExchange(Exchange):
         if self._status == 200 and not self.progress.has_started and self._has_output(data):
             self._record_first_token(now)
         self.progress.record(data, now)
-        if self.is_in_core and self.progress.read_count % PROGRESS_EVERY == 0:
+        if self.is_in_core and self.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
             self._services.core.record_progress(self.request_id, self.progress.read_count, now)
 
     def complete_response(self) -> None:
         """The whole answer has passed."""
-        self.usage = self.progress.usage()
+        self.usage = self.progress.find_reported_usage()
         if not self._end(f"status_{self._status}"):
             return
         if self.is_in_core:
@@ -224,7 +224,7 @@ class PickExchange(Exchange):
     # From the process -----------------------------------------------------------------------------------------------
 
     @property
-    def last_progress_s(self) -> float | None:
+    def last_progress_at_s(self) -> float | None:
         """Nobody can tell where chunks do not come by."""
         streams = (
             self._envoy.sees_response_body
@@ -232,14 +232,14 @@ class PickExchange(Exchange):
             and self.route is not None
             and self.route.is_streaming
         )
-        return self.progress.last_byte_s if streams and not self.is_done else None
+        return self.progress.last_byte_at_s if streams and not self.is_done else None
 
-    def migrate(self, reason: str, *, stalled: bool = False) -> None:
+    def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Envoy has it, and goes down the list of fallbacks by itself."""
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """What Envoy does not end is Envoy's; the books end with the longest time that an answer may take."""
-        if now - self.started_s > timeouts.total_s and not self.is_done:
+        if now - self.started_at_s > timeouts.total_s and not self.is_done:
             self.outcome = "timeout"
             self._envoy.abandon()
 

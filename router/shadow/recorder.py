@@ -82,7 +82,7 @@ class Recorder:
         if exchange.outcome != MIRRORED:
             self.counts["failed"] += 1
             return
-        observed = self._observe(route, exchange.started_s)
+        observed = self._observe(route, exchange.started_at_s)
         cached_tokens = {terms.worker: terms.resident_tokens for terms in decision.candidates}
         self._place_predecessor(observed.continues, cached_tokens)
         if len(self._open) >= OPEN_MAX:

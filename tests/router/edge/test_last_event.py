@@ -72,14 +72,14 @@ def test_usage_is_found_wherever_it_stands(what: str, reads: str) -> None:
     for data in events if reads == "events" else [b"".join(events)]:
         assert not progress.has_final_event(path)
         progress.record(data, 0.0)
-    assert progress.usage() == expected
+    assert progress.find_reported_usage() == expected
     assert progress.has_final_event(path) is (what != "no end")
 
 
 def test_a_whole_answer_may_tell_its_usage_first() -> None:
     progress = ResponseProgress(0.0)
     progress.record(b'{"id":"x","usage":{"input_tokens":100,"output_tokens":5},"content":["%b"]}' % (b"x" * 9000), 0.0)
-    assert progress.usage() == ReportedUsage(100, None, 5)
+    assert progress.find_reported_usage() == ReportedUsage(100, None, 5)
 
 
 @pytest.mark.parametrize(

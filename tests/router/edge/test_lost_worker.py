@@ -222,7 +222,9 @@ def test_streams_leave_a_worker_that_stands_still(edge: Any, make_post: Any) -> 
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
         await edge.until(lambda: len(log) == 2)
-        await edge.until(lambda: None not in (exchange.last_progress_s for exchange in edge.proxy.exchanges.values()))
+        await edge.until(
+            lambda: None not in (exchange.last_progress_at_s for exchange in edge.proxy.exchanges.values())
+        )
         await edge.worker(speaking(None, open_gate, log, "b"), "b", engine="vllm")
         for _ in range(5):
             edge.advance(0.1)

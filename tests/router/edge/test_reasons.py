@@ -253,7 +253,7 @@ def test_what_a_comparison_raises_ends_its_own_reasons_only(
         for number in range(3):
             answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: n%d" % number]))
             assert answer.startswith(b"HTTP/1.1 200")
-        assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
+        assert [reasons.get_explanation(f"n{number}") is not None for number in range(3)] == [True, False, True]
         assert sum(edge.metrics.cache_miss_requests.values()) == 2
         assert nothing_is_left(edge)
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
@@ -343,7 +343,7 @@ def test_a_session_that_is_watched_is_compared(edge: Any, make_post: Any, router
             told = [(await talk.send(session)).get("is_compared", True) for _ in range(3)]
             assert told == [False, True, True]
         assert (await talk.send("another"))["is_compared"] is False
-        reasons.enabled = False
+        reasons.is_enabled = False
         assert (await talk.watch(b'{"session": "s"}'))[0] == 409
 
     edge.run(scenario())
@@ -404,9 +404,9 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]
         await edge.exchange(make_post(talk.body(), headers=headers))
         assert (await talk.ask("slow"))[0] == 404
-        assert list(reasons._outlining)
+        assert list(reasons._outline_tasks)
         may_go.set()
-        await edge.until(lambda: not reasons._outlining)
+        await edge.until(lambda: not reasons._outline_tasks)
         status, told = await talk.ask("slow")
         assert status == (404 if fails else 200)
         if not fails:

@@ -39,12 +39,14 @@ def test_a_worker_that_stands_still_is_avoided(edge: Any, make_post: Any, caplog
             await edge.worker(streaming(moves[name], ends, begun[name]), name)
         first = [asyncio.create_task(edge.exchange(make_post(BODY, b"/v1/completions"))) for _ in range(4)]
         await edge.until(lambda: len(edge.proxy.exchanges) == 4)
-        await edge.until(lambda: None not in (exchange.last_progress_s for exchange in edge.proxy.exchanges.values()))
+        await edge.until(
+            lambda: None not in (exchange.last_progress_at_s for exchange in edge.proxy.exchanges.values())
+        )
         moves["a"].clear()
 
         def moves_now(exchange: Any) -> bool:
             worker = exchange.decision.worker
-            return not moves[worker].is_set() or exchange.last_progress_s == edge.now()
+            return not moves[worker].is_set() or exchange.last_progress_at_s == edge.now()
 
         async def let_time_pass(until: Any) -> None:
             """In steps in which every stream moves, but those that stand still."""
