@@ -124,7 +124,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         dtype=executor.dtype,
         device=executor.device,
         groups=groups,
-        event_sources=[] if publisher is None else [publisher.source()],
+        event_sources=[] if publisher is None else [publisher.describe_source()],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from events.config import KVEventsConfig, rank_endpoint
+from events.config import KVEventsConfig, make_rank_endpoint
 from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
 from options.tls import make_server_context
 
@@ -99,7 +99,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.kv_events.is_enabled:
-            rank_endpoint(self.kv_events.endpoint, 0)
+            make_rank_endpoint(self.kv_events.endpoint, 0)
 
     @property
     def step_tokens_max(self) -> int:

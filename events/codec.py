@@ -33,7 +33,7 @@ def encode_batch(batch: EventBatch) -> bytes:
     return _ENCODER.encode(batch)
 
 
-def batch_rank(payload: bytes) -> int | None:
+def decode_batch_rank(payload: bytes) -> int | None:
     """The data-parallel rank that a batch says it is of; None where it does not say, or cannot be read."""
     try:
         return _ENVELOPE_DECODER.decode(payload).data_parallel_rank

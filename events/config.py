@@ -50,7 +50,7 @@ def should_bind(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def rank_endpoint(endpoint: str, rank: int) -> str:
+def make_rank_endpoint(endpoint: str, rank: int) -> str:
     """The address of data-parallel rank `rank`: port + rank for tcp, a suffix for ipc and inproc.
 
     Raises ConfigError for another transport and for a tcp address without a usable port.

@@ -33,27 +33,27 @@ def parse_event(raw: Raw) -> tuple[str, Event | None]:
 
     Raises what msgspec raises (ValidationError, UnicodeDecodeError) for what cannot be read.
     """
-    value_kind = _msgpack_kind(raw)
-    if value_kind == "map":
+    msgpack_type = _get_msgpack_type(raw)
+    if msgpack_type == "map":
         value = msgspec.structs.asdict(_MAP_DECODER.decode(raw))
-        kind, raw_fields = value.pop("type"), value
-    elif value_kind == "array":
+        type_name, raw_fields = value.pop("type"), value
+    elif msgpack_type == "array":
         values = _ARRAY_DECODER.decode(raw)
         if not values:
             raise ValidationError("empty array")
-        kind = _TEXT_DECODER.decode(values[0])
-        field_names = _POSITIONAL_FIELDS.get(kind, ())
+        type_name = _TEXT_DECODER.decode(values[0])
+        field_names = _POSITIONAL_FIELDS.get(type_name, ())
         raw_fields = dict(zip(field_names, values[1:]))  # more values than known fields are of a newer version
     else:
         raise ValidationError("expected a map or an array")
-    cls = EVENT_TYPES.get(kind)
-    if cls is None:
-        return kind, None
-    event = cls(**dict(_decode_fields(cls, raw_fields)))
+    event_class = EVENT_TYPES.get(type_name)
+    if event_class is None:
+        return type_name, None
+    event = event_class(**dict(_decode_fields(event_class, raw_fields)))
     if isinstance(event, BlockStored):
         infer_block_size(event)
-        _texts_to_media_keys(event)
-    return kind, event
+        _convert_texts_to_media_keys(event)
+    return type_name, event
 
 
 def infer_block_size(event: BlockStored) -> None:
@@ -63,45 +63,45 @@ def infer_block_size(event: BlockStored) -> None:
         event.block_size = token_count // block_count
 
 
-def _texts_to_media_keys(event: BlockStored) -> None:
+def _convert_texts_to_media_keys(event: BlockStored) -> None:
     """Make a media key of the first text among each block's token ids: TensorRT-LLM sends texts where media stand."""
-    ids: list[Any] = event.token_ids
-    text_positions = [position for position, value in enumerate(ids) if isinstance(value, str)]
+    token_ids: list[Any] = event.token_ids
+    text_positions = [position for position, value in enumerate(token_ids) if isinstance(value, str)]
     if not text_positions:
         return
     block_count, block_size = len(event.block_hashes), event.block_size
-    if not block_count or block_count * block_size != len(ids):
+    if not block_count or block_count * block_size != len(token_ids):
         raise ValidationError("BlockStored.token_ids has texts and not one name a block")
-    keys: list[Any] = list(event.extra_keys or ())
-    keys += [None] * (block_count - len(keys))
+    keys_by_block: list[Any] = list(event.extra_keys or ())
+    keys_by_block += [None] * (block_count - len(keys_by_block))
     first_text_positions = {position // block_size: position for position in reversed(text_positions)}
-    for block, position in first_text_positions.items():
-        keys[block] = (*(keys[block] or ()), (ids[position], position % block_size))
-    event.extra_keys = keys
-    event.token_ids = [0 if isinstance(value, str) else value for value in ids]
+    for block_index, position in first_text_positions.items():
+        keys_by_block[block_index] = (*(keys_by_block[block_index] or ()), (token_ids[position], position % block_size))
+    event.extra_keys = keys_by_block
+    event.token_ids = [0 if isinstance(value, str) else value for value in token_ids]
 
 
-def _decode_fields(cls: type[Event], raw_fields: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
-    for field in cls.__struct_fields__:
-        raw = raw_fields.get(field, _ABSENT)
-        if len(raw) == 0:
-            if field in _REQUIRED_FIELDS:
-                raise ValidationError(f"{cls.__name__} without {field}")
-            yield field, None
+def _decode_fields(event_class: type[Event], raw_fields: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
+    for field_name in event_class.__struct_fields__:
+        raw_value = raw_fields.get(field_name, _ABSENT)
+        if len(raw_value) == 0:
+            if field_name in _REQUIRED_FIELDS:
+                raise ValidationError(f"{event_class.__name__} without {field_name}")
+            yield field_name, None
             continue
-        if cls is AllBlocksCleared:
+        if event_class is AllBlocksCleared:
             yield (
-                field,
-                _decode_or_none(str | None, raw),
+                field_name,
+                _decode_or_none(str | None, raw_value),
             )  # of a medium that cannot be read, all blocks count as cleared
             continue
         try:
-            yield field, _FIELD_DECODERS[field](raw)
+            yield field_name, _FIELD_DECODERS[field_name](raw_value)
         except ValidationError as error:
-            raise ValidationError(f"{cls.__name__}.{field}: {error}") from error
+            raise ValidationError(f"{event_class.__name__}.{field_name}: {error}") from error
 
 
-def _decoder_of(value_type: Any) -> Callable[[Raw], Any]:
+def _make_decoder(value_type: Any) -> Callable[[Raw], Any]:
     return msgspec.msgpack.Decoder(value_type).decode
 
 
@@ -123,18 +123,18 @@ def _decode_token_ids(raw: Raw) -> list[int]:
 
 
 def _decode_token_id(raw: Raw) -> Any:
-    value_kind = _msgpack_kind(raw)
+    msgpack_type = _get_msgpack_type(raw)
     return (
         _TEXT_DECODER.decode(raw)
-        if value_kind == "text"
-        else _INT_DECODER.decode(_first_item(raw) if value_kind == "array" else raw)
+        if msgpack_type == "text"
+        else _INT_DECODER.decode(_get_first_item(raw) if msgpack_type == "array" else raw)
     )
 
 
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int] | None)
 
 
-def _first_item(raw: Raw) -> Raw:
+def _get_first_item(raw: Raw) -> Raw:
     values = _ARRAY_DECODER.decode(raw)
     if not values:
         raise ValidationError("an empty pair")
@@ -142,26 +142,28 @@ def _first_item(raw: Raw) -> Raw:
 
 
 def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
-    blocks = _EXTRA_KEYS_DECODER.decode(raw)
+    keys_by_block = _EXTRA_KEYS_DECODER.decode(raw)
     return (
-        None if blocks is None else [None if keys is None else tuple(map(_decode_extra_key, keys)) for keys in blocks]
+        None
+        if keys_by_block is None
+        else [None if keys is None else tuple(map(_decode_extra_key, keys)) for keys in keys_by_block]
     )
 
 
 def _decode_extra_key(raw: Raw) -> object:
     """A text, bytes, or a media item as (identifier, offset); None for anything else, which matches no prompt."""
-    value_kind = _msgpack_kind(raw)
-    if value_kind == "text":
+    msgpack_type = _get_msgpack_type(raw)
+    if msgpack_type == "text":
         return _TEXT_DECODER.decode(raw)
-    if value_kind == "bytes":
+    if msgpack_type == "bytes":
         return _BYTES_DECODER.decode(raw)
-    values = _ARRAY_DECODER.decode(raw) if value_kind == "array" else []
-    if len(values) == 2 and _msgpack_kind(values[0]) == "text" and _msgpack_kind(values[1]) == "int":
+    values = _ARRAY_DECODER.decode(raw) if msgpack_type == "array" else []
+    if len(values) == 2 and _get_msgpack_type(values[0]) == "text" and _get_msgpack_type(values[1]) == "int":
         return _TEXT_DECODER.decode(values[0]), _INT_DECODER.decode(values[1])
     return None
 
 
-def _msgpack_kind(raw: Raw) -> str:
+def _get_msgpack_type(raw: Raw) -> str:
     """What stands there by its first byte: `map`, `array`, `text`, `bytes`, `int` or `other`."""
     tag = memoryview(raw)[0]
     if 0x80 <= tag <= 0x8F or tag in (0xDE, 0xDF):
@@ -183,26 +185,26 @@ _POSITIONAL_FIELDS = {
 """Fields that stand in arrays; whoever sends the newer ones sends maps."""
 _REQUIRED_FIELDS = frozenset({"block_hashes", "token_ids", "block_size"})
 _FIELD_DECODERS: dict[str, Callable[[Raw], Any]] = {
-    "block_hashes": _decoder_of(list[BlockName]),
-    "parent_block_hash": _decoder_of(BlockName | None),
+    "block_hashes": _make_decoder(list[BlockName]),
+    "parent_block_hash": _make_decoder(BlockName | None),
     "token_ids": _decode_token_ids,
-    "block_size": _decoder_of(int),
-    "lora_id": _decoder_of(int | None),
-    "medium": _decoder_of(str | None),
-    "lora_name": _decoder_of(str | None),
+    "block_size": _make_decoder(int),
+    "lora_id": _make_decoder(int | None),
+    "medium": _make_decoder(str | None),
+    "lora_name": _make_decoder(str | None),
     "extra_keys": _decode_extra_keys,
-    "group_idx": _decoder_of(int | None),
-    "kv_cache_spec_kind": _decoder_of(str | None),
-    "kv_cache_spec_sliding_window": _decoder_of(int | None),
+    "group_idx": _make_decoder(int | None),
+    "kv_cache_spec_kind": _make_decoder(str | None),
+    "kv_cache_spec_sliding_window": _make_decoder(int | None),
     "locality": partial(_decode_or_none, str | None),
     "ownership": partial(_decode_or_none, str | None),
     "session_id": partial(_decode_or_none, str | None),
     "lookahead_token_ids": partial(_decode_or_none, list[int] | None),
-    "cache_salt": _decoder_of(str | None),
-    "mm_keys": _decoder_of(list[list[Raw] | None] | None),
-    "skipped_parent_block_hash": _decoder_of(BlockName | None),
-    "skipped_token_ids": _decoder_of(list[int] | None),
-    "skipped_extra_keys": _decoder_of(list[list[Raw] | None] | None),
-    "remaining_copy_counts": _decoder_of(list[int] | None),
+    "cache_salt": _make_decoder(str | None),
+    "mm_keys": _make_decoder(list[list[Raw] | None] | None),
+    "skipped_parent_block_hash": _make_decoder(BlockName | None),
+    "skipped_token_ids": _make_decoder(list[int] | None),
+    "skipped_extra_keys": _make_decoder(list[list[Raw] | None] | None),
+    "remaining_copy_counts": _make_decoder(list[int] | None),
 }
 assert _FIELD_DECODERS.keys() == _FIELDS.keys(), "every field of events/types.py is read"

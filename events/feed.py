@@ -86,9 +86,9 @@ class EventFeed:
         self._streams: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
         self._unopened_sources: dict[str, _UnopenedSource] = {}
-        self.ignored_messages = 0
+        self.ignored_message_count = 0
         """Live messages of topics nobody follows."""
-        self.faults = 0
+        self.fault_count = 0
         """What raised on the feed's thread; each ended one message or one stream."""
 
     # Any thread
@@ -96,9 +96,9 @@ class EventFeed:
     def start(self) -> None:
         self._thread.start()
 
-    def fault(self) -> str | None:
+    def describe_fault(self) -> str | None:
         """Why nothing is followed, although it should be; None where all is well."""
-        fault = self._thread.fault()
+        fault = self._thread.describe_fault()
         return None if fault is None else f"the thread that reads events {fault}"
 
     def restart_thread(self) -> bool:
@@ -127,7 +127,7 @@ class EventFeed:
         def enqueue() -> None:
             stream = self._streams.get(stream_id)
             if stream is not None:
-                stream.pending.append(work)
+                stream.pending_work.append(work)
                 self._run_guarded(stream, self._process_stream, stream)
 
         self._thread.submit(enqueue)
@@ -151,7 +151,7 @@ class EventFeed:
             lambda: self._apply_stimulus_by_id(stream_id, lambda state: state.on_epoch(epoch, time.monotonic()))
         )
 
-    def state(self, stream_id: str) -> StreamState | None:
+    def get_stream_state(self, stream_id: str) -> StreamState | None:
         """Of one stream, as `states`."""
         stream = self._streams.get(stream_id)
         return stream.state if stream is not None else None
@@ -178,15 +178,15 @@ class EventFeed:
     def _poll_once(self, wait_ms: int) -> None:
         has_commands, ready = self._poller.poll(wait_ms)
         if has_commands:
-            for command in self._thread.pending_commands():
+            for command in self._thread.take_commands():
                 self._run_guarded(None, command)
         for busy_stream in list(self._busy_streams):
             self._run_guarded(busy_stream, self._process_stream, busy_stream)
         for socket in ready:
             # A handler or an earlier socket of this round may have closed it.
             if (subscription := self._subscriptions.get(socket)) is not None:
-                read = self._read_monitor if socket is subscription.monitor else self._read_live
-                self._run_guarded(subscription.stream, read, subscription)
+                read_socket = self._read_monitor if socket is subscription.monitor else self._read_live
+                self._run_guarded(subscription.stream, read_socket, subscription)
             elif (stream := self._streams_by_dealer.get(socket)) is not None:
                 self._run_guarded(stream, self._read_replies, stream)
 
@@ -209,7 +209,7 @@ class EventFeed:
         try:
             work(*args)
         except Exception as error:  # what others send may reach any line
-            self.faults += 1
+            self.fault_count += 1
             if stream is None:
                 logger.exception("the thread that reads events goes on after an error")
                 time.sleep(FAULT_PAUSE_S)
@@ -218,11 +218,11 @@ class EventFeed:
 
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
         """Forget what the stream announced, and follow it again after a while."""
-        stream.faults += 1
-        pause_s = min(RETRY_S * 2 ** min(stream.faults - 1, 10), RETRY_S_MAX)
+        stream.fault_count += 1
+        pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), RETRY_S_MAX)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
-        logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=stream.faults == 1)
+        logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=stream.fault_count == 1)
         self._cancel_request(stream)
         self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause_s)
@@ -256,14 +256,18 @@ class EventFeed:
 
     def _reopen(self, stream: FollowedStream) -> None:
         stream.disconnected_at = time.monotonic()
-        for previous in [previous for previous in set(self._subscriptions.values()) if previous.stream is stream]:
+        for old_subscription in [
+            old_subscription
+            for old_subscription in set(self._subscriptions.values())
+            if old_subscription.stream is stream
+        ]:
             try:
                 replacement = Subscription(self._context, stream.source.topic, bind=False)
                 replacement.open(stream.source.endpoint)
             except zmq.ZMQError as error:
                 logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
                 return
-            self._unregister(previous)
+            self._unregister(old_subscription)
             replacement.stream = stream
             self._register(replacement)
 
@@ -305,15 +309,15 @@ class EventFeed:
         has_events = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
-            event = message["event"]
+            event_type = message["event"]
             has_events = True
             if subscription.is_bound:
-                if event == zmq.EVENT_DISCONNECTED:
+                if event_type == zmq.EVENT_DISCONNECTED:
                     self._on_peer_disconnected(subscription, int(message["value"]))
             elif subscription.stream is not None:
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._on_connected(subscription.stream)
-                elif event == zmq.EVENT_DISCONNECTED:
+                elif event_type == zmq.EVENT_DISCONNECTED:
                     self._on_disconnected(subscription.stream)
         return has_events
 
@@ -335,10 +339,10 @@ class EventFeed:
     def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
         for topic in [
             bound_topic
-            for bound_topic, bound_descriptor in subscription.topic_connections.items()
+            for bound_topic, bound_descriptor in subscription.descriptor_by_topic.items()
             if bound_descriptor == descriptor
         ]:
-            del subscription.topic_connections[topic]
+            del subscription.descriptor_by_topic[topic]
             stream = subscription.streams_by_topic.get(topic)
             if stream is not None:
                 self._run_guarded(stream, self._on_disconnected, stream)
@@ -349,19 +353,19 @@ class EventFeed:
         if subscription.stream is not None and subscription.stream.is_busy:
             return  # ZeroMQ keeps them
         messages: list[list[zmq.Frame]] = []
-        size = 0
-        while len(messages) < LIVE_SLICE and size < LIVE_SLICE_BYTES:
+        received_bytes = 0
+        while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
             try:
                 messages.append(subscription.socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 break
-            size += sum(len(part) for part in messages[-1])
+            received_bytes += sum(len(frame) for frame in messages[-1])
         # A connection's end is reported before anything of the next one can be received, so if nothing is reported
         # now, all of these are of the connection we know. Otherwise nobody can tell, and replay has them.
         if self._read_monitor(subscription) and not subscription.is_bound:
             return
-        for message in messages:
-            self._handle_live_message(subscription, message)
+        for frames in messages:
+            self._handle_live_message(subscription, frames)
 
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
         try:
@@ -371,7 +375,7 @@ class EventFeed:
                 subscription.streams_by_topic.get(frames[0].bytes) if subscription.is_bound else subscription.stream
             )
             if stream is None:
-                self.ignored_messages += 1
+                self.ignored_message_count += 1
             else:
                 self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
             return
@@ -379,7 +383,7 @@ class EventFeed:
         if subscription.is_bound:
             stream = self._stream_of_topic(subscription, frame, int(frames[0].get(zmq.SRCFD)))
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
-            self.ignored_messages += 1  # a subscription matches every topic that begins with its own
+            self.ignored_message_count += 1  # a subscription matches every topic that begins with its own
             return
         if stream.is_full:
             stream.state.stats.dropped_messages += 1
@@ -406,9 +410,9 @@ class EventFeed:
                     topic,
                 )
             return subscription.streams_by_topic.get(topic)
-        if subscription.topic_connections.get(topic) != descriptor:
+        if subscription.descriptor_by_topic.get(topic) != descriptor:
             self._run_guarded(stream, self._on_disconnected, stream)
-            subscription.topic_connections[topic] = descriptor
+            subscription.descriptor_by_topic[topic] = descriptor
             self._run_guarded(stream, self._on_connected, stream)
         return stream
 
@@ -423,7 +427,7 @@ class EventFeed:
             return False  # nobody's, or somebody's who is there already, by another topic
         self._remove(source.stream_id)
         stream = self._streams[source.stream_id] = subscription.streams_by_topic[topic] = FollowedStream(source)
-        subscription.topic_connections[topic] = subscription.unclaimed_topics.pop(topic)
+        subscription.descriptor_by_topic[topic] = subscription.unclaimed_topics.pop(topic)
         self._run_guarded(stream, self._on_connected, stream)
         return True
 
@@ -440,15 +444,15 @@ class EventFeed:
 
     def _process_stream(self, stream: FollowedStream) -> None:
         """Do what waits for this stream, until its share of the turn is used up."""
-        if stream.turn != self._thread.iteration:
-            stream.turn, stream.turn_bytes = self._thread.iteration, 0
+        if stream.turn_number != self._thread.iteration:
+            stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
         while stream.is_busy and stream.turn_bytes < TURN_BYTES:
             if stream.continuation is not None:
                 stream.turn_bytes = TURN_BYTES
                 if not stream.continuation():
                     stream.continuation = None
                 continue
-            if not stream.pending:
+            if not stream.pending_work:
                 stream.enqueue(self._handle_reply(stream, stream.pop_reply()))
                 continue
             instruction = stream.pop_instruction()
@@ -461,9 +465,9 @@ class EventFeed:
                 stream.continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
                 stream.continuation = instruction
-        if stream.state.stats.dropped_messages != stream.reported_drops:
-            dropped_count = stream.state.stats.dropped_messages - stream.reported_drops
-            stream.reported_drops += dropped_count
+        if stream.state.stats.dropped_messages != stream.reported_drop_count:
+            dropped_count = stream.state.stats.dropped_messages - stream.reported_drop_count
+            stream.reported_drop_count += dropped_count
             self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
         self._busy_streams.add(stream) if stream.is_busy else self._busy_streams.discard(stream)
 
@@ -488,20 +492,20 @@ class EventFeed:
             reason = f"cannot ask {endpoint!r}: {error}"
             self._enqueue_instructions(stream, stream.state.on_request_failed(request_id, time.monotonic(), reason))
             return
-        stream.dealer, stream.request_id = dealer, request_id
+        stream.reply_socket, stream.request_id = dealer, request_id
         self._streams_by_dealer[dealer] = stream
         self._poller.register(dealer)
 
     def _cancel_request(self, stream: FollowedStream) -> None:
-        if stream.dealer is not None:
-            self._poller.unregister(stream.dealer)
-            del self._streams_by_dealer[stream.dealer]
-            stream.dealer.close(0)
-            stream.dealer = None
+        if stream.reply_socket is not None:
+            self._poller.unregister(stream.reply_socket)
+            del self._streams_by_dealer[stream.reply_socket]
+            stream.reply_socket.close(0)
+            stream.reply_socket = None
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        dealer = stream.dealer
+        dealer = stream.reply_socket
         assert dealer is not None
         for _ in range(REPLY_SLICE):
             try:
@@ -534,7 +538,7 @@ class EventFeed:
         return stream.state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
-        for command in self._thread.pending_commands():  # what was bound or added last must be closed too
+        for command in self._thread.take_commands():  # what was bound or added last must be closed too
             self._run_guarded(None, command)
         for stream in self._streams.values():
             self._cancel_request(stream)

@@ -57,44 +57,44 @@ class FollowedStream:
         self.state = self._new_state(source.resume)
         self.topic = (source.topic or "").encode()
         """Of the last live message; replies of older vLLM carry none."""
-        self.dealer: Socket | None = None
+        self.reply_socket: Socket | None = None
         self.request_id = 0
         self.awaits_snapshot = False
         """The request under way is to `snapshot_endpoint`."""
         self.is_connected = False
         self.disconnected_at: float | None = None
         """When its connection broke off, until there is another one."""
-        self.faults = 0
+        self.fault_count = 0
         self.retry_at: float | None = None
         """After a fault: when it is followed again, from nothing."""
-        self.pending: deque[Instruction | Callable[[], bool]] = deque()
+        self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
         self.pending_bytes = 0
         """Of payloads in `pending`."""
         self.replies: deque[list[bytes]] = deque()
         """To the request under way, in the order they came."""
         self.reply_bytes = 0
-        self.reported_drops = 0
+        self.reported_drop_count = 0
         self.continuation: Callable[[], bool] | None = None
         """What is left of an instruction; it says whether it is to be called again."""
-        self.turn = self.turn_bytes = 0
+        self.turn_number = self.turn_bytes = 0
         """Bytes applied in which turn of the feed."""
 
     @property
     def is_busy(self) -> bool:
-        return self.continuation is not None or bool(self.pending) or bool(self.replies)
+        return self.continuation is not None or bool(self.pending_work) or bool(self.replies)
 
     @property
     def is_full(self) -> bool:
-        return len(self.pending) >= WAITING_MAX or self.pending_bytes >= WAITING_BYTES_MAX
+        return len(self.pending_work) >= WAITING_MAX or self.pending_bytes >= WAITING_BYTES_MAX
 
     def enqueue(self, instructions: list[Instruction]) -> None:
         self.pending_bytes += sum(
             len(instruction.payload) for instruction in instructions if isinstance(instruction, Apply)
         )
-        self.pending.extend(instructions)
+        self.pending_work.extend(instructions)
 
     def pop_instruction(self) -> Instruction | Callable[[], bool]:
-        instruction = self.pending.popleft()
+        instruction = self.pending_work.popleft()
         if isinstance(instruction, Apply):
             self.pending_bytes -= len(instruction.payload)
             self.turn_bytes += len(instruction.payload)
@@ -108,9 +108,9 @@ class FollowedStream:
 
     def pop_reply(self) -> list[bytes]:
         frames = self.replies.popleft()
-        size = sum(map(len, frames))
-        self.reply_bytes -= size
-        self.turn_bytes += 64 + size // 16  # what it has to say is applied and paid for later, if it has
+        frames_bytes = sum(map(len, frames))
+        self.reply_bytes -= frames_bytes
+        self.turn_bytes += 64 + frames_bytes // 16  # what it has to say is applied and paid for later, if it has
         return frames
 
     def clear_replies(self) -> None:
@@ -119,9 +119,9 @@ class FollowedStream:
 
     def reset(self, retry_at: float) -> None:
         self.state = self._new_state(None)
-        self.pending.clear()
+        self.pending_work.clear()
         self.clear_replies()
-        self.pending_bytes = self.reported_drops = 0
+        self.pending_bytes = self.reported_drop_count = 0
         self.continuation = None
         self.retry_at = retry_at
 
@@ -153,7 +153,7 @@ class Subscription:
         self.stream: FollowedStream | None = None
         self.source_for_topic: Callable[[str], StreamSource | None] | None = None
         self.streams_by_topic: dict[bytes, FollowedStream] = {}
-        self.topic_connections: dict[bytes, int] = {}
+        self.descriptor_by_topic: dict[bytes, int] = {}
         """Bound: topic -> descriptor of the connection its last message came on."""
         self.unclaimed_topics: OrderedDict[bytes, int] = OrderedDict()
         """Bound: the same of topics that nobody follows (yet), the oldest forgotten first."""
@@ -175,7 +175,7 @@ class Subscription:
         """Bound: its topics are unclaimed again."""
         for topic in [topic for topic, topic_stream in self.streams_by_topic.items() if topic_stream is stream]:
             del self.streams_by_topic[topic]
-            self.topic_connections.pop(topic, None)
+            self.descriptor_by_topic.pop(topic, None)
 
     def note_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
         """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""

@@ -26,7 +26,7 @@ ROOT: BlockHash = BlockHash(xxh3_64_intdigest(b"blockcast block hash, version 1"
 _TOKEN_BYTES = 4
 
 
-def _u32(value: int) -> bytes:
+def _encode_uint32(value: int) -> bytes:
     return value.to_bytes(4, "little")
 
 
@@ -57,7 +57,7 @@ def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
     if not extra_keys:
         return b""
     encoded_keys = [key.encode() for key in extra_keys]
-    return b"".join(_u32(len(key)) + key for key in encoded_keys)
+    return b"".join(_encode_uint32(len(key)) + key for key in encoded_keys)
 
 
 def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
@@ -67,7 +67,7 @@ def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[s
     """
     parent_hash = ROOT if parent is None else parent
     packed_ids = pack_token_ids(token_ids)
-    count = _u32(len(packed_ids) // _TOKEN_BYTES)
+    count = _encode_uint32(len(packed_ids) // _TOKEN_BYTES)
     return BlockHash(xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + count + packed_ids + _pack_keys(extra_keys)))
 
 
@@ -95,18 +95,21 @@ def chain_hashes(
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
     """`block_hashes` of token ids that are packed already."""
-    stride = block_size * _TOKEN_BYTES
-    count = _u32(block_size)
+    block_bytes = block_size * _TOKEN_BYTES
+    packed_block_size = _encode_uint32(block_size)
     key_bytes = other_bytes = b""
     if first_keys or other_keys:
         key_bytes, other_bytes = _pack_keys(first_keys), _pack_keys(other_keys)
-    digest: int = ROOT if parent is None else parent
+    block_digest: int = ROOT if parent is None else parent
     hashes: list[BlockHash] = []
-    for start in range(0, len(packed_ids) - stride + 1, stride):
-        digest = xxh3_64_intdigest(
-            digest.to_bytes(8, "little") + count + packed_ids[start : start + stride] + key_bytes
+    for start_byte in range(0, len(packed_ids) - block_bytes + 1, block_bytes):
+        block_digest = xxh3_64_intdigest(
+            block_digest.to_bytes(8, "little")
+            + packed_block_size
+            + packed_ids[start_byte : start_byte + block_bytes]
+            + key_bytes
         )
-        hashes.append(BlockHash(digest))
+        hashes.append(BlockHash(block_digest))
         key_bytes = other_bytes
     return hashes
 

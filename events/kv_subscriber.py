@@ -108,11 +108,14 @@ def format_event(event: Event, show_tokens: bool) -> str:
     location = f"group {event.group_idx or 0} {event.medium or '?'}"
     if isinstance(event, BlockRemoved):
         return f"Removed  {location}: {format_hashes(event.block_hashes)}"
-    kind = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
-    lora = f" lora {event.lora_name}" if event.lora_name else ""
-    parent = format_hash(event.parent_block_hash)[:16]
-    text = f"Stored   {location}{kind}{lora}: {len(event.block_hashes)} x {event.block_size} tokens after {parent}: "
-    return text + format_hashes(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
+    attention_kind = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
+    lora_text = f" lora {event.lora_name}" if event.lora_name else ""
+    parent_name = format_hash(event.parent_block_hash)[:16]
+    sizes_text = f"{len(event.block_hashes)} x {event.block_size} tokens"
+    headline = f"Stored   {location}{attention_kind}{lora_text}: {sizes_text} after {parent_name}: "
+    return (
+        headline + format_hashes(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
+    )
 
 
 def format_notice(notice: object) -> str:
@@ -131,19 +134,19 @@ def format_notice(notice: object) -> str:
 
 
 def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
-    clock = time.strftime("%H:%M:%S")
+    time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
-        yield f"{clock} {item.stream_id} {format_notice(item.content)}"
+        yield f"{time_of_day} {item.stream_id} {format_notice(item.content)}"
         return
-    seq = "snapshot" if item.seq is None else f"seq {item.seq}"
+    seq_text = "snapshot" if item.seq is None else f"seq {item.seq}"
     origin = " (replayed)" if item.origin.value == "replay" else ""
-    head = f"{clock} {item.stream_id} {seq}{origin}"
+    line_start = f"{time_of_day} {item.stream_id} {seq_text}{origin}"
     for event in filter(event_filter.matches, item.decoded_batch.batch.events):
-        yield f"{head} {format_event(event, show_tokens)}"
+        yield f"{line_start} {format_event(event, show_tokens)}"
     for problem in item.decoded_batch.errors:
-        yield f"{head} BAD      {problem}"
-    for kind, count in item.decoded_batch.unknown_type_counts.items():
-        yield f"{head} UNKNOWN  {count} x {kind}"
+        yield f"{line_start} BAD      {problem}"
+    for event_type, count in item.decoded_batch.unknown_type_counts.items():
+        yield f"{line_start} UNKNOWN  {count} x {event_type}"
 
 
 def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
@@ -152,15 +155,15 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
         yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
         return
     batch = item.decoded_batch.batch
-    head = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
+    common_fields = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
     for event in filter(event_filter.matches, batch.events):
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
-        line = {**head, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
+        line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         yield json.dumps(line, default=encode_bytes)
     for problem in item.decoded_batch.errors:
-        yield json.dumps({**head, "malformed": problem})
-    for kind, count in item.decoded_batch.unknown_type_counts.items():
-        yield json.dumps({**head, "unknown_type": kind, "count": count})
+        yield json.dumps({**common_fields, "malformed": problem})
+    for event_type, count in item.decoded_batch.unknown_type_counts.items():
+        yield json.dumps({**common_fields, "unknown_type": event_type, "count": count})
 
 
 def encode_bytes(value: object) -> object:
@@ -189,23 +192,27 @@ def resolve_sources(
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):
         raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
-    replay_of = dict(zip(endpoints, replays))
+    replay_by_endpoint = dict(zip(endpoints, replays))
     for address in addresses:
         if "://" not in address:
             raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
         if not address.startswith("http"):
-            yield StreamSource(address, address, replay_of.get(address), topic, config)
+            yield StreamSource(address, address, replay_by_endpoint.get(address), topic, config)
             continue
         try:
             sources = events.discover(address)
         except (events.EventsError, OSError) as error:
             raise click.ClickException(f"cannot ask {address} for its event sources: {error}") from error
         for source in sources:
-            rank = f"#{source.data_parallel_rank}" if len(sources) > 1 else ""
+            rank_suffix = f"#{source.data_parallel_rank}" if len(sources) > 1 else ""
             source_topic = topic or source.topic or None
             source_endpoints = source.endpoint, source.replay_endpoint
             yield StreamSource(
-                address + rank, *source_endpoints, source_topic, config, snapshot_endpoint=source.snapshot_endpoint
+                address + rank_suffix,
+                *source_endpoints,
+                source_topic,
+                config,
+                snapshot_endpoint=source.snapshot_endpoint,
             )
 
 
@@ -232,37 +239,39 @@ def command(
 ) -> None:  # fmt: skip
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
-    join = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
-    positions = PositionFile.load(state_path)
+    start_mode = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
+    position_file = PositionFile.load(state_path)
     event_filter = EventFilter(types, groups, media, holders)
-    sources = list(resolve_sources(addresses, replays, topic, StreamConfig(start_mode=join)))
+    sources = list(resolve_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
     matching_sources = (source for source in sources if event_filter.matches_stream(source.stream_id))
-    resumed_sources = [replace(source, resume=positions.positions.get(source.stream_id)) for source in matching_sources]
-    remaining = batches
-    with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as file:
+    resumed_sources = [
+        replace(source, resume=position_file.positions.get(source.stream_id)) for source in matching_sources
+    ]
+    remaining_batches = batches
+    with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as recording_file:
         for address in binds:
             subscriber.feed.bind(
                 address, lambda name: StreamSource(name, "", None, name, StreamConfig(start_mode=StartMode.LIVE))
             )
         try:
-            while remaining is None or remaining > 0:
+            while remaining_batches is None or remaining_batches > 0:
                 item = subscriber.get(SAVE_EVERY_S)
-                positions.save(time.monotonic())
+                position_file.save(time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
                 for line in (
                     format_json_lines(item, event_filter) if as_json else format_text_lines(item, event_filter, tokens)
                 ):
                     print(line, flush=True)
-                positions.record(item)
+                position_file.record(item)
                 if isinstance(item, Message):
-                    if file is not None and item.seq is not None:
-                        print(format_frames(item), file=file, flush=True)
-                    remaining = None if remaining is None else remaining - 1
+                    if recording_file is not None and item.seq is not None:
+                        print(format_frames(item), file=recording_file, flush=True)
+                    remaining_batches = None if remaining_batches is None else remaining_batches - 1
         except (KeyboardInterrupt, BrokenPipeError):
             pass
-        positions.saved_at = 0.0
-        positions.save(time.monotonic())
+        position_file.saved_at = 0.0
+        position_file.save(time.monotonic())
 
 
 def _handle_sigint(number: int, frame: object) -> None:

@@ -57,7 +57,7 @@ class LoopThread:
         self._name, self._run = name, run
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
-        self._stopping = False
+        self._is_stopping = False
         self._iteration_began_s = 0.0
         self._thread = threading.Thread(target=run, name=name, daemon=True)
 
@@ -68,24 +68,24 @@ class LoopThread:
     def begin_iteration(self) -> bool:
         self.iteration += 1
         self._iteration_began_s = time.monotonic()
-        return not self._stopping
+        return not self._is_stopping
 
     def submit(self, command: Callable[[], None]) -> None:
         """Any thread: nothing happens once the end has begun."""
         with self._lock:
-            if not self._stopping:
+            if not self._is_stopping:
                 self._commands.append(command)
                 self.wakeup.notify()
 
-    def pending_commands(self) -> Iterator[Callable[[], None]]:
+    def take_commands(self) -> Iterator[Callable[[], None]]:
         """Yield the submitted commands, to be called now."""
         self.wakeup.clear()
         while self._commands:
             yield self._commands.popleft()
 
-    def fault(self) -> str | None:
+    def describe_fault(self) -> str | None:
         """Return why the loop does not run although it should; None where all is well."""
-        if self._stopping or self._thread.ident is None:
+        if self._is_stopping or self._thread.ident is None:
             return None
         if not self._thread.is_alive():
             return "has ended"
@@ -95,7 +95,7 @@ class LoopThread:
     def restart(self, first_command: Callable[[], None]) -> bool:
         """Start the thread again where it has ended, with `first_command` before all others."""
         with self._lock:
-            if self._stopping or self._thread.ident is None or self._thread.is_alive():
+            if self._is_stopping or self._thread.ident is None or self._thread.is_alive():
                 return False
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._commands.appendleft(first_command)
@@ -106,9 +106,9 @@ class LoopThread:
     def stop(self) -> bool:
         """Wait for the thread's last iteration; False where this has been done before."""
         with self._lock:
-            if self._stopping:
+            if self._is_stopping:
                 return False
-            self._stopping = True
+            self._is_stopping = True
             self.wakeup.notify()
         if self._thread.ident is not None:
             self._thread.join()

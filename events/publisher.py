@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from events.config import KVEventsConfig, rank_endpoint, should_bind
+from events.config import KVEventsConfig, make_rank_endpoint, should_bind
 from events.frames import HANDSHAKE_MS_MAX, REQUEST_BYTES_MAX, SNAPSHOT_SEQ, build_reply, parse_request
 from events.loop_thread import WakeupPipe
 from events.replay_buffer import ReplayBuffer, ReplayEntry
@@ -80,14 +80,14 @@ class EventPublisher:
         self._topic = config.topic.encode()
 
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
-        self._ring = ReplayBuffer(config.buffer_steps)
+        self._replay_buffer = ReplayBuffer(config.buffer_steps)
         self._queue: deque[ReplayEntry] = deque()
         self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied`
         self._resident_set = ResidentSet()
         self._last_applied: ReplayEntry | None = None
 
-        self._replies: deque[Reply] = deque()
-        self._closing = False
+        self._pending_replies: deque[Reply] = deque()
+        self._is_closing = False
         self._wakeup = WakeupPipe()
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -103,16 +103,16 @@ class EventPublisher:
             return
         now = time.time()
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 raise RuntimeError("publish after close")
-            self._queue.append(self._ring.append(now, events, self.dp_rank))
+            self._queue.append(self._replay_buffer.append(now, events, self.dp_rank))
             self.stats.published_batches += 1
             is_overfull = len(self._queue) > self.config.max_queue_size
             self._wakeup.notify()  # with the lock held, so that the pipe is still open
         if is_overfull:
             self._drop_oldest()
 
-    def source(self) -> EventSource:
+    def describe_source(self) -> EventSource:
         """This stream's entry in `GET /kv_event_sources`."""
         return EventSource(
             data_parallel_rank=self.dp_rank,
@@ -129,9 +129,9 @@ class EventPublisher:
     def close(self, linger_s: float = 1.0) -> None:
         """Send what waits, then close; waits at most about twice `linger_s`. Safe to call twice."""
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 return
-            self._closing = True
+            self._is_closing = True
             self._linger_ms = int(linger_s * 1000)
             self._wakeup.notify()
         self._thread.join()
@@ -158,9 +158,9 @@ class EventPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
-        replay = self._replay
-        if replay is not None:
-            poller.register(replay, zmq.POLLIN)
+        replay_socket = self._replay_socket
+        if replay_socket is not None:
+            poller.register(replay_socket, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
             ready = dict(poller.poll(wait_ms))
@@ -168,13 +168,13 @@ class EventPublisher:
             if not has_more and self._wakeup.fd in ready:
                 self._wakeup.clear()  # only now: until then, `notify` costs nothing
                 has_more = bool(self._queue)
-            if self._closing and not self._queue:
+            if self._is_closing and not self._queue:
                 break
-            if replay is not None:
-                if replay in ready:
-                    self._accept_requests(replay)
-                all_peers_busy = self._send_replies(replay)
-                wait_ms = 0 if has_more else (5 if all_peers_busy else 0) if self._replies else None
+            if replay_socket is not None:
+                if replay_socket in ready:
+                    self._accept_requests(replay_socket)
+                all_peers_busy = self._send_replies(replay_socket)
+                wait_ms = 0 if has_more else (5 if all_peers_busy else 0) if self._pending_replies else None
             else:
                 wait_ms = 0 if has_more else None
         self._close_sockets()
@@ -188,7 +188,7 @@ class EventPublisher:
                 entry = self._queue.popleft()
                 self._apply(entry)
             payload = entry.payload()
-            self._pub.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
+            self._live_socket.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
         return bool(self._queue)
 
     def _apply(self, entry: ReplayEntry) -> None:
@@ -201,10 +201,10 @@ class EventPublisher:
                 logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
         self._last_applied = entry
 
-    def _accept_requests(self, replay: zmq.Socket[bytes]) -> None:
-        while len(self._replies) < REPLIES_MAX:
+    def _accept_requests(self, replay_socket: zmq.Socket[bytes]) -> None:
+        while len(self._pending_replies) < REPLIES_MAX:
             try:
-                frames = replay.recv_multipart(zmq.NOBLOCK)
+                frames = replay_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -212,38 +212,38 @@ class EventPublisher:
             except DecodeError as error:
                 logger.warning("ignored a message on the replay socket: %s", error)
                 continue
-            self._replies.append(self._make_reply(identity, start_seq))
+            self._pending_replies.append(self._make_reply(identity, start_seq))
 
     def _make_reply(self, identity: bytes, start_seq: int) -> Reply:
         now = time.monotonic()
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshots += 1
             with self._resident_lock:
-                blocks, last = self._resident_set.blocks(), self._last_applied
-            return Reply(identity, iter_snapshot(blocks, last, self.dp_rank, time.time()), now)
+                blocks, last_entry = self._resident_set.list_blocks(), self._last_applied
+            return Reply(identity, iter_snapshot(blocks, last_entry, self.dp_rank, time.time()), now)
         self.stats.replays += 1
         with self._lock:
-            entries = self._ring.entries_from(start_seq)
+            entries = self._replay_buffer.entries_from(start_seq)
         # What has not reached the resident set yet is still to be sent live.
         last_seq = self._last_applied.seq if self._last_applied else -1
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
-    def _send_replies(self, replay: zmq.Socket[bytes]) -> bool:
+    def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
         """Send a slice of the replies under way, in turns; True where every peer is busy."""
-        busy_peers = 0
+        busy_peer_count = 0
         for _ in range(REPLY_SLICE):
-            if not self._replies or busy_peers >= len(self._replies):
+            if not self._pending_replies or busy_peer_count >= len(self._pending_replies):
                 break
-            reply = self._replies.popleft()
+            reply = self._pending_replies.popleft()
             message = reply.peek()
             if message is None:
                 continue
             try:
-                replay.send_multipart(build_reply(reply.identity, self._topic, *message), zmq.NOBLOCK)
+                replay_socket.send_multipart(build_reply(reply.identity, self._topic, *message), zmq.NOBLOCK)
             except zmq.Again:
-                busy_peers += 1
+                busy_peer_count += 1
                 if time.monotonic() - reply.progress_at < REPLY_STALL_S:
-                    self._replies.append(reply)
+                    self._pending_replies.append(reply)
                 else:
                     logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
                 continue
@@ -251,28 +251,28 @@ class EventPublisher:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 continue  # the peer left
-            busy_peers = 0
+            busy_peer_count = 0
             reply.advance(time.monotonic())
-            self._replies.append(reply)
-        return bool(self._replies) and busy_peers >= len(self._replies)
+            self._pending_replies.append(reply)
+        return bool(self._pending_replies) and busy_peer_count >= len(self._pending_replies)
 
     # Sockets
 
     def _open_sockets(self) -> None:
         self._linger_ms = 0
-        self._pub = self._context.socket(zmq.PUB)
-        self._replay: zmq.Socket[bytes] | None = None
+        self._live_socket = self._context.socket(zmq.PUB)
+        self._replay_socket: zmq.Socket[bytes] | None = None
         self._replay_endpoint: str | None = None
         try:
-            self._pub.sndhwm = self.config.hwm
-            endpoint = rank_endpoint(self.config.endpoint, self.dp_rank)
-            self._endpoint = _bind_or_connect(self._pub, endpoint, bind=should_bind(endpoint))
+            self._live_socket.sndhwm = self.config.hwm
+            endpoint = make_rank_endpoint(self.config.endpoint, self.dp_rank)
+            self._endpoint = _bind_or_connect(self._live_socket, endpoint, bind=should_bind(endpoint))
             if self.config.replay_endpoint is not None:
-                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay_socket = self._context.socket(zmq.ROUTER)
                 # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
-                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                endpoint = rank_endpoint(self.config.replay_endpoint, self.dp_rank)
-                self._replay_endpoint = _bind_or_connect(self._replay, endpoint, bind=True)
+                self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                endpoint = make_rank_endpoint(self.config.replay_endpoint, self.dp_rank)
+                self._replay_endpoint = _bind_or_connect(self._replay_socket, endpoint, bind=True)
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
             self._wakeup.close()
@@ -282,9 +282,9 @@ class EventPublisher:
             raise ConfigError(f"--kv-events-config: cannot use endpoint {endpoint!r}: {error}") from error
 
     def _close_sockets(self) -> None:
-        self._pub.close(self._linger_ms)
-        if self._replay is not None:
-            self._replay.close(self._linger_ms)
+        self._live_socket.close(self._linger_ms)
+        if self._replay_socket is not None:
+            self._replay_socket.close(self._linger_ms)
 
 
 def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:

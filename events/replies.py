@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from events.codec import encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replay_buffer import ReplayEntry
-from events.resident_set import ResidentBlock, snapshot_events
+from events.resident_set import ResidentBlock, make_snapshot_events
 from events.types import Event, EventBatch
 
 ReplyMessage = tuple[int, bytes]
@@ -40,7 +40,7 @@ def iter_snapshot(
     """
     events: list[Event] = []
     block_count = 0
-    for event in snapshot_events(blocks):
+    for event in make_snapshot_events(blocks):
         if block_count >= chunk_blocks:
             yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
             events, block_count = [], 0

@@ -39,22 +39,22 @@ class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
     """The event that stored it, without what is each block's own."""
 
 
-Key = tuple[int | None, str | None, BlockName]
+BlockKey = tuple[int | None, str | None, BlockName]
 
 
 class ResidentSet:
     """Applies events in stream order; what our engine never announces is skipped and raised as InvariantError."""
 
     def __init__(self) -> None:
-        self._blocks: dict[Key, ResidentBlock] = {}
+        self._blocks: dict[BlockKey, ResidentBlock] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
 
-    def blocks(self) -> list[ResidentBlock]:
+    def list_blocks(self) -> list[ResidentBlock]:
         """A consistent picture, in announcement order."""
         return list(self._blocks.values())
 
@@ -80,37 +80,43 @@ class ResidentSet:
             self._blocks.clear()
 
     def _store(self, event: BlockStored) -> None:
-        size = event.block_size
-        if not event.block_hashes or len(event.token_ids) != len(event.block_hashes) * size:
+        block_size = event.block_size
+        if not event.block_hashes or len(event.token_ids) != len(event.block_hashes) * block_size:
             raise InvariantError(
-                f"stored {len(event.block_hashes)} blocks of {size} tokens with {len(event.token_ids)} token ids"
+                f"stored {len(event.block_hashes)} blocks of {block_size} tokens with {len(event.token_ids)} token ids"
             )
-        tokens = array("I", event.token_ids)
+        token_ids = array("I", event.token_ids)
         stored_event = _replace_blocks(event, [])
-        keys = event.extra_keys or [None] * len(event.block_hashes)
-        parent, start = event.parent_block_hash, 0
-        for name, extra in zip(event.block_hashes, keys):
-            key = (event.group_idx, event.medium, name)
-            if key in self._blocks:
-                raise InvariantError(f"stored block {name!r} of group {event.group_idx} was resident already")
-            self._blocks[key] = ResidentBlock(name, parent, tokens[start : start + size], extra, stored_event)
-            parent, start = name, start + size
+        extra_keys_by_block = event.extra_keys or [None] * len(event.block_hashes)
+        parent_name, start_token = event.parent_block_hash, 0
+        for block_name, extra_keys in zip(event.block_hashes, extra_keys_by_block):
+            block_key = (event.group_idx, event.medium, block_name)
+            if block_key in self._blocks:
+                raise InvariantError(f"stored block {block_name!r} of group {event.group_idx} was resident already")
+            self._blocks[block_key] = ResidentBlock(
+                block_name, parent_name, token_ids[start_token : start_token + block_size], extra_keys, stored_event
+            )
+            parent_name, start_token = block_name, start_token + block_size
 
 
-def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
+def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
     """Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
 
     Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
     """
-    run: list[ResidentBlock] = []
+    joined_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
-        continues = run and block.parent == run[-1].name and block.stored_event == run[-1].stored_event
-        if run and (not continues or len(run) >= EVENT_BLOCKS_MAX):
-            yield _replace_blocks(run[0].stored_event, run)
-            run = []
-        run.append(block)
-    if run:
-        yield _replace_blocks(run[0].stored_event, run)
+        continues = (
+            joined_blocks
+            and block.parent == joined_blocks[-1].name
+            and block.stored_event == joined_blocks[-1].stored_event
+        )
+        if joined_blocks and (not continues or len(joined_blocks) >= EVENT_BLOCKS_MAX):
+            yield _replace_blocks(joined_blocks[0].stored_event, joined_blocks)
+            joined_blocks = []
+        joined_blocks.append(block)
+    if joined_blocks:
+        yield _replace_blocks(joined_blocks[0].stored_event, joined_blocks)
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
@@ -125,24 +131,24 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
         else:
             blocks_by_name.setdefault(block.name, []).append(block)
     ordered_names: dict[BlockName, None] = {}
-    for name in blocks_by_name:
-        path: list[BlockName] = []
-        ancestor: BlockName | None = name
+    for block_name in blocks_by_name:
+        ancestor_names: list[BlockName] = []
+        ancestor: BlockName | None = block_name
         while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
-            path.append(ancestor)
+            ancestor_names.append(ancestor)
             ancestor = blocks_by_name[ancestor][0].parent
-        ordered_names.update(dict.fromkeys(reversed(path)))
-    return [*(block for name in ordered_names for block in blocks_by_name[name]), *partial_blocks]
+        ordered_names.update(dict.fromkeys(reversed(ancestor_names)))
+    return [*(block for block_name in ordered_names for block in blocks_by_name[block_name]), *partial_blocks]
 
 
 def _is_partial_attention(block: ResidentBlock) -> bool:
     return block.stored_event.kv_cache_spec_kind not in (None, *FULL_ATTENTION_KINDS)
 
 
-def _replace_blocks(run: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
+def _replace_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
     """`run` with these blocks instead of its own."""
     return msgspec.structs.replace(
-        run,
+        event,
         block_hashes=[block.name for block in blocks],
         parent_block_hash=blocks[0].parent if blocks else None,
         token_ids=[token for block in blocks for token in block.token_ids],

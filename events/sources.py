@@ -93,7 +93,7 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def endpoint_host(endpoint: str) -> str | None:
+def parse_endpoint_host(endpoint: str) -> str | None:
     """The host of a TCP endpoint, without brackets; None for `ipc://` and `inproc://`."""
     scheme, _, authority = endpoint.partition("://")
     return authority.rpartition(":")[0].strip("[]") if scheme == "tcp" else None

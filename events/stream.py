@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from events.frames import SNAPSHOT_SEQ
-from events.stream_buffers import AppliedBatches, OutOfOrderBatches, digest
+from events.stream_buffers import AppliedBatches, OutOfOrderBatches, digest_payload
 from events.stream_types import (
     Apply,
     Clear,
@@ -257,7 +257,7 @@ class StreamState:
                 return self._discard_and_start_over(
                     f"replay begins at seq {seq}, seq {self._next_seq - 1} is no longer kept", now
                 )
-            if self._applied_batches.digest_of(seq) != digest(payload):
+            if self._applied_batches.digest_of(seq) != digest_payload(payload):
                 return self._handle_restart(f"seq {seq} is another batch than before", now)
             self._last_batch_unconfirmed = False
             return []
@@ -287,7 +287,7 @@ class StreamState:
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_seqs += 1
         self._next_seq = seq + 1
-        self._applied_batches.record(seq, digest(payload))
+        self._applied_batches.record(seq, digest_payload(payload))
         return []
 
     # Moves between phases
@@ -347,7 +347,7 @@ class StreamState:
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._applied_batches.digest_of(seq) not in (None, digest(payload)):
+            elif self._applied_batches.digest_of(seq) not in (None, digest_payload(payload)):
                 return [
                     *instructions,
                     *self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload),
@@ -408,7 +408,7 @@ class StreamState:
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
         applied_digest = self._applied_batches.digest_of(seq)
-        if applied_digest == digest(payload):
+        if applied_digest == digest_payload(payload):
             return self._note_duplicate(seq)
         if applied_digest is not None:
             return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
@@ -421,7 +421,7 @@ class StreamState:
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
         self._next_seq = seq + 1
         self._has_state = True
-        self._applied_batches.record(seq, digest(payload))
+        self._applied_batches.record(seq, digest_payload(payload))
         self.stats.applied_batches += 1
         return Apply(seq, payload, origin)
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from xxhash import xxh3_64_intdigest
 
 
-def digest(payload: bytes) -> int:
+def digest_payload(payload: bytes) -> int:
     """What is remembered of an applied payload."""
     return xxh3_64_intdigest(payload)
 

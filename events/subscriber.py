@@ -18,7 +18,7 @@ from events.codec import decode_batch
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource, default_source, parse_sources
-from events.stream_buffers import digest
+from events.stream_buffers import digest_payload
 from events.stream_types import (
     Apply,
     Clear,
@@ -46,7 +46,7 @@ class Message:
     @property
     def position(self) -> tuple[int, int] | None:
         """What to pass as `StreamSource.resume` to continue after this message."""
-        return None if self.seq is None else (self.seq, digest(self.payload))
+        return None if self.seq is None else (self.seq, digest_payload(self.payload))
 
 
 @dataclass(frozen=True)

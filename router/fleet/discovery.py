@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.sources import DEFAULT_PORT, EventSource, default_source, endpoint_host
+from events.sources import DEFAULT_PORT, EventSource, default_source, parse_endpoint_host
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.reported_load import EngineLoad
@@ -377,7 +377,7 @@ class Prober:
         addresses: set[str] | None = None
         for source in sources:
             for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
-                host = endpoint_host(endpoint)
+                host = parse_endpoint_host(endpoint)
                 if host is not None and host.lower() == worker_host:
                     continue
                 if addresses is None:

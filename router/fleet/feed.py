@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from events.codec import batch_rank
+from events.codec import decode_batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
-from events.stream_buffers import digest
+from events.stream_buffers import digest_payload
 from events.stream_types import (
     Apply,
     Clear,
@@ -255,7 +255,9 @@ class IndexFeed:
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
         streams = self._workers.get(worker_id, [])
-        return {"streams": [s.to_json(self.events.state(s.stream_id), self._groups(s.holder)) for s in streams]}
+        return {
+            "streams": [s.to_json(self.events.get_stream_state(s.stream_id), self._groups(s.holder)) for s in streams]
+        }
 
     def totals(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
@@ -271,7 +273,7 @@ class IndexFeed:
         """Whether every stream of the worker is connected and has caught up."""
         streams = self._workers.get(worker_id, [])
         return bool(streams) and all(
-            s.is_up and (state := self.events.state(s.stream_id)) is not None and state.phase.value == "live"
+            s.is_up and (state := self.events.get_stream_state(s.stream_id)) is not None and state.phase.value == "live"
             for s in streams
         )
 
@@ -447,7 +449,7 @@ class IndexFeed:
     def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
         counters = stream.counters
         if stream.last_seq is None and not stream.is_only_rank:
-            stream.check_rank(batch_rank(apply.payload))
+            stream.check_rank(decode_batch_rank(apply.payload))
         counters.record_batch(len(apply.payload), report)
         stream.record_skipped(report.malformed)
         if report.removed:  # only then it can be full
@@ -466,7 +468,7 @@ class IndexFeed:
             stream.complete_from = apply.seq
         if apply.seq is not None:
             stream.last_seq = apply.seq
-            stream.position = (apply.seq, digest(apply.payload))
+            stream.position = (apply.seq, digest_payload(apply.payload))
             if stream.position_before_restart is not None and stream.is_another_process(*stream.position, apply.origin):
                 counters.restarts += 1
                 log.info("worker %s rank %d came back as another process", stream.worker_id, stream.rank)

@@ -184,7 +184,7 @@ async def serve(
     pages = {
         b"/health": b"",
         b"/v1/models": json.dumps({"object": "list", "data": [card]}).encode(),
-        b"/kv_event_sources": encode_sources([events.source()]),
+        b"/kv_event_sources": encode_sources([events.describe_source()]),
         b"/metrics": b"",
         b"/get_server_info": json.dumps({"model_path": model, "served_model_name": "mock"}).encode(),
     }

@@ -19,7 +19,7 @@ from events import (
     encode_sources,
     parse_sources,
 )
-from events.config import rank_endpoint, should_bind
+from events.config import make_rank_endpoint, should_bind
 from events.sources import resolve_endpoint
 
 
@@ -66,14 +66,14 @@ def test_bind_or_connect(endpoint: str, binds: bool) -> None:
 
 
 def test_one_port_a_rank() -> None:
-    assert rank_endpoint("tcp://*:5557", 3) == "tcp://*:5560"
-    assert rank_endpoint("tcp://[::]:5557", 1) == "tcp://[::]:5558"
-    assert rank_endpoint("tcp://127.0.0.1:*", 3) == "tcp://127.0.0.1:*"
-    assert rank_endpoint("inproc://kv", 0) == "inproc://kv"
-    assert rank_endpoint("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
+    assert make_rank_endpoint("tcp://*:5557", 3) == "tcp://*:5560"
+    assert make_rank_endpoint("tcp://[::]:5557", 1) == "tcp://[::]:5558"
+    assert make_rank_endpoint("tcp://127.0.0.1:*", 3) == "tcp://127.0.0.1:*"
+    assert make_rank_endpoint("inproc://kv", 0) == "inproc://kv"
+    assert make_rank_endpoint("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
     for bad in ("udp://x:1", "tcp://host", "tcp://host:port", "tcp://*:65535"):
         with pytest.raises(ConfigError, match="endpoint"):
-            rank_endpoint(bad, 1)
+            make_rank_endpoint(bad, 1)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def publish() -> Iterator[Callable[..., EventPublisher]]:
 
 
 def source_of(publisher: EventPublisher, join: StartMode = StartMode.SNAPSHOT, **fields: Any) -> StreamSource:
-    source = publisher.source()
+    source = publisher.describe_source()
     return StreamSource(
         "w",
         source.endpoint,
@@ -154,7 +154,7 @@ def test_restarted_worker_on_the_same_address(publish: Publish, follow: Follow) 
     first = publish()
     for key in range(5):
         first.publish([make_stored(key)])
-    source = first.source()
+    source = first.describe_source()
     follower = follow(source_of(first))
     follower.wait_until(lambda: follower.resident == names(set(range(5))))
     first.close()
@@ -197,7 +197,7 @@ def test_without_replay_events_come_live(publish: Publish, follow: Follow) -> No
 
 def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
     publisher = publish(topic="kv2")
-    source = publisher.source()
+    source = publisher.describe_source()
     other = StreamSource("w", source.endpoint, None, "kv", StreamConfig(start_mode=StartMode.LIVE))
     follower = follow(other, source_of(publisher))
     publisher.publish([make_stored(1)])
@@ -239,7 +239,7 @@ def test_publisher_that_connects_is_known_by_its_topic(follow: Follow) -> None:
             key = next(keys)
             for publisher in publishers:
                 publisher.publish([make_stored(key)])
-            return len(follower.messages) >= 3 and follower.subscriber.feed.ignored_messages > 0
+            return len(follower.messages) >= 3 and follower.subscriber.feed.ignored_message_count > 0
 
         follower.wait_until(publish_both)
         assert {m.stream_id for m in follower.messages} == {"worker a"}

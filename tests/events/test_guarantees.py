@@ -117,7 +117,7 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
     replayed_messages = list(iter_replay(ring.entries_from(0)))
     assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
-    snapshot = list(iter_snapshot(shadow.blocks(), last, 0, 0.0, chunk))
+    snapshot = list(iter_snapshot(shadow.list_blocks(), last, 0, 0.0, chunk))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
     assert apply_all(chunks) == cache.resident()
@@ -143,7 +143,7 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
             events = cache.random_step(rng)
             count += bool(events)
             publisher.publish(events)
-        assert publisher._ring.next_seq == count
+        assert publisher._replay_buffer.next_seq == count
         deadline = time.monotonic() + 10
         while publisher._last_applied is None or publisher._last_applied.seq < count - 1:
             assert time.monotonic() < deadline
@@ -182,7 +182,7 @@ def test_events_are_made_once_and_on_the_publishers_thread() -> None:
     publisher.close()
     assert {reader for step in steps for reader in step.readers} == {"kv-events-3"}
     assert [len(step.readers) for step in steps] == [1] * len(steps)
-    payloads = [entry.payload() for entry in publisher._ring.entries_from(0)]
+    payloads = [entry.payload() for entry in publisher._replay_buffer.entries_from(0)]
     assert [decode_batch(payload).batch.events for payload in payloads] == [list(step) for step in steps]
     assert set(publisher._resident_set._blocks) == {(0, GPU, name) for name in range(1, 200)}
 
@@ -193,7 +193,7 @@ def test_every_start_has_its_own_epoch() -> None:
     epochs = set()
     for _ in range(3):
         publisher = EventPublisher(config)
-        epochs.add(publisher.source().epoch)
+        epochs.add(publisher.describe_source().epoch)
         publisher.close()
     assert len(epochs) == 3
     with pytest.raises(RuntimeError, match="after close"):

@@ -44,7 +44,7 @@ def make_stored(key: int) -> BlockStored:
 
 
 def command(publisher: EventPublisher, *options: str) -> list[str]:
-    source = publisher.source()
+    source = publisher.describe_source()
     assert source.replay_endpoint
     return [*PROGRAM, source.endpoint, "--replay", source.replay_endpoint, "--json", *options]
 

@@ -26,7 +26,7 @@ def _publisher(socket_name: str) -> Iterator[str]:
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
     publisher = EventPublisher(config)
     try:
-        source = publisher.source()
+        source = publisher.describe_source()
         yield str(source.replay_endpoint if socket_name == "replay" else source.endpoint)
     finally:
         publisher.close()

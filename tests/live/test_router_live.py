@@ -335,7 +335,7 @@ def test_a_worker_without_metrics_shows_what_it_holds_by_what_it_evicts(tmp_path
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:*", replay_endpoint="tcp://*:*")
     pub, server = EventPublisher(config), ThreadingHTTPServer(("127.0.0.1", 0), Mute)
     threading.Thread(target=server.serve_forever).start()
-    source = pub.source()
+    source = pub.describe_source()
     events, replay = (str(at).replace("*", "127.0.0.1") for at in (source.endpoint, source.replay_endpoint))
     worker = f"url=http://127.0.0.1:{server.server_port},events={events},replay={replay}"
     router = Program(tmp_path / "router.log", "router", "run", "--port", "0", "--worker", worker)

@@ -54,14 +54,14 @@ class Worker:
         return EventPublisher(config, dp_rank=1 if self.fault == "rank" else 0)
 
     def source(self) -> EventSource:
-        source = self.publishers[0].source()
+        source = self.publishers[0].describe_source()
         endpoint = source.endpoint.replace("*", "127.0.0.1")
         replay = source.replay_endpoint
         if self.fault == "wrong address":
             endpoint = f"tcp://127.0.0.1:{free_port()}"
         if self.fault == "another worker's":
             self.publishers.append(EventPublisher(self.publishers[0].config))
-            endpoint = self.publishers[1].source().endpoint.replace("*", "127.0.0.1")
+            endpoint = self.publishers[1].describe_source().endpoint.replace("*", "127.0.0.1")
         if self.fault == "dead replay":
             replay = f"tcp://127.0.0.1:{free_port()}"
         return EventSource(

@@ -140,10 +140,10 @@ def test_a_stream_that_raises_begins_anew_and_the_others_go_on(
             raise ValueError("planted")
 
     handler.reply = raise_for_bad
-    keep_sending(bad, lambda: feed.faults, "it raises")
+    keep_sending(bad, lambda: feed.fault_count, "it raises")
     keep_sending(bad, lambda: {Clear, MalformedMessage} <= handler.kinds("bad"), "what it held is forgotten")
     keep_sending(good, lambda: handler.count_applied("good") > 3, "the other is followed")
-    assert feed.fault() is None
+    assert feed.describe_fault() is None
     handler.reply = lambda stream_id, instruction: None
     before = handler.count_applied("bad")
     keep_sending(bad, lambda: handler.count_applied("bad") > before, "it is followed again")
@@ -166,22 +166,22 @@ def test_whatever_line_raises_is_behind_the_guard(
         "_apply_stimulus",
         "_read_monitor",
     ):
-        original, faults = getattr(feed, name), feed.faults
+        original, faults = getattr(feed, name), feed.fault_count
 
         def fails(*args: Any, name: str = name, original: Any = original) -> None:
             setattr(feed, name, original)
             raise RuntimeError("planted")
 
         setattr(feed, name, fails)
-        keep_sending(pub, lambda faults=faults: feed.faults > faults, f"{name} raises")
+        keep_sending(pub, lambda faults=faults: feed.fault_count > faults, f"{name} raises")
         setattr(feed, name, original)
         before = handler.count_applied("a")
         keep_sending(
             pub, lambda before=before: handler.count_applied("a") > before, f"after {name} the stream is followed"
         )
         with contextlib.suppress(KeyError):
-            feed._streams["a"].faults = 0
-    assert feed.fault() is None
+            feed._streams["a"].fault_count = 0
+    assert feed.describe_fault() is None
 
 
 def test_a_thread_that_ended_shows_and_is_started_again(
@@ -199,12 +199,12 @@ def test_a_thread_that_ended_shows_and_is_started_again(
         raise SystemExit
 
     handler.reply = ends
-    keep_sending(pub, feed.fault, "the end shows")
-    assert "ended" in str(feed.fault())
+    keep_sending(pub, feed.describe_fault, "the end shows")
+    assert "ended" in str(feed.describe_fault())
     assert feed.restart_thread()
     before = handler.count_applied("a")
     keep_sending(pub, lambda: handler.count_applied("a") > before, "followed again")
-    assert feed.fault() is None
+    assert feed.describe_fault() is None
     assert Clear in handler.kinds("a")
 
 
@@ -348,7 +348,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
 
     wait_until(spoke, "it is heard, and nobody knows it")
     holder = index.add_holder("h:8000", "m")
-    replay_endpoint = resolve_endpoint(str(pub.source().replay_endpoint), "127.0.0.1")
+    replay_endpoint = resolve_endpoint(str(pub.describe_source().replay_endpoint), "127.0.0.1")
     source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=replay_endpoint, topic="kv@h:8000@m")
     index_feed.follow("h:8000", [source], [holder])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "what it holds is known without another word")
@@ -369,13 +369,13 @@ def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: Ind
             number += 1
             socket.send_multipart([b"topic %d" % number, pack_seq(0), b"x"])
             socket.send_multipart([b"%d" % number * TOPIC_BYTES_MAX, pack_seq(0), b"x"])
-        return index_feed.events.ignored_messages > 3 * TOPICS_MAX
+        return index_feed.events.ignored_message_count > 3 * TOPICS_MAX
 
     wait_until(send_unclaimed, "they are heard")
     assert 0 < len(subscription.unclaimed_topics) <= TOPICS_MAX
     assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.unclaimed_topics)
     assert not subscription.streams_by_topic
-    assert not subscription.topic_connections
+    assert not subscription.descriptor_by_topic
 
 
 def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]) -> None:
@@ -396,7 +396,7 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
     wait_until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
-    assert len(feed._streams["a"].pending) <= WAITING_MAX
+    assert len(feed._streams["a"].pending_work) <= WAITING_MAX
     wait_until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
@@ -532,8 +532,8 @@ def test_replies_wait_here_and_not_in_zeromq(
             keep_sending(pub, lambda: DroppedMessages in handler.kinds("a"), "the replies are too many")
             keep_sending(pub, lambda: replier.request_count >= 2, "it asks again")
             assert feed._streams["a"].reply_bytes <= bytes_max + 300
-            assert feed.fault() is None
-            assert not feed.faults
+            assert feed.describe_fault() is None
+            assert not feed.fault_count
     finally:
         replier.close()
 
@@ -568,16 +568,16 @@ def test_what_is_done_about_an_error_may_raise_too(
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
     keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
-    feed._streams["bad"].faults = 5_000
+    feed._streams["bad"].fault_count = 5_000
 
     def raises(stream_id: str, instruction: Instruction) -> None:
         if stream_id == "bad":
             raise MemoryError
 
     handler.reply = raises
-    keep_sending(bad, lambda: feed.faults >= 3, "the error, and the two notices about it")
+    keep_sending(bad, lambda: feed.fault_count >= 3, "the error, and the two notices about it")
     keep_sending(good, lambda: handler.count_applied("good") > 3, "the other is followed")
-    assert feed.fault() is None
+    assert feed.describe_fault() is None
     again_at = feed._streams["bad"].retry_at
     assert again_at is not None
     assert again_at - time.monotonic() < 61
@@ -609,7 +609,7 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
         says()
         stranger_socket.send_multipart([b"w@2", pack_seq(0), b"y"])
         stranger_socket.send_multipart([b"junk"])
-        return feed.ignored_messages > 20
+        return feed.ignored_message_count > 20
 
     wait_until(disturbs, "heard")
     assert feed._streams["w"] is before

@@ -36,7 +36,7 @@ def publisher(endpoint: str = "tcp://*:*", replay: str | None = "tcp://*:*") -> 
 
 
 def source_of(pub: EventPublisher) -> EventSource:
-    source = pub.source()
+    source = pub.describe_source()
     return EventSource(
         endpoint=resolve_endpoint(source.endpoint, "127.0.0.1"),
         replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, "127.0.0.1"),

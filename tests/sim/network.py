@@ -40,7 +40,7 @@ class SimPublisher:
             return iter_replay(self.ring.entries_from(start_seq))
         if not self.snapshots:
             return iter([(END_SEQ, b"")])
-        return iter_snapshot(self._shadow.blocks(), self._last, 0, now)
+        return iter_snapshot(self._shadow.list_blocks(), self._last, 0, now)
 
 
 @dataclass
