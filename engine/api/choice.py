@@ -105,18 +105,18 @@ class Choice:
         return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
-        ids, logprobs, reason = output.token_ids, output.logprobs or [], output.finish_reason
-        text_ids = self._text_token_ids(output)
+        token_ids, logprobs, finish_reason = output.token_ids, output.logprobs or [], output.finish_reason
+        text_ids = self._get_text_token_ids(output)
         if self.parser is None:
             text = self.detokenizer.push(text_ids)
-            if reason is not None:
+            if finish_reason is not None:
                 text += self.detokenizer.flush()
-            reason_name = None if reason is None else reason.value
-            return ChoiceDelta(text, ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
+            reason_name = None if finish_reason is None else finish_reason.value
+            return ChoiceDelta(text, token_ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
         parsed_delta = ParsedDelta()
-        for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
+        for i, token_id in enumerate(token_ids):  # those after the one that completes a stop string are not counted
             text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
-            if reason is not None and i == len(ids) - 1:
+            if finish_reason is not None and i == len(token_ids) - 1:
                 text += self.detokenizer.flush()
             self.parser.push(text, parsed_delta, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
             self.reasoning_tokens += i < len(text_ids) and self.parser.is_reasoning
@@ -124,18 +124,22 @@ class Choice:
                 self.parser.finish(parsed_delta)
                 return self._make_delta(
                     parsed_delta,
-                    ids[: i + 1],
+                    token_ids[: i + 1],
                     logprobs[: i + 1],
                     "stop",
                     parsed_delta.stop_string,
-                    aborts=reason is None,
+                    aborts=finish_reason is None,
                 )
-        if reason is not None:
-            if not ids:
+        if finish_reason is not None:
+            if not token_ids:
                 self.parser.push(self.detokenizer.flush(), parsed_delta, may_stop=False)
             self.parser.finish(parsed_delta)
         return self._make_delta(
-            parsed_delta, ids, logprobs, None if reason is None else reason.value, output.stop_token_id
+            parsed_delta,
+            token_ids,
+            logprobs,
+            None if finish_reason is None else finish_reason.value,
+            output.stop_token_id,
         )
 
     def _make_delta(
@@ -155,7 +159,7 @@ class Choice:
             tool_calls=_merge_call_deltas(parsed_delta.calls), should_abort=aborts,
         )  # fmt: skip
 
-    def _text_token_ids(self, output: SequenceOutput) -> list[int]:
+    def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
         is_stopped = output.finish_reason is FinishReason.STOP
         if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:

@@ -85,7 +85,7 @@ MARKUPS = {
 """By the name of the parser that reads them."""
 
 
-def requested_constraint(
+def parse_requested_constraint(
     body: ChatRequest | CompletionRequest,
     tool_markup: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
@@ -96,7 +96,7 @@ def requested_constraint(
     wins over a format of the text, as with OpenAI; where calls may be made, the answer is calls or text of the format.
     `grammars`: tools whose text must match one, by name.
     """
-    text_constraint = _text_format(body)
+    text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
     is_required, tools = _select_tools(body)
@@ -105,18 +105,21 @@ def requested_constraint(
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
         allows_several = body.parallel_tool_calls is not False and not _names_function(body.tool_choice)
-        return RequestedConstraint("tool_choice", _calls_only(MARKUPS[tool_markup], tools, allows_several))
+        return RequestedConstraint("tool_choice", _make_calls_format(MARKUPS[tool_markup], tools, allows_several))
     if not tools or tool_markup is None:
         return text_constraint
-    markup, allows_several = MARKUPS[tool_markup], body.parallel_tool_calls is not False
+    tool_markup_format, allows_several = MARKUPS[tool_markup], body.parallel_tool_calls is not False
     if text_constraint is not None:
         return RequestedConstraint(
             text_constraint.param,
-            {"type": "or", "elements": [text_constraint.format, _calls_only(markup, tools, allows_several)]},
+            {
+                "type": "or",
+                "elements": [text_constraint.format, _make_calls_format(tool_markup_format, tools, allows_several)],
+            },
         )
     if not any(tool.is_strict or tool.grammar is not None for tool in tools):
         return None
-    return RequestedConstraint("tools", _text_with_calls(markup, tools, allows_several))
+    return RequestedConstraint("tools", _make_text_with_calls_format(tool_markup_format, tools, allows_several))
 
 
 def requires_call(body: ChatRequest) -> bool:
@@ -134,7 +137,7 @@ def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = 
     return format
 
 
-def scripted_constraint(
+def make_scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
     tool_markup: str | None,
@@ -142,7 +145,7 @@ def scripted_constraint(
 ) -> RequestedConstraint:
     """What a simulated engine's answer must match to be the turn of its script. Raises RequestError.
 
-    A call of a tool that the request does not have is words. The rest is as in `requested_constraint`.
+    A call of a tool that the request does not have is words. The rest is as in `parse_requested_constraint`.
     """
     turn_number = sum(message.get("role") == "assistant" for message in body.messages) - bool(
         body.continue_final_message
@@ -153,14 +156,18 @@ def scripted_constraint(
             if turn.call in (tool.name, FIRST_TOOL):
                 tool = tool._replace(grammar=grammars.get(tool.name))
                 if turn.arguments is not None:
-                    tool = tool._replace(parameters=_exact_arguments(turn.arguments), is_strict=True, grammar=None)
-                return RequestedConstraint("tools", _calls_only(MARKUPS[tool_markup], [tool], allows_several=False))
+                    tool = tool._replace(
+                        parameters=_make_exact_arguments_schema(turn.arguments), is_strict=True, grammar=None
+                    )
+                return RequestedConstraint(
+                    "tools", _make_calls_format(MARKUPS[tool_markup], [tool], allows_several=False)
+                )
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
     return RequestedConstraint("messages", {"type": "any_text"})
 
 
-def _exact_arguments(arguments: dict[str, Json]) -> Json:
+def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:
     """The schema of these arguments alone."""
     properties = {name: {"const": value} for name, value in arguments.items()}
     return {
@@ -174,19 +181,19 @@ def _exact_arguments(arguments: dict[str, Json]) -> Json:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
+def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
     form, outputs = body.response_format, body.structured_outputs
-    by_form = None if form is None or form.type == "text" else _from_response_format(form)
+    by_form = None if form is None or form.type == "text" else _parse_response_format(form)
     if outputs is None:
         return by_form
     if by_form is not None:
         raise RequestError(
             "structured_outputs: expected only where response_format is text", param="structured_outputs"
         )
-    return _from_structured_outputs(outputs)
+    return _parse_structured_outputs(outputs)
 
 
-def _from_response_format(response_format: ResponseFormat) -> RequestedConstraint:
+def _parse_response_format(response_format: ResponseFormat) -> RequestedConstraint:
     if response_format.type == "json_object":
         return RequestedConstraint("response_format", json_schema({"type": "object"}))
     if response_format.type == "json_schema":
@@ -206,7 +213,7 @@ def _from_response_format(response_format: ResponseFormat) -> RequestedConstrain
     return RequestedConstraint("response_format.structures", structural_tag(legacy_tag, "response_format"))
 
 
-def _from_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
+def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
     name = "structured_outputs"
     kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
     if len(kinds) != 1:
@@ -303,12 +310,12 @@ def _select_tools(body: ChatRequest) -> tuple[bool, list[_Tool]]:
         mode, tool_choices = allowed_tools.get("mode"), allowed_tools.get("tools")
         if mode not in ("auto", "required"):
             raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
-        names = [_named_function(tool, "tool_choice.allowed_tools.tools", by_name) for tool in tool_choices or ()]
+        names = [_get_named_function(tool, "tool_choice.allowed_tools.tools", by_name) for tool in tool_choices or ()]
         return mode == "required", [by_name[name] for name in names]
-    return True, [by_name[_named_function(choice, "tool_choice", by_name)]]
+    return True, [by_name[_get_named_function(choice, "tool_choice", by_name)]]
 
 
-def _named_function(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> str:
+def _get_named_function(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in tools_by_name:
@@ -320,22 +327,22 @@ def _names_function(choice: Json) -> bool:
     return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
-def _tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
+def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     tags = []
     for tool in tools:
         if not markup.names.fullmatch(tool.name):
             raise bad_value(f"{tool.path}.name", tool.name, "a name that calls of this model can have")
-        tag = markup.tag(tool.name, _arguments_schema(tool))
+        tag = markup.tag(tool.name, _make_arguments_schema(tool))
         tag["content"]["param"] = f"{tool.path}.parameters"
         if tool.grammar is not None:
-            tag["content"] = _custom_tool_content(tag["content"], tool.grammar)
+            tag["content"] = _make_custom_tool_content(tag["content"], tool.grammar)
         elif not tool.is_strict:  # its arguments match as far as what the schema says is known here
             tag["content"]["lenient"] = True
         tags.append(tag)
     return tags
 
 
-def _custom_tool_content(content: Format, tool: ClientTool) -> Format:
+def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
     """The arguments of a custom tool, whose text matches its grammar."""
     if tool.syntax == "regex":
         schema = {
@@ -355,7 +362,7 @@ def _custom_tool_content(content: Format, tool: ClientTool) -> Format:
     return {"type": "sequence", "elements": elements}
 
 
-def _arguments_schema(tool: _Tool) -> Json:
+def _make_arguments_schema(tool: _Tool) -> Json:
     """The schema of a tool's arguments: an object, whatever else the tool's own one leaves open."""
     schema = {} if tool.parameters is None else tool.parameters
     if not isinstance(schema, dict):
@@ -363,11 +370,11 @@ def _arguments_schema(tool: _Tool) -> Json:
     return {**schema, "type": "object"}
 
 
-def _calls_only(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
+def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Nothing but calls, at least one."""
     calls: Format = {
         "type": "tags_with_separator",
-        "tags": _tool_tags(markup, tools),
+        "tags": _make_tool_tags(markup, tools),
         "separator": markup.separator,
         "at_least_one": True,
         "stop_after_first": not allows_several,
@@ -377,9 +384,9 @@ def _calls_only(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool
     return {"type": "tag", "begin": markup.calls_begin, "content": calls, "end": markup.calls_end}
 
 
-def _text_with_calls(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
+def _make_text_with_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Text, and calls in it."""
-    tags = [_calls_only(markup, tools, allows_several)] if markup.calls_begin else _tool_tags(markup, tools)
+    tags = [_make_calls_format(markup, tools, allows_several)] if markup.calls_begin else _make_tool_tags(markup, tools)
     return {
         "type": "triggered_tags",
         "triggers": [markup.trigger],

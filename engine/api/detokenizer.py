@@ -45,7 +45,7 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
-        value = b"" if token is None else _byte_level_bytes(token)
+        value = b"" if token is None else _decode_byte_level_token(token)
         self[token_id] = value
         return value
 
@@ -78,34 +78,34 @@ class WindowDetokenizer:
     character has so many bytes, and every push decodes all that is held. (The method of TGI and vLLM, who hold any.)
     """
 
-    __slots__ = ("_context", "_context_text", "_decode", "_new")
+    __slots__ = ("_context_ids", "_context_text", "_decode", "_new_ids")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._context: list[int] = []
+        self._context_ids: list[int] = []
         self._context_text = ""
-        self._new: list[int] = []
+        self._new_ids: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._new.extend(token_ids)
-        text = self._decode(self._context + self._new)
-        context_chars, is_full = len(self._context_text), len(self._new) >= PENDING_TOKENS_MAX
+        self._new_ids.extend(token_ids)
+        text = self._decode(self._context_ids + self._new_ids)
+        context_chars, is_full = len(self._context_text), len(self._new_ids) >= PENDING_TOKENS_MAX
         if len(text) <= context_chars:
             if is_full:  # tokens without a text, such as special ones: the first of all may matter to a decoder
-                self._context, self._new = (self._context + self._new)[:PENDING_TOKENS_MAX], []
-                self._context_text = self._decode(self._context)
+                self._context_ids, self._new_ids = (self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX], []
+                self._context_text = self._decode(self._context_ids)
             return ""
         if text.endswith(REPLACEMENT) and not is_full:
             return ""
-        self._context, self._new = self._new, []
-        self._context_text = self._decode(self._context)
+        self._context_ids, self._new_ids = self._new_ids, []
+        self._context_text = self._decode(self._context_ids)
         return text[context_chars:]
 
     def flush(self) -> str:
-        if not self._new:
+        if not self._new_ids:
             return ""
-        text = self._decode(self._context + self._new)
-        self._new = []
+        text = self._decode(self._context_ids + self._new_ids)
+        self._new_ids = []
         return text[len(self._context_text) :]
 
 
@@ -165,7 +165,7 @@ class StopStrings:
     def push(self, piece: str) -> tuple[str, str | None]:
         """(text that is final, the stop string that was found or None). Nothing may be pushed after one was found."""
         text = self.pending_text + piece
-        match = self._first_stop(text)
+        match = self._find_first_stop(text)
         if match is not None:
             start, stop = match
             self.pending_text = ""
@@ -179,13 +179,13 @@ class StopStrings:
         text, self.pending_text = self.pending_text, ""
         return text
 
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
+    def _find_first_stop(self, text: str) -> tuple[int, str] | None:
+        best_match: tuple[int, int, str] | None = None
         for stop in self._scanner.delimiters:
             start = text.find(stop)
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else (best[1], best[2])
+            if start >= 0 and (best_match is None or (start + len(stop), start) < best_match[:2]):
+                best_match = (start + len(stop), start, stop)
+        return None if best_match is None else (best_match[1], best_match[2])
 
 
 class DelimiterScanner:
@@ -206,31 +206,33 @@ class DelimiterScanner:
 
     def find_partial(self, text: str, start: int = 0) -> int:
         """Where the longest tail of `text[start:]`, which holds no word, begins that may become one; else its end."""
-        end = len(text)
-        if end == start or text[-1] not in self._inner_chars:
-            return end
-        for length in range(min(self._chars_max - 1, end - start), 0, -1):
-            tail = text[end - length :]
+        text_end = len(text)
+        if text_end == start or text[-1] not in self._inner_chars:
+            return text_end
+        for length in range(min(self._chars_max - 1, text_end - start), 0, -1):
+            tail = text[text_end - length :]
             index = bisect_left(self.delimiters, tail)  # those that begin with the tail follow where it would stand
             if index < len(self.delimiters) and self.delimiters[index].startswith(tail):
-                return end - length
-        return end
+                return text_end - length
+        return text_end
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def _make_byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): char -> byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
-    pairs = [(chr(byte), byte) for byte in printable] + [(chr(256 + i), byte) for i, byte in enumerate(unprintable)]
-    return dict(pairs)
+    char_byte_pairs = [(chr(byte), byte) for byte in printable] + [
+        (chr(256 + i), byte) for i, byte in enumerate(unprintable)
+    ]
+    return dict(char_byte_pairs)
 
 
-_BYTE_OF = _byte_level_alphabet()
+_BYTE_BY_CHAR = _make_byte_level_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def _decode_byte_level_token(token: str) -> bytes:
     """Bytes of a token written in the byte-level alphabet; a token outside of it (an added one) stands for itself."""
     try:
-        return bytes([_BYTE_OF[char] for char in token])
+        return bytes([_BYTE_BY_CHAR[char] for char in token])
     except KeyError:
         return token.encode()

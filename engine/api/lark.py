@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from engine.api.constraint import Format, RequestedConstraint, requested_constraint, scripted_constraint
+from engine.api.constraint import Format, RequestedConstraint, make_scripted_constraint, parse_requested_constraint
 from engine.api.escaped_lark import UnsupportedGrammar, escape_grammar
 from engine.api.params import ModelLimits
 from engine.api.readers.json_calls import NAME
@@ -65,17 +65,17 @@ def build_constraint(
     """What the answer to a body must match; None: it is free. Raises RequestError.
 
     `reasoning_ids`: as in Constraint, the token that opens a thought and the one that ends it.
-    `grammars`: as in `requested_constraint`.
+    `grammars`: as in `parse_requested_constraint`.
     """
-    spec = requested_constraint(body, limits.call_format, grammars)
-    if limits.script and isinstance(body, ChatRequest) and (spec is None or spec.param == "tools"):
-        spec = scripted_constraint(body, limits.script, limits.call_format, grammars)
-    if spec is None:
+    requested = parse_requested_constraint(body, limits.call_format, grammars)
+    if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
+        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
+    if requested is None:
         return None
     if limits.constraint_refusal is not None:
-        raise RequestError(f"{spec.param}: {limits.constraint_refusal}", param=spec.param)
-    lark = write_lark(spec, read_added_tokens(tokenizer))
-    return Constraint(lark, spec.param, msgspec.json.encode(spec), *reasoning_ids)
+        raise RequestError(f"{requested.param}: {limits.constraint_refusal}", param=requested.param)
+    lark = write_lark(requested, read_added_tokens(tokenizer))
+    return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
 
 
 def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> str:
@@ -94,8 +94,8 @@ class _LarkWriter:
         self._format_count = 0
 
     def write(self, constraint: RequestedConstraint) -> str:
-        start = self._write_format(constraint.param, constraint.format, 0)
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+        start_rule = self._write_format(constraint.param, constraint.format, 0)
+        return "\n".join(["%llguidance {}", f"start: {start_rule}", *self._rules]) + "\n"
 
     def _add_rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -112,20 +112,20 @@ class _LarkWriter:
         self._format_count += 1
         if self._format_count > FORMATS_MAX or depth > DEPTH_MAX:
             raise RequestError(f"{path}: too many formats, or too deep in each other", param=path)
-        kind = format.get("type") if isinstance(format, dict) else None
-        write = _WRITERS.get(kind) if isinstance(kind, str) else None
+        format_type = format.get("type") if isinstance(format, dict) else None
+        write = _WRITERS.get(format_type) if isinstance(format_type, str) else None
         if write is None:
-            raise bad_value(f"{path}.type", kind, f"one of {', '.join(_WRITERS)}")
+            raise bad_value(f"{path}.type", format_type, f"one of {', '.join(_WRITERS)}")
         return self._add_rule(write(self, path, format, depth + 1))
 
     def _write_text(self, text: str) -> str:
         """This text: what stands for a token is one."""
         parts = []
-        pos = 0
+        text_start = 0
         for match in self._token_pattern.finditer(text) if self._token_pattern is not None else ():
-            parts += [_quote(text[pos : match.start()]), f"<[{self._tokens[match[0]]}]>"]
-            pos = match.end()
-        parts.append(_quote(text[pos:]))
+            parts += [_quote(text[text_start : match.start()]), f"<[{self._tokens[match[0]]}]>"]
+            text_start = match.end()
+        parts.append(_quote(text[text_start:]))
         return " ".join(part for part in parts if part != '""') or '""'
 
     def const_string(self, path: str, format: Format, depth: int) -> str:

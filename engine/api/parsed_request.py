@@ -118,9 +118,9 @@ def read_response(
         message = "background: not supported, expected false: a response is computed while its client waits"
         raise RequestError(message, param="background")
     _check_items(request)
-    previous = None if previous_messages is None else msgspec.json.decode(previous_messages)
+    earlier_messages = None if previous_messages is None else msgspec.json.decode(previous_messages)
     items_by_id = {name: msgspec.json.decode(item) for name, item in items.items()}
-    body = ChatRequest(**convert_response_to_chat(request, previous, items_by_id))
+    body = ChatRequest(**convert_response_to_chat(request, earlier_messages, items_by_id))
     context = ResponseContext(
         messages=msgspec.json.encode(body.messages),
         echoed_fields=_encode_echoed_fields(request),
@@ -132,10 +132,10 @@ def read_response(
     try:
         parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)
     except RequestError as error:
-        raise _with_responses_field(error) from None
+        raise _rename_error_field(error) from None
     constraint = parsed_request.constraint
     if constraint is not None:
-        constraint = msgspec.structs.replace(constraint, param=_response_field(constraint.param))
+        constraint = msgspec.structs.replace(constraint, param=_get_responses_field(constraint.param))
     return msgspec.structs.replace(parsed_request, response_context=context, constraint=constraint)
 
 
@@ -157,7 +157,7 @@ _RESPONSES_FIELDS = {
 """Field of a chat -> the field of `/v1/responses` that it was made of."""
 
 
-def _response_field(param: str) -> str:
+def _get_responses_field(param: str) -> str:
     """Return the field of a body that a field of its chat was made of."""
     for chat_field, responses_field in _RESPONSES_FIELDS.items():
         if param.startswith(chat_field):
@@ -165,10 +165,10 @@ def _response_field(param: str) -> str:
     return param
 
 
-def _with_responses_field(error: RequestError) -> RequestError:
+def _rename_error_field(error: RequestError) -> RequestError:
     if error.param is None:
         return error
-    param = _response_field(error.param)
+    param = _get_responses_field(error.param)
     message = error.message.replace(error.param, param, 1)
     return RequestError(message, param=param, code=error.code, status=error.status)
 
@@ -222,30 +222,32 @@ def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tup
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
     """(the tokens of the prompt, its end as text, at least)."""
-    ids = body.prompt_token_ids
-    if ids is None:
+    token_ids = body.prompt_token_ids
+    if token_ids is None:
         if body.answered_tokens:
             raise bad_value("answered_tokens", body.answered_tokens, "none, or prompt_token_ids")
         text = tokenizer.render_chat_text(body)
         return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
-    end = len(ids) - (body.answered_tokens or 0)
-    return ids, tokenizer.decode(ids[max(end - _PROMPT_END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
+    end_index = len(token_ids) - (body.answered_tokens or 0)
+    return token_ids, tokenizer.decode(
+        token_ids[max(end_index - _PROMPT_END_TOKENS, 0) : max(end_index, 0)], skip_special_tokens=False
+    )
 
 
 def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
     """How the text that answers a chat with this prompt is to be read."""
-    state: ReasoningState = "after"
+    reasoning_state: ReasoningState = "after"
     if limits.reasoning_format is not None:
         last_content = body.messages[-1].get("content") if body.continue_final_message else None
         if isinstance(last_content, list):
             last_content = last_content[-1].get("text") if last_content and isinstance(last_content[-1], dict) else None
-        state = initial_state(
+        reasoning_state = initial_state(
             REASONING_FORMATS[limits.reasoning_format], prompt, last_content if isinstance(last_content, str) else None
         )
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return OutputParserConfig(
         reasoning_format=limits.reasoning_format,
-        initial_state=state,
+        initial_state=reasoning_state,
         shows_reasoning=body.include_reasoning is not False,
         call_format=limits.call_format if tools else None,
         parameter_types=parameter_types(tools) if tools and limits.call_format == "qwen3_coder" else {},

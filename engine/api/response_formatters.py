@@ -57,12 +57,14 @@ class _OpenAIFormatter:
         factory: DetokenizerFactory,
         has_logprobs: bool,
     ) -> None:
-        options = body.stream_options
+        stream_options = body.stream_options
         self._generation = generation
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
         self._includes_ids = bool(body.return_token_ids)
-        self._includes_usage = bool(options and options.include_usage)
-        self._has_continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
+        self._includes_usage = bool(stream_options and stream_options.include_usage)
+        self._has_continuous_usage = self._includes_usage and bool(
+            stream_options and stream_options.continuous_usage_stats
+        )
         self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
         self._text_chunk_parts: dict[tuple[int, bool], list[bytes]] = {}
         self._begun_choices: set[int] = set()
@@ -72,15 +74,15 @@ class _OpenAIFormatter:
     def format_logprob_slice(self, choice: Choice, delta: ChoiceDelta) -> int:
         """Format the delta's next logprobs; return how many, 0 where none is left. `format_delta` formats all."""
         if delta.prompt_logprobs:
-            prompt_part = delta.prompt_logprobs[:SLICE_POSITIONS]
+            prompt_logprobs = delta.prompt_logprobs[:SLICE_POSITIONS]
             del delta.prompt_logprobs[:SLICE_POSITIONS]
-            self._format_prompt_logprobs(choice, prompt_part)
-            return count_logprobs(prompt_part)
-        part = delta.logprobs[:SLICE_POSITIONS]
+            self._format_prompt_logprobs(choice, prompt_logprobs)
+            return count_logprobs(prompt_logprobs)
+        sampled_logprobs = delta.logprobs[:SLICE_POSITIONS]
         del delta.logprobs[:SLICE_POSITIONS]
-        if part:
-            self._format_logprobs(choice, part)
-        return count_logprobs(part)
+        if sampled_logprobs:
+            self._format_logprobs(choice, sampled_logprobs)
+        return count_logprobs(sampled_logprobs)
 
     def _format_all_logprobs(self, choice: Choice, delta: ChoiceDelta) -> None:
         while self.format_logprob_slice(choice, delta):
@@ -114,12 +116,12 @@ class _OpenAIFormatter:
         """The chunk of a text, the empty one's being empty."""
         if not text:
             return b""
-        key = (choice.index, is_reasoning)
-        if key not in self._text_chunk_parts:
-            self._text_chunk_parts[key] = self._format_chunk(
+        choice_key = (choice.index, is_reasoning)
+        if choice_key not in self._text_chunk_parts:
+            self._text_chunk_parts[choice_key] = self._format_chunk(
                 choice, self._make_text_choice(choice, _PLACEHOLDER, is_reasoning)
             ).split(_encoder.encode(_PLACEHOLDER))
-        return _encoder.encode(text).join(self._text_chunk_parts[key])
+        return _encoder.encode(text).join(self._text_chunk_parts[choice_key])
 
     def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> ChatChunkChoice | CompletionChoice:
         raise NotImplementedError
@@ -129,7 +131,7 @@ class _OpenAIFormatter:
         self._begun_choices.add(choice.index)
         return is_first
 
-    def _visible_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+    def _get_visible_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._includes_ids else UNSET
 
 
@@ -139,13 +141,13 @@ class ChatFormatter(_OpenAIFormatter):
     chunk_type = ChatChunk
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
-        plan = generation.parser_config
-        self._hides_tokens = plan.reasoning_format is not None and not plan.shows_reasoning
+        parser_config = generation.parser_config
+        self._hides_tokens = parser_config.reasoning_format is not None and not parser_config.shows_reasoning
         """Tokens and their logprobs would show the thought."""
         super().__init__(generation, body, factory, bool(body.logprobs))
         self._includes_ids = self._includes_ids and not self._hides_tokens
         self._body = body
-        self._role, self._echoed_text = _chat_role(body)
+        self._role, self._echoed_text = _get_role_and_echoed_text(body)
         self._logprobs_by_choice: defaultdict[int, list[bytes]] = defaultdict(list)
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
@@ -164,9 +166,9 @@ class ChatFormatter(_OpenAIFormatter):
             index=choice.index,
             delta=_make_chat_delta(delta, choice),
             logprobs=self._flush_logprobs(choice),
-            finish_reason=_finish_reason(delta.finish_reason, choice),
+            finish_reason=_get_finish_reason(delta.finish_reason, choice),
             stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
-            token_ids=self._visible_ids(delta.token_ids),
+            token_ids=self._get_visible_ids(delta.token_ids),
         )
         return first_chunk + self._format_chunk(choice, chunk_choice)
 
@@ -178,7 +180,7 @@ class ChatFormatter(_OpenAIFormatter):
             choices=[self._make_choice(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=json_list(self._prompt_logprobs[first_choice.index]) if self._prompt_logprobs else UNSET,
-            prompt_token_ids=self._visible_ids(generation.prompts[0]),
+            prompt_token_ids=self._get_visible_ids(generation.prompts[0]),
         )
         return _encoder.encode(response)
 
@@ -188,9 +190,9 @@ class ChatFormatter(_OpenAIFormatter):
             index=choice.index,
             message=self._make_message(choice),
             logprobs=self._flush_logprobs(choice),
-            finish_reason=_finish_reason(choice.finish_reason, choice) or "",
+            finish_reason=_get_finish_reason(choice.finish_reason, choice) or "",
             stop_reason=choice.stop_reason,
-            token_ids=self._visible_ids(choice.token_ids),
+            token_ids=self._get_visible_ids(choice.token_ids),
         )
 
     def _make_message(self, choice: Choice) -> ChatMessage:
@@ -209,7 +211,9 @@ class ChatFormatter(_OpenAIFormatter):
 
     def _format_first_chunk(self, choice: Choice) -> bytes:
         chunk_choice = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echoed_text))
-        return self._format_chunk(choice, chunk_choice, prompt_token_ids=self._visible_ids(self._generation.prompts[0]))
+        return self._format_chunk(
+            choice, chunk_choice, prompt_token_ids=self._get_visible_ids(self._generation.prompts[0])
+        )
 
     def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> ChatChunkChoice:
         delta = Delta(reasoning=text, reasoning_content=text) if is_reasoning else Delta(content=text)
@@ -251,7 +255,7 @@ class CompletionFormatter(_OpenAIFormatter):
             return b""
         text, is_first = delta.text, self._is_first_delta(choice)
         if is_first:
-            text = self._with_prompt(choice, text)
+            text = self._prepend_prompt(choice, text)
         if self._is_text_only and delta.finish_reason is None:
             return self._format_text_chunk(choice, text)
         chunk_choice = CompletionChoice(
@@ -260,8 +264,8 @@ class CompletionFormatter(_OpenAIFormatter):
             logprobs=self._flush_logprobs(choice),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            token_ids=self._visible_ids(delta.token_ids),
-            prompt_token_ids=self._visible_ids(self._generation.prompt_of_choice(choice)) if is_first else UNSET,
+            token_ids=self._get_visible_ids(delta.token_ids),
+            prompt_token_ids=self._get_visible_ids(self._generation.prompt_of_choice(choice)) if is_first else UNSET,
         )
         return self._format_chunk(choice, chunk_choice)
 
@@ -280,16 +284,16 @@ class CompletionFormatter(_OpenAIFormatter):
         prompt_logprobs = self._prompt_logprobs.pop(choice.index, None)
         return CompletionChoice(
             index=choice.index,
-            text=self._with_prompt(choice, choice.text),
+            text=self._prepend_prompt(choice, choice.text),
             logprobs=self._flush_logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             prompt_logprobs=UNSET if prompt_logprobs is None else json_list(prompt_logprobs),
-            token_ids=self._visible_ids(choice.token_ids),
-            prompt_token_ids=self._visible_ids(self._generation.prompt_of_choice(choice)),
+            token_ids=self._get_visible_ids(choice.token_ids),
+            prompt_token_ids=self._get_visible_ids(self._generation.prompt_of_choice(choice)),
         )
 
-    def _with_prompt(self, choice: Choice, text: str) -> str:
+    def _prepend_prompt(self, choice: Choice, text: str) -> str:
         generation = self._generation
         return self._prompt_texts[choice.index // generation.n] + ("" if generation.is_echo_only else text)
 
@@ -323,13 +327,13 @@ def _has_only_prompt_logprobs(delta: ChoiceDelta) -> bool:
     return not delta.token_ids and delta.finish_reason is None
 
 
-def _chat_role(body: ChatRequest) -> tuple[str, str]:
+def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
     """(role of the answer, text of the last message to put before it where `echo` asks for it)."""
-    last = body.messages[-1]
+    last_message = body.messages[-1]
     generates = body.add_generation_prompt is not False and not body.continue_final_message
-    role = "assistant" if generates else str(last["role"])
-    content = last.get("content")
-    if body.echo and last["role"] == role and isinstance(content, str):
+    role = "assistant" if generates else str(last_message["role"])
+    content = last_message.get("content")
+    if body.echo and last_message["role"] == role and isinstance(content, str):
         return role, content
     return role, ""
 
@@ -356,7 +360,7 @@ def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:
     )
 
 
-def _finish_reason(reason: str | None, choice: Choice) -> str | None:
+def _get_finish_reason(reason: str | None, choice: Choice) -> str | None:
     """OpenAI's: an answer that ends after calls ends for them, unless the function was named in the request."""
     parser = choice.parser
     ends_for_calls = parser is not None and parser.has_tool_calls and not parser.config.names_function

@@ -163,7 +163,7 @@ class ResponsesFormatter:
         self._blocks = ContentBlocks()
         self._custom_inputs: dict[int, CustomInputDecoder] = {}
         """Free texts of calls, by the number of their block."""
-        self._is_over = False
+        self._is_finished = False
         """Nothing follows: what was cut short is incomplete."""
         self._sequence_number = -1
         """Of the last event."""
@@ -182,9 +182,9 @@ class ResponsesFormatter:
 
     def format_end(self) -> bytes:
         """What follows the last piece."""
-        self._is_over = True
+        self._is_finished = True
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
-        return events + self._format_event("response.completed", response=self.final_response())
+        return events + self._format_event("response.completed", response=self.make_final_response())
 
     def format_error(self, error: RequestError) -> bytes:
         """What ends a stream that broke off."""
@@ -193,13 +193,13 @@ class ResponsesFormatter:
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
         action, block, text = event
-        position: dict[str, Any] = {"output_index": block.index, "item_id": self._item_id(block)}
+        position: dict[str, Any] = {"output_index": block.index, "item_id": self._make_item_id(block)}
         if block.kind != "call":
             position["content_index"] = 0
-        name = self._event_base_name(block)
+        name = self._get_event_base_name(block)
         if action == "delta":
             return self._format_growth(name, position, block, text)
-        is_cut = self._is_over and self._choice.finish_reason == "length"
+        is_cut = self._is_finished and self._choice.finish_reason == "length"
         status = "in_progress" if action == "start" else "incomplete" if is_cut else "completed"
         if action == "start":
             item = {"output_index": block.index, "item": self._make_item(block, status)}
@@ -211,13 +211,13 @@ class ResponsesFormatter:
             return events
         events = b""
         if block.kind == "call":
-            custom = self._custom_input(block)
+            custom = self._get_custom_input(block)
             last_text = "" if custom is None else custom.finish()
             if last_text:
                 events = self._format_event(f"{name}.delta", **position, delta=last_text)
             if custom is None:
                 events += self._format_event(
-                    f"{name}.done", **position, name=self._client_tool(block).name, arguments=block.text
+                    f"{name}.done", **position, name=self._get_client_tool(block).name, arguments=block.text
                 )
             else:
                 events += self._format_event(f"{name}.done", **position, input=custom.text)
@@ -231,28 +231,28 @@ class ResponsesFormatter:
         item = {"output_index": block.index, "item": self._make_item(block, status)}
         return events + self._format_event("response.output_item.done", **item)
 
-    def _event_base_name(self, block: ContentBlock) -> str:
+    def _get_event_base_name(self, block: ContentBlock) -> str:
         if block.kind == "call":
-            is_custom = self._client_tool(block).is_custom
+            is_custom = self._get_client_tool(block).is_custom
             return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
         return "response.output_text" if block.kind == "text" else "response.reasoning_text"
 
     def _format_growth(self, name: str, position: dict[str, Any], block: ContentBlock, text: str) -> bytes:
         if block.kind == "text":
             return self._format_event(f"{name}.delta", **position, delta=text, logprobs=[])
-        custom = self._custom_input(block)
+        custom = self._get_custom_input(block)
         if custom is None:
             return self._format_event(f"{name}.delta", **position, delta=text)
         input_text = custom.push(text)
         return self._format_event(f"{name}.delta", **position, delta=input_text) if input_text else b""
 
-    def _client_tool(self, block: ContentBlock) -> ClientTool:
+    def _get_client_tool(self, block: ContentBlock) -> ClientTool:
         """The called tool, as its client calls it."""
         return self.context.tools.get(block.name) or ClientTool(block.name)
 
-    def _custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
+    def _get_custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
         """The free text of a call; None where it has arguments."""
-        if block.kind != "call" or not self._client_tool(block).is_custom:
+        if block.kind != "call" or not self._get_client_tool(block).is_custom:
             return None
         return self._custom_inputs.setdefault(block.index, CustomInputDecoder())
 
@@ -266,13 +266,13 @@ class ResponsesFormatter:
     def format_response(self) -> bytes:
         self._blocks.blocks = blocks_of_choice(self._choice)
         for block in self._blocks.blocks:
-            custom = self._custom_input(block)
+            custom = self._get_custom_input(block)
             if custom is not None:
                 custom.push(block.text)
                 custom.finish()
-        return _encoder.encode(self.final_response())
+        return _encoder.encode(self.make_final_response())
 
-    def final_response(self) -> ResponseObject:
+    def make_final_response(self) -> ResponseObject:
         """All that was said."""
         status = "incomplete" if self._choice.finish_reason == "length" else "completed"
         return self.make_response(status, self._blocks.blocks)
@@ -295,9 +295,9 @@ class ResponsesFormatter:
         )  # fmt: skip
 
     def _make_item(self, block: ContentBlock, status: str) -> OutputItem:
-        name, text = self._item_id(block), "" if status == "in_progress" else block.text
+        name, text = self._make_item_id(block), "" if status == "in_progress" else block.text
         if block.kind == "call":
-            tool, custom = self._client_tool(block), self._custom_input(block)
+            tool, custom = self._get_client_tool(block), self._get_custom_input(block)
             fields: dict[str, Any] = {"id": name, "status": status, "call_id": block.id, "name": tool.name}
             if tool.namespace is not None:
                 fields["namespace"] = tool.namespace
@@ -310,8 +310,8 @@ class ResponsesFormatter:
         texts = [] if status == "in_progress" else [OutputText(text)]
         return OutputMessage(id=name, status=status, content=texts)
 
-    def _item_id(self, block: ContentBlock) -> str:
-        prefix = "ctc_" if self._custom_input(block) is not None else _ID_PREFIXES[block.kind]
+    def _make_item_id(self, block: ContentBlock) -> str:
+        prefix = "ctc_" if self._get_custom_input(block) is not None else _ID_PREFIXES[block.kind]
         return make_item_id(prefix, self._generation.id, block.index)
 
     def _make_usage(self) -> ResponseUsage:

@@ -223,9 +223,9 @@ class ToolCallParser:
     def _run_steps(self, text: str) -> None:
         pos = 0
         while pos < len(text):
-            before = (pos, self._step)
+            previous_position = (pos, self._step)
             pos = self._step(text, pos)
-            if (pos, self._step) == before:
+            if (pos, self._step) == previous_position:
                 break
         self._pending_text = text[pos:]
 

@@ -33,7 +33,7 @@ INLINE_BYTES_MAX = 4096
 """Bodies up to this size are read on the event loop: a thread would cost more than it frees."""
 THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are read in a thread: parsing them holds the interpreter for some milliseconds at most."""
-PROCESSES = 2
+PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
 """Of a process."""
@@ -58,9 +58,11 @@ class BodyReader:
         """`folder`, `chat_template`: where `tokenizer` is from, for the processes, which are started when needed."""
         self._tokenizer = tokenizer
         self._limits = limits
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
-        self._processes = WorkerPool((_load_tokenizer, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
-        self._compilers = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
+        self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
+        self._process_pool = WorkerPool(
+            (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
+        )
+        self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
@@ -71,14 +73,16 @@ class BodyReader:
             return parse(data, self._tokenizer, self._limits)
         if size <= THREAD_BYTES_MAX:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, parse, data, self._tokenizer, self._limits)
+            return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
         task = asyncio.ensure_future(self._read_in_process(parse, data))
         task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
         return await asyncio.shield(task)  # a client who leaves leaves no process half way through its body
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         try:
-            return await self._processes.run(data, lambda process: process.call(READ_S_MAX, _parse_body, parse, data))
+            return await self._process_pool.run(
+                data, lambda process: process.call(READ_S_MAX, _parse_body, parse, data)
+            )
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
@@ -101,7 +105,7 @@ class BodyReader:
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
-            checked_constraint: Constraint = await self._compilers.run(
+            checked_constraint: Constraint = await self._compiler_pool.run(
                 b"", lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint)
             )
         except WorkerProcessError as error:
@@ -111,9 +115,9 @@ class BodyReader:
         return checked_constraint
 
     def close(self) -> None:
-        self._processes.close()
-        self._compilers.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._process_pool.close()
+        self._compiler_pool.close()
+        self._thread_pool.shutdown(wait=False, cancel_futures=True)
 
 
 # In the process -------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from prompts import ChatRequest, RequestError
 log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 KEEPALIVE_COMMENT_S = 5.0
 """A stream that says nothing for so long sends a comment."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
@@ -128,7 +128,9 @@ def _make_generation(
         body,
         parsed_request.prompts,
         id=id_prefix
-        + (client_id if _ID.fullmatch(client_id) and id_prefix != "resp_" else random_id()),  # who knows it may read it
+        + (
+            client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) and id_prefix != "resp_" else random_id()
+        ),  # who knows it may read it
         request_prefix=state.make_request_prefix(),
         model=body.model or state.model_names[0],
         limits=state.limits,
@@ -144,8 +146,8 @@ async def _respond(
     """Follow what was submitted to the end, answer. Whatever ends this early aborts what still runs."""
     state.begin_request()
     limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
-    deadline = None if limit_s is None else loop.call_later(limit_s, stream.fail, _timeout_error(limit_s))
-    writer = ResponseWriter(request, state.config, None if deadline is None else deadline.when())
+    deadline_timer = None if limit_s is None else loop.call_later(limit_s, stream.fail, _make_timeout_error(limit_s))
+    writer = ResponseWriter(request, state.config, None if deadline_timer is None else deadline_timer.when())
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         delta_stream = DeltaStream(state, generation, stream)
@@ -157,8 +159,8 @@ async def _respond(
         _store_response(state, formatter)
         return await writer.write_body(response_body)
     finally:
-        if deadline is not None:
-            deadline.cancel()
+        if deadline_timer is not None:
+            deadline_timer.cancel()
         unfinished_count = sum(choice.finish_reason is None for choice in generation.choices)
         state.metrics.finished_sequences["abort"] += unfinished_count
         stream.close()
@@ -167,10 +169,10 @@ async def _respond(
 
 def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
     if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
-        state.response_store.put(StoredResponse(formatter.final_response(), formatter.encode_messages()))
+        state.response_store.put(StoredResponse(formatter.make_final_response(), formatter.encode_messages()))
 
 
-def _timeout_error(limit_s: float) -> RequestError:
+def _make_timeout_error(limit_s: float) -> RequestError:
     return RequestError(
         f"the request took longer than {limit_s:g} s (--request-timeout)",
         param=None,
@@ -179,7 +181,7 @@ def _timeout_error(limit_s: float) -> RequestError:
     )
 
 
-def _sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
+def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
     """Why a sequence ended with an error: the client's fault, or the engine's."""
     if not output.is_client_error:
         return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
@@ -207,14 +209,14 @@ class DeltaStream:
         """Format the logprobs of pieces, some at a time: between them the loop serves everybody else."""
         if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
             return
-        since_pause = 0
+        logprobs_since_pause = 0
         for choice, delta in deltas:
-            while count := formatter.format_logprob_slice(choice, delta):
+            while formatted_count := formatter.format_logprob_slice(choice, delta):
                 if self._generation.body.stream:
-                    self._stream.logprob_share.release(count)
-                since_pause += count
-                if since_pause >= LOGPROBS_PER_PAUSE:
-                    since_pause = 0
+                    self._stream.logprob_share.release(formatted_count)
+                logprobs_since_pause += formatted_count
+                if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
+                    logprobs_since_pause = 0
                     await asyncio.sleep(0)
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
@@ -224,7 +226,7 @@ class DeltaStream:
             self._clock.record_finish(
                 "error", len(self._generation.prompt_of_choice(choice)), choice.completion_tokens, now_s
             )
-            raise _sequence_error(output, choice.params.constraint)
+            raise _make_sequence_error(output, choice.params.constraint)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:
@@ -247,9 +249,9 @@ async def _stream_response(
         async for deltas in delta_stream:
             await delta_stream.format_logprobs(formatter, deltas)
             await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
-        end = formatter.format_end()
+        final_events = formatter.format_end()
         _store_response(state, formatter)  # a client may go on from it as soon as it has the end
-        await writer.write(end)
+        await writer.write(final_events)
     except (RequestError, EngineDeadError) as error:
         if not writer.has_started:
             raise

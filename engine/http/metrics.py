@@ -19,16 +19,16 @@ from engine.messages import CoreInfo
 from events.publisher import PublisherStats
 
 # vLLM's buckets.
-_TTFT = (
+_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
-_ITL = (
+_ITL_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
-_E2E = (
+_E2E_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
-_TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+_TOKEN_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
 MetricFamilyType = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
@@ -49,12 +49,12 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, as Prometheus wants them."""
-        total = 0
-        rows: list[tuple[str, float]] = []
+        cumulative_count = 0
+        bucket_rows: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
-        return rows
+            cumulative_count += count
+            bucket_rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(cumulative_count)))
+        return bucket_rows
 
 
 class ServerMetrics:
@@ -66,12 +66,12 @@ class ServerMetrics:
         self.finished_sequences: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.error_responses: dict[str, int] = {}
         """HTTP status -> requests answered with an error."""
-        self.time_to_first_token = Histogram(_TTFT)
-        self.inter_token_latency = Histogram(_ITL)
-        self.time_per_output_token = Histogram(_ITL)
-        self.e2e_request_latency = Histogram(_E2E)
-        self.request_prompt_tokens = Histogram(_TOKENS)
-        self.request_generation_tokens = Histogram(_TOKENS)
+        self.time_to_first_token = Histogram(_TTFT_BUCKETS)
+        self.inter_token_latency = Histogram(_ITL_BUCKETS)
+        self.time_per_output_token = Histogram(_ITL_BUCKETS)
+        self.e2e_request_latency = Histogram(_E2E_BUCKETS)
+        self.request_prompt_tokens = Histogram(_TOKEN_BUCKETS)
+        self.request_generation_tokens = Histogram(_TOKEN_BUCKETS)
 
     def count_error(self, status: int) -> None:
         self.error_responses[str(status)] = self.error_responses.get(str(status), 0) + 1
@@ -80,23 +80,23 @@ class ServerMetrics:
 class RequestClock:
     """The times of one HTTP request: first token, gaps between tokens, end."""
 
-    __slots__ = ("_last_s", "_metrics", "_start_s")
+    __slots__ = ("_last_token_s", "_metrics", "_start_s")
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics = metrics
         self._start_s = start_s
-        self._last_s: dict[int, float] = {}
+        self._last_token_s: dict[int, float] = {}
 
     def record_tokens(self, index: int, count: int, now_s: float) -> None:
         """`count` tokens of choice `index` have arrived."""
         if not count:
             return
-        last_s = self._last_s.get(index)
-        if last_s is not None:
-            self._metrics.inter_token_latency.observe((now_s - last_s) / count)
-        elif not self._last_s:
+        last_token_s = self._last_token_s.get(index)
+        if last_token_s is not None:
+            self._metrics.inter_token_latency.observe((now_s - last_token_s) / count)
+        elif not self._last_token_s:
             self._metrics.time_to_first_token.observe(now_s - self._start_s)
-        self._last_s[index] = now_s
+        self._last_token_s[index] = now_s
         self._metrics.generation_tokens += count
 
     def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
@@ -141,16 +141,16 @@ class MetricsPage:
         """What `generate_latest` asks of a registry."""
         core_report = self._core_report
         if core_report.stats is not None:  # else the core has not said anything yet
-            yield from self._core_metrics(core_report.stats)
+            yield from self._iter_core_metrics(core_report.stats)
             if core_report.publisher_stats is not None:
-                yield from self._event_metrics(core_report.publisher_stats)
+                yield from self._iter_event_metrics(core_report.publisher_stats)
             if core_report.simulation_lag is not None:
-                yield from self._lag_metrics(core_report.simulation_lag)
-        yield from self._request_metrics()
+                yield from self._iter_lag_metrics(core_report.simulation_lag)
+        yield from self._iter_request_metrics()
 
-    def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+    def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
-        for kind, name, text, value in (
+        for family_type, name, text, value in (
             (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
             (gauge, "num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
             (gauge, "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
@@ -168,7 +168,7 @@ class MetricsPage:
             (counter, "host_cache_copy_seconds", "Of these copies, where steps wait for them.", stats.host_copy_s),
             (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
         ):
-            yield self._make_family(kind, name, text, value)
+            yield self._make_family(family_type, name, text, value)
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -182,7 +182,7 @@ class MetricsPage:
         family.add_metric(list(config.values()), 1.0)
         yield family
 
-    def _event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
+    def _iter_event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
         for name, text, value in (
             ("batches", "Batches of cache events published.", stats.published_batches),
             ("batches_dropped", "Batches not sent live (the queue was full); replay has them.", stats.unsent_batches),
@@ -192,7 +192,7 @@ class MetricsPage:
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 
-    def _lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
+    def _iter_lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (
             ("steps", "Steps that were simulated.", lag.step_count),
             ("step_seconds", "What they should have taken.", lag.step_s),
@@ -201,7 +201,7 @@ class MetricsPage:
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
         yield GaugeMetricFamily("engine:simulated_lag_seconds_max", "Largest lag of a step.", value=lag.lag_s_max)
 
-    def _request_metrics(self) -> Iterator[Metric]:
+    def _iter_request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily
         yield self._make_family(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
         yield self._make_family(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)
@@ -227,7 +227,7 @@ class MetricsPage:
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _make_family(self, kind: MetricFamilyType, name: str, text: str, value: float) -> Metric:
-        family = kind(f"vllm:{name}", text, labels=list(self._labels))
+    def _make_family(self, family_type: MetricFamilyType, name: str, text: str, value: float) -> Metric:
+        family = family_type(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

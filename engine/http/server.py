@@ -112,22 +112,24 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
             state.check_key(*keys)
         return await handler(request)
     except RequestError as error:
-        return error_response(state, request, error)
+        return make_error_response(state, request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return error_response(state, request, _http_error(request, error), allow=error.headers.get("Allow"))
+        return make_error_response(
+            state, request, _convert_http_error(request, error), allow=error.headers.get("Allow")
+        )
     except EngineDeadError as error:
-        return error_response(state, request, not_running(error))
+        return make_error_response(state, request, not_running(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         error_body = RequestError("internal error", param=None, code="internal_error", status=500)
-        return error_response(state, request, error_body)
+        return make_error_response(state, request, error_body)
 
 
-def error_response(
+def make_error_response(
     state: ServerState, request: web.Request, error: RequestError, allow: str | None = None
 ) -> web.Response:
     state.metrics.count_error(error.status)
@@ -146,7 +148,7 @@ def error_response(
     )
 
 
-def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
+def _convert_http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 404:
         return make_unknown_path_error(request.path, served_paths(request.app))
     if error.status == 405:
@@ -181,7 +183,7 @@ def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
     )
 
 
-def connections_max(setting: int | None) -> int:
+def compute_max_connections(setting: int | None) -> int:
     """`setting`, or as many as this process has file descriptors for, which is said. Raises the soft limit."""
     descriptors = max(1, raise_file_limit() - OTHER_FILE_DESCRIPTORS)
     if setting is None:
@@ -199,28 +201,28 @@ class ConnectionLimit:
 
     def __init__(self, server: web.Server, limit: int) -> None:
         self._server = server
-        self._limit = limit
+        self._max_connections = limit
         self._is_full = False
 
     def __call__(self) -> asyncio.BaseProtocol:
-        if len(self._server.connections) < self._limit:
+        if len(self._server.connections) < self._max_connections:
             self._is_full = False
             return self._server()
         if not self._is_full:  # once, until there was room again
             self._is_full = True
-            log.warning("%d connections are open: no more are taken (--max-connections)", self._limit)
-        return RefusedConnection(self._limit)
+            log.warning("%d connections are open: no more are taken (--max-connections)", self._max_connections)
+        return RefusedConnection(self._max_connections)
 
 
 class RefusedConnection(asyncio.Protocol):
     """A connection that is told that there are too many."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._max_connections = limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
-        error = unavailable(f"{self._limit} connections are open, expected no more (--max-connections)")
+        error = unavailable(f"{self._max_connections} connections are open, expected no more (--max-connections)")
         body = msgspec.json.encode(error.body())
         transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: %d\r\n"
@@ -235,16 +237,16 @@ class Server:
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self._engine_config = engine_config
         self._config = config
-        self._stop: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._stop_reason: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """Resolved to None by a signal, to the reason by the core's death."""
         self._signal_count = 0
         self._stop_now = asyncio.Event()
-        self._tls = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, self._on_signal)
         try:
             listener = bind(self._config.host, self._config.port)
         except OSError as error:
@@ -259,14 +261,14 @@ class Server:
             await client.close()
 
     async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
-        ready = asyncio.ensure_future(client.wait_ready())
-        waits: list[asyncio.Future[Any]] = [ready, self._stop]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            ready.cancel()
+        ready_task = asyncio.ensure_future(client.wait_ready())
+        startup_futures: list[asyncio.Future[Any]] = [ready_task, self._stop_reason]
+        await asyncio.wait(startup_futures, return_when=asyncio.FIRST_COMPLETED)
+        if not ready_task.done():
+            ready_task.cancel()
             return 0  # told to stop while loading
         try:
-            info = ready.result()
+            info = ready_task.result()
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
         except (EngineDeadError, TokenizerError) as error:
             return _report_failure(str(error))
@@ -274,10 +276,12 @@ class Server:
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         assert runner.server is not None
-        connections = ConnectionLimit(runner.server, connections_max(self._config.max_connections))
-        server = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=2048, ssl=self._tls)
+        connection_limit = ConnectionLimit(runner.server, compute_max_connections(self._config.max_connections))
+        server = await asyncio.get_running_loop().create_server(
+            connection_limit, sock=listener, backlog=2048, ssl=self._tls_context
+        )
         print_startup(self._engine_config, self._config, state, listener)
-        reason = await self._stop
+        reason = await self._stop_reason
         if reason is None:
             await self._drain(state)
         else:
@@ -293,36 +297,36 @@ class Server:
 
     async def _drain(self, state: ServerState) -> None:
         state.is_draining = True
-        if not state.active_requests:
+        if not state.active_request_count:
             return
         timeout_s = self._config.shutdown_timeout_s
-        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active_requests, timeout_s)
-        idle = asyncio.ensure_future(state.wait_until_idle())
-        stop_now = asyncio.ensure_future(self._stop_now.wait())
-        await asyncio.wait({idle, stop_now}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle, stop_now):
+        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active_request_count, timeout_s)
+        idle_task = asyncio.ensure_future(state.wait_until_idle())
+        stop_now_task = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait({idle_task, stop_now_task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle_task, stop_now_task):
             task.cancel()
-        if state.active_requests:
-            log.warning("ending with %d requests unfinished", state.active_requests)
+        if state.active_request_count:
+            log.warning("ending with %d requests unfinished", state.active_request_count)
 
     def _on_signal(self) -> None:
         self._signal_count += 1
         if self._signal_count > 1:
             self._stop_now.set()
-        if not self._stop.done():
-            self._stop.set_result(None)
+        if not self._stop_reason.done():
+            self._stop_reason.set_result(None)
 
     def _on_death(self, reason: str) -> None:
-        if not self._stop.done():
-            self._stop.set_result(reason)
+        if not self._stop_reason.done():
+            self._stop_reason.set_result(reason)
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening address; port 0 lets the system choose. Raises OSError."""
-    family, kind, proto, _, address = socket.getaddrinfo(
+    family, socket_type, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    sock = socket.socket(family, kind, proto)
+    sock = socket.socket(family, socket_type, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setblocking(False)

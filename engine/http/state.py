@@ -65,17 +65,17 @@ class ServerState:
         self.is_draining = False
         self.is_asleep = False
         """Or about to be, or to have other weights: nothing new is taken in."""
-        self.change_lock = asyncio.Lock()
-        self.active_requests = 0
+        self.weights_change_lock = asyncio.Lock()
+        self.active_request_count = 0
         """Completion requests being answered."""
-        self._reading_requests = 0
+        self._reading_request_count = 0
         """Requests that are being read; each counts as one sequence."""
         self._model_names = frozenset(self.model_names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
         self._admin_keys = () if config.admin_api_key is None else (config.admin_api_key.encode(),)
-        self._numbers = itertools.count()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._request_numbers = itertools.count()
+        self._idle_event = asyncio.Event()
+        self._idle_event.set()
 
     def check_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
         """Compare a bearer token, or without one Anthropic's header, with the API keys in constant time. Raises
@@ -118,11 +118,11 @@ class ServerState:
     def reserve_admission(self) -> Iterator[None]:
         """A place for a request that is being read. Raises RequestError 503 or 429."""
         self._check_capacity(1)
-        self._reading_requests += 1
+        self._reading_request_count += 1
         try:
             yield
         finally:
-            self._reading_requests -= 1
+            self._reading_request_count -= 1
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Let the sequences of an admitted request in, all or none. Raises RequestError 503, 429 or 400."""
@@ -139,7 +139,7 @@ class ServerState:
             raise unavailable("the server is shutting down")
         if self.is_asleep:
             raise unavailable(ASLEEP_MESSAGE)
-        limit, current_sequences = self.config.max_queue, self.client.in_flight_count + self._reading_requests
+        limit, current_sequences = self.config.max_queue, self.client.in_flight_count + self._reading_request_count
         if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
                 f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",
@@ -149,21 +149,21 @@ class ServerState:
             )
 
     def begin_request(self) -> None:
-        self.active_requests += 1
-        self._idle.clear()
+        self.active_request_count += 1
+        self._idle_event.clear()
 
     def end_request(self) -> None:
-        self.active_requests -= 1
-        if not self.active_requests:
-            self._idle.set()
+        self.active_request_count -= 1
+        if not self.active_request_count:
+            self._idle_event.set()
 
     async def wait_until_idle(self) -> None:
         """Wait until no completion request is being answered."""
-        await self._idle.wait()
+        await self._idle_event.wait()
 
     def make_request_prefix(self) -> str:
         """Names a request's sequences in the core."""
-        return format(next(self._numbers), "x")
+        return format(next(self._request_numbers), "x")
 
     async def read_body(self, request: web.Request) -> bytes:
         """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before.

@@ -26,7 +26,7 @@ class RpcBody(msgspec.Struct):
     timeout: float | None = None
 
 
-_rpc = msgspec.json.Decoder(RpcBody)
+_rpc_decoder = msgspec.json.Decoder(RpcBody)
 
 
 async def sleep(request: web.Request) -> web.Response:
@@ -37,7 +37,7 @@ async def sleep(request: web.Request) -> web.Response:
         raise bad_value("level", level, "1 or 2")
     if mode != "wait":
         raise bad_value("mode", mode, "wait")
-    await asyncio.shield(_change(state, "sleep", asleep_after=True, level=int(level)))
+    await asyncio.shield(_change_weights(state, "sleep", asleep_after=True, level=int(level)))
     return web.json_response({"status": "sleeping", "level": int(level)})
 
 
@@ -45,7 +45,7 @@ async def wake_up(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if "tags" in request.query:
         raise bad_value("tags", request.query["tags"], "none: all wakes up at once")
-    await asyncio.shield(_change(state, "wake", asleep_after=False))
+    await asyncio.shield(_change_weights(state, "wake", asleep_after=False))
     return web.json_response({"status": "awake", "tags": None})
 
 
@@ -56,7 +56,7 @@ async def is_sleeping(request: web.Request) -> web.Response:
 async def collective_rpc(request: web.Request) -> web.Response:
     """`{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}`; without a path, the folder of last time."""
     state = request.app[STATE]
-    body: RpcBody = decode_json(_rpc, await state.read_body(request))
+    body: RpcBody = decode_json(_rpc_decoder, await state.read_body(request))
     path = body.kwargs.get("weights_path")
     if body.method != "reload_weights" or body.args:
         raise bad_value("method", body.method, "reload_weights, without args")
@@ -66,7 +66,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
         path = allowed_folder(path, (*state.config.weights_folders, state.info.model_path))
     if state.is_asleep:
         raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
-    await asyncio.shield(_change(state, "reload", asleep_after=False, path=path))
+    await asyncio.shield(_change_weights(state, "reload", asleep_after=False, path=path))
     return web.json_response({"results": [None]})
 
 
@@ -80,12 +80,12 @@ def allowed_folder(path: str, roots: Sequence[str]) -> str:
     return str(folder)
 
 
-async def _change(
+async def _change_weights(
     state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
 ) -> None:
     """While nothing new is taken in, and once what runs has ended; `asleep_after` it. Where it fails all is as before.
     Shielded by the caller: it is done to its end also where the client leaves."""
-    async with state.change_lock:
+    async with state.weights_change_lock:
         asleep_before, state.is_asleep = state.is_asleep, True
         try:
             await state.wait_until_idle()

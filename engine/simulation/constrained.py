@@ -19,10 +19,10 @@ CLOSING_TEXTS = ('"', "}", "]", ",")
 """What ends a part of JSON, strings first, as brackets may stand in them: said where the grammar lets it."""
 TAG_END = "\n</parameter>\n"
 """What ends an argument that stands without quotation marks: in it all of these may stand."""
-FREE_TOKENS = 12
+DEFAULT_ANSWER_TOKENS = 12
 """Tokens of an answer that could end at any time, where the simulation names no length."""
-CANDIDATES_MAX = 64
-MATCHERS_MAX = 4096
+MAX_CANDIDATES = 64
+MAX_MATCHERS = 4096
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class _MatcherState:
     """A matcher, and how much of its answer it has read."""
 
     matcher: LLMatcher
-    read_tokens: int = 0
-    forced_tokens: list[int] = field(default_factory=list)
+    read_token_count: int = 0
+    forced_token_ids: list[int] = field(default_factory=list)
     """What must follow, as the tokenizer writes it, so that the next prompt is a prefix hit; the next token last."""
 
 
@@ -41,9 +41,9 @@ class ConstrainedAnswers:
     def __init__(self, grammars: GrammarCompiler, tokenizer: Tokenizer, eos_token_id: int, length: int | None) -> None:
         self._grammars = grammars
         self._tokenizer = tokenizer
-        self._eos = eos_token_id
-        self._length = FREE_TOKENS if length is None else length
-        self._tag_end = tokenizer.hf_tokenizer.encode(TAG_END, add_special_tokens=False).ids
+        self._eos_token_id = eos_token_id
+        self._answer_length = DEFAULT_ANSWER_TOKENS if length is None else length
+        self._tag_end_ids = tokenizer.hf_tokenizer.encode(TAG_END, add_special_tokens=False).ids
         self._token_order: list[int] | None = None
         self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
 
@@ -58,73 +58,75 @@ class ConstrainedAnswers:
             if constraint.reasoning_end_token not in answer_tokens:
                 return constraint.reasoning_end_token
             answer_tokens = answer_tokens[answer_tokens.index(constraint.reasoning_end_token) + 1 :]
-        state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
-        if state.forced_tokens:
-            return state.forced_tokens[-1]
-        matcher = state.matcher
-        mask: bytes = matcher.compute_bitmask()
+        matcher_state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
+        if matcher_state.forced_token_ids:
+            return matcher_state.forced_token_ids[-1]
+        matcher = matcher_state.matcher
+        allowed_bitmask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
             return summarize_error(matcher)
 
-        state.forced_tokens = matcher.compute_ff_tokens()[::-1]
-        if state.forced_tokens:
-            return state.forced_tokens[-1]
+        matcher_state.forced_token_ids = matcher.compute_ff_tokens()[::-1]
+        if matcher_state.forced_token_ids:
+            return matcher_state.forced_token_ids[-1]
 
         def is_allowed(token: int) -> bool:
-            return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+            return token >> 3 < len(allowed_bitmask) and bool(allowed_bitmask[token >> 3] >> (token & 7) & 1)
 
         preferred_token = free_token(seq)
-        prefers_text = is_allowed(preferred_token) and preferred_token != self._eos
-        if is_allowed(self._eos) and (not prefers_text or len(answer_tokens) + 1 >= self._length):
-            return self._eos
+        prefers_text = is_allowed(preferred_token) and preferred_token != self._eos_token_id
+        if is_allowed(self._eos_token_id) and (not prefers_text or len(answer_tokens) + 1 >= self._answer_length):
+            return self._eos_token_id
         if "</parameter>" in constraint.lark_grammar:
             tag_end_token = self._next_tag_end_token(answer_tokens)
-            if tag_end_token is not None and not is_allowed(self._eos) and is_allowed(tag_end_token):
+            if tag_end_token is not None and not is_allowed(self._eos_token_id) and is_allowed(tag_end_token):
                 return tag_end_token
-        if prefers_text and (is_allowed(self._eos) or not answer_tokens or not self._is_word(answer_tokens[-1])):
+        if prefers_text and (
+            is_allowed(self._eos_token_id) or not answer_tokens or not self._is_word(answer_tokens[-1])
+        ):
             return preferred_token
-        candidates = list(islice(filter(is_allowed, self._ordered_tokens()), CANDIDATES_MAX))
+        candidates = list(islice(filter(is_allowed, self._get_token_order()), MAX_CANDIDATES))
         if not candidates:
-            return self._eos
+            return self._eos_token_id
         if self._tokenizer.hf_tokenizer.decode([candidates[0]]) in CLOSING_TEXTS:
             return candidates[0]
         return min(candidates, key=Counter(answer_tokens).__getitem__)  # others than before: a repetition ends
 
     def _advance_matcher(self, request_id: str, lark: str, answer_tokens: list[int]) -> _MatcherState:
-        state = self._matcher_states.pop(request_id, None)
-        if state is None or state.read_tokens > len(answer_tokens):
-            state = _MatcherState(self._grammars.make_matcher(lark))
-        for token in answer_tokens[state.read_tokens :]:
-            if state.forced_tokens and state.forced_tokens.pop() != token:
-                state.forced_tokens.clear()
-            if state.matcher.is_stopped() or not state.matcher.consume_token(token):
+        matcher_state = self._matcher_states.pop(request_id, None)
+        if matcher_state is None or matcher_state.read_token_count > len(answer_tokens):
+            matcher_state = _MatcherState(self._grammars.make_matcher(lark))
+        for token in answer_tokens[matcher_state.read_token_count :]:
+            if matcher_state.forced_token_ids and matcher_state.forced_token_ids.pop() != token:
+                matcher_state.forced_token_ids.clear()
+            if matcher_state.matcher.is_stopped() or not matcher_state.matcher.consume_token(token):
                 break
-        state.read_tokens = len(answer_tokens)
-        self._matcher_states[request_id] = state
-        while len(self._matcher_states) > MATCHERS_MAX:
+        matcher_state.read_token_count = len(answer_tokens)
+        self._matcher_states[request_id] = matcher_state
+        while len(self._matcher_states) > MAX_MATCHERS:
             self._matcher_states.popitem(last=False)
-        return state
+        return matcher_state
 
     def _next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
         """The next token of TAG_END, where the end of a value may stand before it."""
-        for matched_count, token in reversed(list(enumerate(self._tag_end))):
+        for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
             if (
                 value_index >= 0
-                and answer_tokens[value_index + 1 :] == self._tag_end[:matched_count]
+                and answer_tokens[value_index + 1 :] == self._tag_end_ids[:matched_count]
                 and self._is_value(answer_tokens[value_index])
             ):
                 return token
         return None
 
     def _is_value(self, token: int) -> bool:
-        end = self._tokenizer.hf_tokenizer.decode([token])[-1:]
-        return end.isalnum() or end in CLOSING_TEXTS[:3]
+        last_char = self._tokenizer.hf_tokenizer.decode([token])[-1:]
+        return last_char.isalnum() or last_char in CLOSING_TEXTS[:3]
 
     def _is_word(self, token: int) -> bool:
         return self._tokenizer.hf_tokenizer.decode([token]).strip().isalpha()
 
-    def _ordered_tokens(self) -> list[int]:
+    def _get_token_order(self) -> list[int]:
         """All ids, those that are said first where several may be."""
         if self._token_order is None:
             texts = [
@@ -132,11 +134,11 @@ class ConstrainedAnswers:
                 for i in range(self._grammars.vocabulary.token_count)
             ]
 
-            def place(token: int) -> tuple[int, int]:
+            def get_sort_key(token: int) -> tuple[int, int]:
                 text = texts[token]
                 if text in CLOSING_TEXTS:
                     return 0, CLOSING_TEXTS.index(text)
                 return (1, token) if text.isalnum() else (3, token) if not text or text.isspace() else (2, token)
 
-            self._token_order = sorted(range(len(texts)), key=place)
+            self._token_order = sorted(range(len(texts)), key=get_sort_key)
         return self._token_order

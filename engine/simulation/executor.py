@@ -19,8 +19,8 @@ from prompts import Tokenizer
 from simulation.spec import SimulationSpec, read_spec
 
 WORD_COUNT = 256
-_WORD = re.compile(r" [a-z]{3,12}")
-_PROBED_TOKENS_MAX = 20_000
+_WORD_PATTERN = re.compile(r" [a-z]{3,12}")
+_MAX_PROBED_TOKENS = 20_000
 BLOCKS_MAX = 10_000_000
 """Of the cache, and of host memory: nothing lies in one, but what is known of it takes 250 bytes and 7 us."""
 
@@ -41,19 +41,19 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
     if spec.turns and (reason := unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
-    words, script = sample_words(tokenizer), _script(spec, tokenizer)
+    word_ids, script = sample_words(tokenizer), _encode_script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
 
     def make_simulated_runner(eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
-        answers = SimulatedAnswers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        times = spec.step_times(config.step_tokens_max, config.time_scale)
+        answers = SimulatedAnswers(word_ids, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
+        step_times = spec.step_times(config.step_tokens_max, config.time_scale)
         constrained_answers = None
         if grammars is not None:
             constrained_answers = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
         runners.append(
-            SimulatedRunner(times, answers, block_size=config.block_size, constrained_answers=constrained_answers)
+            SimulatedRunner(step_times, answers, block_size=config.block_size, constrained_answers=constrained_answers)
         )
         return runners[0]
 
@@ -61,21 +61,21 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         while runners:
             runners.pop().close()
 
-    blocks = config.num_gpu_blocks_override or spec.kv_tokens // config.block_size
-    if blocks < 1:
+    block_count = config.num_gpu_blocks_override or spec.kv_tokens // config.block_size
+    if block_count < 1:
         raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
-    if blocks > BLOCKS_MAX:
+    if block_count > BLOCKS_MAX:
         override = config.num_gpu_blocks_override
         flag = (
             f"--simulate: kv_tokens {spec.kv_tokens}" if override is None else f"--num-gpu-blocks-override {override}"
         )
-        raise ConfigError(f"{flag}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation")
+        raise ConfigError(f"{flag}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation")
     # Any head size does: nothing lies in the blocks. With this one a unit is a block.
-    group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
+    cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
-        cache_spec=CacheSpec(config.block_size, (group,)),
-        unit_count=blocks,
-        host_unit_count=_host_blocks(config, spec),
+        cache_spec=CacheSpec(config.block_size, (cache_group,)),
+        unit_count=block_count,
+        host_unit_count=_count_host_blocks(config, spec),
         max_model_len=config.max_model_len or spec.max_model_len,
         vocab_size=tokenizer.vocab_size,
         dtype="simulated",
@@ -85,60 +85,60 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         watch_for_loss=lambda lost: None,
         get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
-        reload_weights=_no_weights,
+        reload_weights=_check_weights_folder,
         script_turns=spec.turns,
     )
 
 
-def _no_weights(path: str | None) -> None:
+def _check_weights_folder(path: str | None) -> None:
     """A folder that is not there is one here too."""
     if path is not None:
         locate_model(path, weights=False)
 
 
-def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
+def _count_host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
     """Blocks of host memory under the cache. Raises ConfigError."""
-    memory = config.host_cache_memory
-    if memory is None:
+    memory_bytes = config.host_cache_memory
+    if memory_bytes is None:
         return 0
     if spec.kv_bytes_per_token is None:
-        raise ConfigError(f"--host-cache-memory {memory}: with --simulate SPEC must have kv_bytes_per_token")
-    blocks = memory // (spec.kv_bytes_per_token * config.block_size)
-    if blocks < 1:
-        raise ConfigError(f"--host-cache-memory {memory}: holds no block of {config.block_size} tokens of KV")
-    if blocks > BLOCKS_MAX:
+        raise ConfigError(f"--host-cache-memory {memory_bytes}: with --simulate SPEC must have kv_bytes_per_token")
+    block_count = memory_bytes // (spec.kv_bytes_per_token * config.block_size)
+    if block_count < 1:
+        raise ConfigError(f"--host-cache-memory {memory_bytes}: holds no block of {config.block_size} tokens of KV")
+    if block_count > BLOCKS_MAX:
         raise ConfigError(
-            f"--host-cache-memory {memory}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation"
+            f"--host-cache-memory {memory_bytes}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation"
         )
-    return blocks
+    return block_count
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
     """Ids of short words that are read back as they were said, so that an answer in the next prompt is cached."""
-    ids = list(range(tokenizer.vocab_size))
-    random.Random(0).shuffle(ids)
+    token_ids = list(range(tokenizer.vocab_size))
+    random.Random(0).shuffle(token_ids)
     word_ids: list[int] = []
-    for token_id in ids[:_PROBED_TOKENS_MAX]:
+    for token_id in token_ids[:_MAX_PROBED_TOKENS]:
         text = tokenizer.hf_tokenizer.decode([token_id])
         if (
-            _WORD.fullmatch(text)
+            _WORD_PATTERN.fullmatch(text)
             and tokenizer.hf_tokenizer.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2
         ):
             word_ids.append(token_id)
             if len(word_ids) == WORD_COUNT:
                 break
-    return word_ids or [token_id for token_id in ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
+    return word_ids or [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
 
 
-def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
+def _encode_script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
     if not isinstance(spec.script, str) or spec.turns:
         return []
     try:
-        lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()
+        script_lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--simulate: script {spec.script!r}: {error}") from None
     encoded_lines = [
-        tokenizer.hf_tokenizer.encode(line, add_special_tokens=False).ids for line in lines if line.strip()
+        tokenizer.hf_tokenizer.encode(line, add_special_tokens=False).ids for line in script_lines if line.strip()
     ]
     if not encoded_lines:
         raise ConfigError(f"--simulate: script {spec.script!r}: expected a text with at least one line")

@@ -26,20 +26,24 @@ LAG_WARNING_SHARE = 0.05
 log = logging.getLogger("engine.simulation")
 
 
-def step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
+def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
     """What a step takes: its decodes, each chunk of prefill after what is computed of its sequence, and the blocks that
     come back from host memory. What goes there is copied beside it.
     """
-    sequences = context = 0
+    decode_count = context_tokens = 0
     prefill_s = 0.0
     for chunk in plan.chunks:
         if chunk.end - chunk.start == 1 and chunk.end > chunk.seq.prompt_len:
-            sequences += 1
-            context += chunk.end
+            decode_count += 1
+            context_tokens += chunk.end
         else:
             prefill_s += times.prefill_s(chunk.end - chunk.start, chunk.start)
-    loads = sum(move.direction is CopyDirection.FROM_HOST for move in plan.block_copies)
-    return times.decode_s(sequences, context) + prefill_s + times.load_s_per_token * block_size * loads
+    loaded_block_count = sum(move.direction is CopyDirection.FROM_HOST for move in plan.block_copies)
+    return (
+        times.decode_s(decode_count, context_tokens)
+        + prefill_s
+        + times.load_s_per_token * block_size * loaded_block_count
+    )
 
 
 class SimulatedAnswers:
@@ -50,9 +54,9 @@ class SimulatedAnswers:
     ) -> None:
         """`length`: of an answer of words, its end included; None: no end."""
         assert words
-        self._words = words
-        self._eos = eos_token_id
-        self._length = length
+        self._word_ids = words
+        self._eos_token_id = eos_token_id
+        self._answer_length = length
         self._script = script
 
     def next_token(self, seq: EngineSequence) -> int:
@@ -61,10 +65,12 @@ class SimulatedAnswers:
         if self._script:
             line = self._script[crc32(repr(seq.token_ids[: seq.prompt_len][-64:]).encode()) % len(self._script)]
             token_index = output_len % (len(line) + 1)
-            return line[token_index] if token_index < len(line) else self._eos
-        if self._length is not None and output_len + 1 == self._length:
-            return self._eos
-        return self._words[(seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len) % len(self._words)]
+            return line[token_index] if token_index < len(line) else self._eos_token_id
+        if self._answer_length is not None and output_len + 1 == self._answer_length:
+            return self._eos_token_id
+        return self._word_ids[
+            (seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len) % len(self._word_ids)
+        ]
 
 
 class SimulatedRunner:
@@ -87,23 +93,23 @@ class SimulatedRunner:
         self._clock = clock
         self._sleep = sleep
         self._block_size = block_size
-        self._due_s = 0.0
+        self._due_at_s = 0.0
         self._total_lag, self._recent_lag = SimulationLag(), SimulationLag()
-        self._next_report_s = clock() + REPORT_S
+        self._next_report_at_s = clock() + REPORT_S
 
     @property
     def simulation_lag(self) -> SimulationLag:
         return self._total_lag
 
     def execute(self, plan: StepPlan) -> StepResult:
-        first_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
-        step_s = step_seconds(self._times, plan, self._block_size)
-        self._due_s = max(self._due_s, first_s) + step_s
+        first_arrival_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
+        step_s = compute_step_seconds(self._times, plan, self._block_size)
+        self._due_at_s = max(self._due_at_s, first_arrival_s) + step_s
         result = StepResult([])
         for index, chunk in enumerate(plan.chunks):
             self._add_token(result, index, chunk)
             _add_logprobs(result, index, chunk)
-        while (remaining_s := self._due_s - self._clock()) > 0:
+        while (remaining_s := self._due_at_s - self._clock()) > 0:
             self._sleep(remaining_s)
         self._record_lag(step_s, -remaining_s)
         return result
@@ -129,12 +135,12 @@ class SimulatedRunner:
             _add_step(self._total_lag, step_s, lag_s),
             _add_step(self._recent_lag, step_s, lag_s),
         )
-        now_s = self._due_s + lag_s
+        now_s = self._due_at_s + lag_s
         if lag_s > RESYNC_LAG_S:
-            self._due_s = now_s
-        if now_s >= self._next_report_s:
+            self._due_at_s = now_s
+        if now_s >= self._next_report_at_s:
             _log_lag("lately", self._recent_lag)
-            self._next_report_s, self._recent_lag = now_s + REPORT_S, SimulationLag()
+            self._next_report_at_s, self._recent_lag = now_s + REPORT_S, SimulationLag()
 
 
 def _add_step(lag: SimulationLag, step_s: float, lag_s: float) -> SimulationLag:

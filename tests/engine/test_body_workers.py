@@ -116,7 +116,7 @@ def test_one_that_takes_too_much_ends_alone(odd: Any, name: str, monkeypatch: py
             assert outcome.status == 400
         monkeypatch.setattr(body_workers, "READ_S_MAX", 30.0)
         assert await reader.read(odd.length, data) != (size, pid)
-        assert len(reader._processes.processes) <= body_workers.PROCESSES
+        assert len(reader._process_pool.processes) <= body_workers.PROCESS_COUNT
 
     with_reader(use)
 
@@ -129,7 +129,7 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.gather(*(reader.read(odd.length, data) for _ in range(3)))
-        assert pid in {process.child.pid for process in reader._processes.processes if process.child is not None}
+        assert pid in {process.child.pid for process in reader._process_pool.processes if process.child is not None}
 
     with_reader(use)
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.constraint import MARKUPS, requested_constraint
+from engine.api.constraint import MARKUPS, parse_requested_constraint
 from engine.api.lark import build_constraint, write_lark
 from engine.api.params import ModelLimits
 from engine.api.schemas.constraint_check import check_constraint
@@ -86,7 +86,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def grammar(body: ChatRequest | CompletionRequest, markup: str | None = None) -> str:
-    constraint = requested_constraint(body, markup)
+    constraint = parse_requested_constraint(body, markup)
     assert constraint is not None
     return write_lark(constraint, TOKENS)
 
@@ -130,9 +130,9 @@ def test_calls_of_strict_tools_are_right_where_text_is_free(markup: str) -> None
     for text in ("", "Hello", f"I look: {weather}", weather, time):
         assert takes(lark, text), text
     assert not takes(lark, wrong)
-    assert requested_constraint(chat(tools=TOOLS[1:]), markup) is None
-    assert requested_constraint(chat(tools=TOOLS), None) is None
-    assert requested_constraint(chat(tools=TOOLS, tool_choice="none"), markup) is None
+    assert parse_requested_constraint(chat(tools=TOOLS[1:]), markup) is None
+    assert parse_requested_constraint(chat(tools=TOOLS), None) is None
+    assert parse_requested_constraint(chat(tools=TOOLS, tool_choice="none"), markup) is None
 
 
 def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
@@ -454,8 +454,8 @@ def test_structured_outputs(outputs: dict[str, Any], good: list[str], bad: list[
 
 
 def test_response_formats() -> None:
-    assert requested_constraint(chat()) is None
-    assert requested_constraint(chat(response_format={"type": "text"})) is None
+    assert parse_requested_constraint(chat()) is None
+    assert parse_requested_constraint(chat(response_format={"type": "text"})) is None
     assert takes(grammar(chat(response_format={"type": "json_object"})), "{}")
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": True, "strict": True}}
     assert takes(grammar(chat(response_format=schema)), '["anything"]')
@@ -525,7 +525,7 @@ def test_allowed_tools() -> None:
 
 def test_a_forced_call_needs_a_markup() -> None:
     with pytest.raises(RequestError, match="no --tool-call-parser"):
-        requested_constraint(chat(tools=TOOLS, tool_choice="required"))
+        parse_requested_constraint(chat(tools=TOOLS, tool_choice="required"))
 
 
 def test_an_engine_that_can_constrain_nothing_says_why() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.api.choice import Choice, make_choice
-from engine.api.detokenizer import _BYTE_OF, DetokenizerFactory
+from engine.api.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
 from engine.api.generation import Generation, make_generation
 from engine.api.output_parser import OutputParserConfig, resolve_formats
 from engine.api.params import ModelLimits
@@ -153,7 +153,7 @@ IN_BYTES = {
 def test_each_format_cut_at_every_byte(name: str) -> None:
     """A token is a byte here; a character that a cut divides is told once it is whole."""
     assert set(IN_BYTES) == set(CALL_FORMATS)
-    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
+    letters = {byte: letter for letter, byte in _BYTE_BY_CHAR.items()}
     ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
     limits = ModelLimits(max_model_len=2000, vocab_size=4096, call_format=name, reasoning_format="qwen3")
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]

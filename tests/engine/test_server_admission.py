@@ -33,7 +33,7 @@ class Client:
 
 def make_state(limit: int, client: Any) -> ServerState:
     state = object.__new__(ServerState)
-    state.config, state.client, state._reading_requests = ServerConfig(max_queue=limit), client, 0
+    state.config, state.client, state._reading_request_count = ServerConfig(max_queue=limit), client, 0
     state.is_draining = state.is_asleep = False
     return state
 
@@ -51,12 +51,12 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple
                 place.enter_context(state.reserve_admission())
             except RequestError as error:
                 refusal_status = error.status
-                assert (refusal_status, client.in_flight_count + state._reading_requests) == (429, limit)
+                assert (refusal_status, client.in_flight_count + state._reading_request_count) == (429, limit)
                 continue
             inside.append((reading.enter_context(place), count, submits))
         for place, count, submits in inside:
             if submits:
-                before = client.in_flight_count + state._reading_requests
+                before = client.in_flight_count + state._reading_request_count
                 try:
                     state.submit([SimpleNamespace()] * count)
                     refusal_status = 200
@@ -65,8 +65,8 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple
                 fits = before + count - 1 <= limit
                 assert refusal_status == (200 if fits else 400 if count > limit else 429)
             place.close()
-            assert client.in_flight_count + state._reading_requests <= limit
-    assert state._reading_requests == 0
+            assert client.in_flight_count + state._reading_request_count <= limit
+    assert state._reading_request_count == 0
 
 
 def test_nobody_is_let_in_while_the_server_ends() -> None:

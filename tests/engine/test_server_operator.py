@@ -20,7 +20,7 @@ from engine.config import ServerConfig
 from engine.http import server
 from engine.http.generate import DeltaStream
 from engine.http.metrics import ServerMetrics
-from engine.http.server import ConnectionLimit, build_app, connections_max, make_runner
+from engine.http.server import ConnectionLimit, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
 from engine.http.weights import allowed_folder
 from engine.tiny.tokenizer import build_tokenizer
@@ -48,9 +48,9 @@ def make_state(client: Client, **config: Any) -> ServerState:
     state.client, state.metrics, state.model_names = client, ServerMetrics(), ("m",)  # type: ignore[assignment]
     state.info = SimpleNamespace(model_path="/models/own", max_model_len=8)  # type: ignore[assignment]
     state.is_asleep = state.is_draining = False
-    state.start_time_s, state.active_requests = 0, 0
-    state.change_lock, state._idle = asyncio.Lock(), asyncio.Event()
-    state._idle.set()
+    state.start_time_s, state.active_request_count = 0, 0
+    state.weights_change_lock, state._idle_event = asyncio.Lock(), asyncio.Event()
+    state._idle_event.set()
     state._api_keys = tuple(key.encode() for key in state.config.api_keys)
     state._admin_keys = () if state.config.admin_api_key is None else (state.config.admin_api_key.encode(),)
     return state
@@ -176,10 +176,10 @@ def test_fewer_file_descriptors_are_fewer_connections(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "raise_file_limit", lambda: 200)
-    assert connections_max(100) == 100
-    assert connections_max(None) == 200 - server.OTHER_FILE_DESCRIPTORS
+    assert compute_max_connections(100) == 100
+    assert compute_max_connections(None) == 200 - server.OTHER_FILE_DESCRIPTORS
     assert not caplog.records
-    assert connections_max(4096) == 200 - server.OTHER_FILE_DESCRIPTORS
+    assert compute_max_connections(4096) == 200 - server.OTHER_FILE_DESCRIPTORS
     assert "file descriptors are too few for --max-connections 4096: at most 136" in caplog.text
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
 
