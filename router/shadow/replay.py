@@ -40,7 +40,7 @@ class ObservedEngine(msgspec.Struct, frozen=True):
     shortest_first: bool = False
 
 
-class Totals(msgspec.Struct):
+class ReplayTotals(msgspec.Struct):
     """Of the requests that count."""
 
     computed_tokens: float
@@ -59,13 +59,13 @@ class Comparison(msgspec.Struct):
     waited: int
     """All together, that waited for the end of another one, and do so before `router run` too."""
     prompt_tokens: int
-    measured: Totals | None
+    measured: ReplayTotals | None
     """None where no time was seen."""
-    today: Totals
+    today: ReplayTotals
     """As played."""
-    ours: Totals
+    ours: ReplayTotals
     """As played."""
-    saved: Totals
+    saved: ReplayTotals
     """What switching gives: of what was measured, where it was."""
     lost: dict[str, int]
     """workload, routing -> tokens that need not have been computed, as today was played."""
@@ -83,8 +83,8 @@ class Comparison(msgspec.Struct):
 class RecordedPlacement(Router):
     """Each request where it went, and what of it was where when it came."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
+    def __init__(self, worker_index_by_request: Sequence[int]) -> None:
+        self._worker_index_by_request = worker_index_by_request
         self._seen_blocks: set[int] = set()
         """Blocks that some cache has had."""
         self.blocks_elsewhere: dict[int, int] = {}
@@ -95,45 +95,45 @@ class RecordedPlacement(Router):
         """request -> of those, what none has any more."""
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        ids, limit = request.ids, (request.prompt_tokens - 1) // request.block
-        place = self._places[request.index]
-        own_blocks = best_blocks = self.cluster.workers[place].cache.match(ids, limit)
-        if own_blocks < limit:
+        ids, max_cached_blocks = request.ids, (request.prompt_tokens - 1) // request.block
+        worker_index = self._worker_index_by_request[request.index]
+        own_blocks = best_blocks = self.cluster.workers[worker_index].cache.match(ids, max_cached_blocks)
+        if own_blocks < max_cached_blocks:
             for worker in self.cluster.workers:
                 if worker.cache.is_resident(ids[own_blocks]):
-                    best_blocks = max(best_blocks, worker.cache.match(ids, limit))
-        ever_cached = best_blocks
-        while ever_cached < limit and ids[ever_cached] in self._seen_blocks:
-            ever_cached += 1
+                    best_blocks = max(best_blocks, worker.cache.match(ids, max_cached_blocks))
+        blocks_ever_cached = best_blocks
+        while blocks_ever_cached < max_cached_blocks and ids[blocks_ever_cached] in self._seen_blocks:
+            blocks_ever_cached += 1
         self.blocks_elsewhere[request.index], self.blocks_evicted[request.index] = (
             best_blocks - own_blocks,
-            ever_cached - best_blocks,
+            blocks_ever_cached - best_blocks,
         )
-        self.blocks_ever_cached[request.index] = ever_cached
-        return [(request.index, place)]
+        self.blocks_ever_cached[request.index] = blocks_ever_cached
+        return [(request.index, worker_index)]
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
         self._seen_blocks.update(ids)
 
 
-def _lost_tokens(
+def _count_lost_tokens(
     placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Iterable[int], block: int
 ) -> dict[str, int]:
     """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
     no worker had any more, and what a session's next prompt has otherwise than the one before."""
     changed_blocks = dict.fromkeys(range(len(requests)), 0)
-    last: dict[str, ObservedRequest] = {}
+    last_request_by_user: dict[str, ObservedRequest] = {}
     for i, request in enumerate(requests):
-        previous = None if request.user is None else last.get(request.user)
+        previous = None if request.user is None else last_request_by_user.get(request.user)
         if (
             previous is not None
             and request.continues != previous.serial
             and previous.block_ids[:1] == request.block_ids[:1]
         ):
-            limit = min(previous.prompt_tokens // block, (request.prompt_tokens - 1) // block)
-            changed_blocks[i] = max(limit - placement.blocks_ever_cached[i], 0)
+            max_common_blocks = min(previous.prompt_tokens // block, (request.prompt_tokens - 1) // block)
+            changed_blocks[i] = max(max_common_blocks - placement.blocks_ever_cached[i], 0)
         if request.user is not None:
-            last[request.user] = request
+            last_request_by_user[request.user] = request
     indices = list(indices)
     return {
         "workload": block * sum(placement.blocks_evicted[i] + changed_blocks[i] for i in indices),
@@ -156,13 +156,15 @@ def compare(
             f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
         )
     steps = learn_step_times(observed_requests, engines)
-    workload, waiting = (
+    workload, waiting_workload = (
         make_workload(observed_requests, block, waits=False),
         make_workload(observed_requests, block, waits=True),
     )
-    number = {engine.name: i for i, engine in enumerate(engines)}
-    longest = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
-    cache_blocks = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
+    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
+    longest_request_blocks = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
+    cache_blocks = [
+        None if e.cache_tokens is None else max(e.cache_tokens // block, longest_request_blocks) for e in engines
+    ]
     cluster = ClusterConfig(
         workers=len(engines),
         cache_blocks=None,
@@ -175,53 +177,53 @@ def compare(
             shortest_first=all(engine.shortest_first for engine in engines),
         ),
     )
-    places = [number[s.worker] for s in observed_requests]
-    placement = RecordedPlacement(places)
+    worker_indices = [worker_index_by_name[s.worker] for s in observed_requests]
+    placement = RecordedPlacement(worker_indices)
     today_result = Cluster(cluster, workload, [placement]).run()
     for _ in range(FIT_ROUNDS_MAX):
-        decode_ratio = _decode_ratio(observed_requests, today_result)
+        decode_ratio = _measure_decode_ratio(observed_requests, today_result)
         if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
             break
         cluster = replace(
             cluster,
-            per_worker=[(_scale_decode(service, decode_ratio), blocks) for service, blocks in cluster.per_worker],
+            per_worker=[(_scale_decode(step_times, decode_ratio), blocks) for step_times, blocks in cluster.per_worker],
         )
-        placement = RecordedPlacement(places)
+        placement = RecordedPlacement(worker_indices)
         today_result = Cluster(cluster, workload, [placement]).run()
-    steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.per_worker)}
-    router_result = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
-    today, ours = (
-        _simulated_totals(today_result, workload, indices),
-        _simulated_totals(router_result, workload, indices),
+    steps = {engine.name: step_times for engine, (step_times, _) in zip(engines, cluster.per_worker)}
+    router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
+    today_totals, router_totals = (
+        _sum_simulated_totals(today_result, workload, indices),
+        _sum_simulated_totals(router_result, workload, indices),
     )
-    measured_totals = _measured_totals([observed_requests[i] for i in indices], today)
-    base = measured_totals or today
-    savings = Totals(
-        _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
-        _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
+    measured_totals = _sum_measured_totals([observed_requests[i] for i in indices], today_totals)
+    base_totals = measured_totals or today_totals
+    savings = ReplayTotals(
+        _scale_saving(base_totals.computed_tokens, today_totals.computed_tokens, router_totals.computed_tokens),
+        _scale_saving(base_totals.ttft_s, today_totals.ttft_s, router_totals.ttft_s),
         None,
     )
     if all(s.end_s is None for s in observed_requests):
-        today.seconds = ours.seconds = base.seconds = None
-    elif base.seconds is not None and today.seconds is not None and ours.seconds is not None:
-        savings.seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
+        today_totals.seconds = router_totals.seconds = base_totals.seconds = None
+    elif base_totals.seconds is not None and today_totals.seconds is not None and router_totals.seconds is not None:
+        savings.seconds = _scale_saving(base_totals.seconds, today_totals.seconds, router_totals.seconds)
     prompt_tokens = sum(observed_requests[i].prompt_tokens for i in indices)
     times = {
         "measured": [s.first_token_s - s.arrival_s for s in observed_requests[warming:] if s.first_token_s is not None],
         "today, as played": [today_result.ttft_s[i] for i in indices],
         "router run": [router_result.ttft_s[i] for i in indices],
     }
-    quantiles = {name: _percentiles(values) for name, values in times.items() if values}
-    waiting_requests = sum(request.after is not None for request in waiting.requests)
-    lost_tokens = _lost_tokens(placement, observed_requests, indices, block)
+    quantiles = {name: _compute_percentiles(values) for name, values in times.items() if values}
+    waiting_request_count = sum(request.after is not None for request in waiting_workload.requests)
+    lost_tokens = _count_lost_tokens(placement, observed_requests, indices, block)
     return Comparison(
         len(indices),
         warming,
-        waiting_requests,
+        waiting_request_count,
         prompt_tokens,
         measured_totals,
-        today,
-        ours,
+        today_totals,
+        router_totals,
         savings,
         lost_tokens,
         steps,
@@ -229,15 +231,15 @@ def compare(
     )
 
 
-def _decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
+def _measure_decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
     """How many times as long answers took from their first token on as they did in the play."""
     decode_times = [
         (i, s.end_s - s.first_token_s)
         for i, s in enumerate(requests)
         if s.end_s is not None and s.first_token_s is not None
     ]
-    play = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in decode_times)
-    return sum(seconds for _, seconds in decode_times) / play if play > 0.0 and decode_times else 1.0
+    played_s = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in decode_times)
+    return sum(seconds for _, seconds in decode_times) / played_s if played_s > 0.0 and decode_times else 1.0
 
 
 def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
@@ -249,7 +251,7 @@ def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
     )
 
 
-def _percentiles(values: list[float]) -> list[float]:
+def _compute_percentiles(values: list[float]) -> list[float]:
     values.sort()
     return [values[round(k / 100 * (len(values) - 1))] for k in range(101)]
 
@@ -258,28 +260,30 @@ def _scale_saving(measured_value: float, today: float, ours: float) -> float:
     return measured_value * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _simulated_totals(result: SimulationResult, workload: Workload, indices: Iterable[int]) -> Totals:
+def _sum_simulated_totals(result: SimulationResult, workload: Workload, indices: Iterable[int]) -> ReplayTotals:
     indices, requests = list(indices), workload.requests
-    return Totals(
+    return ReplayTotals(
         float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in indices)),
         sum(result.ttft_s[i] for i in indices),
         sum(result.e2e_s[i] for i in indices),
     )
 
 
-def _measured_totals(requests: Sequence[ObservedRequest], today: Totals) -> Totals | None:
+def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotals) -> ReplayTotals | None:
     """Times of those whose times are known stand for all of them."""
     ttfts = [s.first_token_s - s.arrival_s for s in requests if s.first_token_s is not None]
     latencies = [s.end_s - s.arrival_s for s in requests if s.end_s is not None]
     reporting_requests = [s for s in requests if s.cached_tokens is not None]
     if not ttfts:
         return None
-    tokens, computed_tokens = (
+    reported_prompt_tokens, computed_tokens = (
         sum(s.prompt_tokens for s in reporting_requests),
         sum(s.prompt_tokens - (s.cached_tokens or 0) for s in reporting_requests),
     )
-    return Totals(
-        computed_tokens * sum(s.prompt_tokens for s in requests) / tokens if tokens else today.computed_tokens,
+    return ReplayTotals(
+        computed_tokens * sum(s.prompt_tokens for s in requests) / reported_prompt_tokens
+        if reported_prompt_tokens
+        else today.computed_tokens,
         sum(ttfts) * len(requests) / len(ttfts),
         sum(latencies) * len(requests) / len(latencies) if latencies else today.seconds,
     )
@@ -292,21 +296,23 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     """worker -> what its steps take, as the router learns it of the answers that pass through it."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
-    moments: list[tuple[float, int, ObservedRequest]] = []
+    request_events: list[tuple[float, int, ObservedRequest]] = []
     for request in requests:
         if request.first_token_s is not None and request.worker in targets:
-            moments += [
+            request_events += [
                 (request.arrival_s, 0, request),
                 (request.first_token_s, 1, request),
                 (request.end_s or request.first_token_s, 2, request),
             ]
-    for now, kind, request in sorted(moments, key=lambda moment: (moment[0], moment[2].serial, moment[1])):
-        name = str(request.serial)
+    for now, event_kind, request in sorted(
+        request_events, key=lambda request_event: (request_event[0], request_event[2].serial, request_event[1])
+    ):
+        request_id = str(request.serial)
         tracker.advance(now)
-        if kind == 0:
+        if event_kind == 0:
             cached_tokens = min(request.cached_tokens or 0, request.prompt_tokens)
             tracker.add_request(
-                name,
+                request_id,
                 targets[request.worker],
                 prompt_tokens=request.prompt_tokens,
                 cached_tokens=cached_tokens,
@@ -314,14 +320,14 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
                 now=now,
                 expected_tokens=float(request.output_tokens or 0),
             )
-        elif kind == 1:
-            tracker.record_first_token(name, now)
+        elif event_kind == 1:
+            tracker.record_first_token(request_id, now)
         else:
-            tracker.record_progress(name, request.output_tokens or 0)
-            tracker.record_answer(name, request.output_tokens, now)
-            tracker.end_request(name, now, reported_cached=request.cached_tokens)
-    models = {name: target.speeds.measured_model(name) for name, target in targets.items()}
-    return {name: StepTimes(**asdict(model)) for name, model in models.items()}
+            tracker.record_progress(request_id, request.output_tokens or 0)
+            tracker.record_answer(request_id, request.output_tokens, now)
+            tracker.end_request(request_id, now, reported_cached=request.cached_tokens)
+    models = {worker: target.speeds.measured_model(worker) for worker, target in targets.items()}
+    return {worker: StepTimes(**asdict(model)) for worker, model in models.items()}
 
 
 # What was asked -------------------------------------------------------------------------------------------------------
@@ -331,45 +337,54 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
 class _BlockNumbers:
     """Small numbers for digests; new ones for blocks of answers that nobody went on from."""
 
-    known: dict[int, int]
-    fresh: count[int]
+    number_by_digest: dict[int, int]
+    unused_numbers: count[int]
 
-    def of(self, ids: Iterable[int]) -> list[int]:
-        return [self.known.get(i) or self.known.setdefault(i, next(self.fresh)) for i in ids]
+    def get_numbers(self, ids: Iterable[int]) -> list[int]:
+        return [
+            self.number_by_digest.get(i) or self.number_by_digest.setdefault(i, next(self.unused_numbers)) for i in ids
+        ]
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
     """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
     it did. Lengths of answers that are not known: the mean of those that are."""
-    position: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
+    index_by_serial: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
     mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
-    names = _BlockNumbers({}, count(1))
+    block_numbers = _BlockNumbers({}, count(1))
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
-    for i, (observed, last) in enumerate(zip(observed_requests, predecessors)):
-        previous = position.get(observed.continues) if observed.continues is not None else None
+    for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
+        previous = index_by_serial.get(observed.continues) if observed.continues is not None else None
         end_s = None if previous is None else observed_requests[previous].end_s
-        since_s = None if last is None else observed_requests[last].end_s
+        since_s = None if predecessor is None else observed_requests[predecessor].end_s
         request = SimRequest(
             index=i,
             session=i if previous is None else requests[previous].session,
             arrival_s=observed.arrival_s - (observed_requests[0].arrival_s if since_s is None else since_s),
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
-            ids=names.of(observed.block_ids),
-            after=last,
+            ids=block_numbers.get_numbers(observed.block_ids),
+            after=predecessor,
             block=block,
         )
         requests.append(request)
         if previous is not None and (end_s is None or end_s <= observed.arrival_s):
             earlier = requests[previous]
-            full = earlier.full_blocks
-            reach = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)
-            if not earlier.final_ids and reach >= full and earlier.ids[:full] == request.ids[:full]:
-                earlier.final_ids = request.ids[:reach]
+            full_blocks = earlier.full_blocks
+            known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)
+            if (
+                not earlier.final_ids
+                and known_block_count >= full_blocks
+                and earlier.ids[:full_blocks] == request.ids[:full_blocks]
+            ):
+                earlier.final_ids = request.ids[:known_block_count]
     for request in requests:
-        ends = (request.prompt_tokens + request.output_tokens - 1) // block  # the last token is never computed
+        # The last token is never computed.
+        final_block_count = (request.prompt_tokens + request.output_tokens - 1) // block
         known_ids = request.final_ids or request.ids[: request.full_blocks]
-        request.final_ids = known_ids + [next(names.fresh) for _ in range(ends - len(known_ids))]
+        request.final_ids = known_ids + [
+            next(block_numbers.unused_numbers) for _ in range(final_block_count - len(known_ids))
+        ]
     return Workload("seen", requests, f"{len(requests)} requests that were seen")

@@ -55,22 +55,22 @@ class ShadowReport(msgspec.Struct):
     """part -> seconds of prefill that took, where a worker's speed is known."""
 
     def __post_init__(self) -> None:
-        self.lost = lost_by_part(self.tokens)
+        self.lost = sum_lost_tokens_by_part(self.tokens)
         if not self.tokens and self.comparison is not None:
             self.lost = self.comparison.lost
-        rate = prefill_rate(self.comparison)
+        rate = mean_prefill_s_per_token(self.comparison)
         self.lost_s = {} if rate is None else {part: tokens * rate for part, tokens in self.lost.items()}
 
 
-def lost_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
+def sum_lost_tokens_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
     """part -> tokens, from tokens by reason."""
-    by_group: Counter[str] = Counter()
-    for reason, number in tokens.items():
-        by_group[GROUPS.get(reason, "")] += number
-    return {part: sum(by_group[group] for group in groups) for part, groups in PARTS.items()}
+    tokens_by_group: Counter[str] = Counter()
+    for reason, token_count in tokens.items():
+        tokens_by_group[GROUPS.get(reason, "")] += token_count
+    return {part: sum(tokens_by_group[group] for group in groups) for part, groups in PARTS.items()}
 
 
-def prefill_rate(comparison: Comparison | None) -> float | None:
+def mean_prefill_s_per_token(comparison: Comparison | None) -> float | None:
     """Seconds a token, over all workers, as learned."""
     if comparison is None or comparison.measured is None or not comparison.steps:
         return None
@@ -80,18 +80,18 @@ def prefill_rate(comparison: Comparison | None) -> float | None:
 def render_page(report: ShadowReport) -> bytes:
     """The whole page, UTF-8."""
     parts = [
-        _head(report),
-        _savings_section(report),
-        _losses_section(report),
-        _plots_section(report),
-        _workers_section(report),
-        _notes_section(report),
+        _render_head(report),
+        _render_savings(report),
+        _render_losses(report),
+        _render_plots(report),
+        _render_workers(report),
+        _render_notes(report),
     ]
     return "".join(parts).encode()
 
 
-def _head(report: ShadowReport) -> str:
-    clock = f"{_clock(report.since)} to {_clock(report.until)} UTC"
+def _render_head(report: ShadowReport) -> str:
+    clock = f"{_format_clock(report.since)} to {_format_clock(report.until)} UTC"
     counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -100,7 +100,7 @@ def _head(report: ShadowReport) -> str:
     )
 
 
-def _savings_section(report: ShadowReport) -> str:
+def _render_savings(report: ShadowReport) -> str:
     comparison = report.comparison
     if comparison is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
@@ -134,11 +134,11 @@ def _savings_section(report: ShadowReport) -> str:
     return (
         f"<h2>What switching gives</h2><p>{comparison.requests:,} requests of {comparison.prompt_tokens:,} prompt "
         f"tokens, after {comparison.warming:,} that filled the caches. {comparison.waited:,} of all waited for the end "
-        f"of another, and do so there too.</p>{_table(head, rows)}"
+        f"of another, and do so there too.</p>{_render_table(head, rows)}"
     )
 
 
-def _losses_section(report: ShadowReport) -> str:
+def _render_losses(report: ShadowReport) -> str:
     rows = [
         (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
         for part, tokens in report.lost.items()
@@ -150,23 +150,23 @@ def _losses_section(report: ShadowReport) -> str:
     ]  # fmt: skip
     return (
         "<h2>Why prompts were computed</h2>" + ("" if report.tokens else PLAYED)
-        + _table(("whose doing", "tokens", "prefill"), rows)
-        + (_table(("reason", "whose doing", "tokens", "requests"), reasons) if reasons else "")
+        + _render_table(("whose doing", "tokens", "prefill"), rows)
+        + (_render_table(("reason", "whose doing", "tokens", "requests"), reasons) if reasons else "")
     )  # fmt: skip
 
 
-def _plots_section(report: ShadowReport) -> str:
+def _render_plots(report: ShadowReport) -> str:
     comparison = report.comparison
     curves = ""
     if comparison is not None and comparison.quantiles:
         curves = (
             "<h2>Time to the first token</h2><p>Share of requests that had theirs within so many seconds.</p>"
-            + _curves(comparison.quantiles)
+            + _render_quantile_curves(comparison.quantiles)
         )
-    return curves + "<h2>Lost tokens over time</h2>" + _course(report.course)
+    return curves + "<h2>Lost tokens over time</h2>" + _render_lost_tokens_over_time(report.course)
 
 
-def _workers_section(report: ShadowReport) -> str:
+def _render_workers(report: ShadowReport) -> str:
     steps = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
@@ -175,10 +175,10 @@ def _workers_section(report: ShadowReport) -> str:
         step = f"{step_times.step_s * 1e3:.1f} ms" if step_times is not None else "-"
         cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: taken as endless"
         rows.append((engine.name, cache, rate, step))
-    return "<h2>Workers</h2>" + _table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
+    return "<h2>Workers</h2>" + _render_table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
 
 
-def _notes_section(report: ShadowReport) -> str:
+def _render_notes(report: ShadowReport) -> str:
     return (
         "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
         "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
@@ -202,71 +202,72 @@ STYLE = (
 )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}" for cell in head)
+def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    header_cells = "".join(f"<th>{escape(cell)}" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
-    return f"<table><tr>{top}{body}</table>"
+    return f"<table><tr>{header_cells}{body}</table>"
 
 
-def _curves(quantiles: Mapping[str, Sequence[float]]) -> str:
+def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
     """Distributions, seconds on a logarithmic axis."""
     low = max(min(min(values) for values in quantiles.values()), 1e-3)
     high = max(max(max(values) for values in quantiles.values()), low * 10)
     colours = dict(zip(quantiles, ("#888", "#b3261e", "#1b7f4d")))
-    lines = []
+    svg_lines = []
     for i, (name, values) in enumerate(quantiles.items()):
         points = " ".join(
-            f"{40 + (WIDTH - 60) * _log(v, low, high):.1f},{HEIGHT - 20 - (HEIGHT - 40) * k / (len(values) - 1):.1f}"
+            f"{40 + (WIDTH - 60) * _log_fraction(v, low, high):.1f},"
+            f"{HEIGHT - 20 - (HEIGHT - 40) * k / (len(values) - 1):.1f}"
             for k, v in enumerate(values)
         )
-        lines.append(f'<polyline fill="none" stroke="{colours[name]}" stroke-width="2" points="{points}"/>')
-        lines.append(
+        svg_lines.append(f'<polyline fill="none" stroke="{colours[name]}" stroke-width="2" points="{points}"/>')
+        svg_lines.append(
             f'<text x="{50 + 190 * i}" y="12"><tspan fill="{colours[name]}">&#9632;</tspan> {escape(name)}</text>'
         )
     ticks = [10.0**k for k in range(-3, 4) if low <= 10.0**k <= high]
     for tick in ticks:
-        x = 40 + (WIDTH - 60) * _log(tick, low, high)
-        lines.append(f'<text x="{x:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick:g} s</text>')
+        x = 40 + (WIDTH - 60) * _log_fraction(tick, low, high)
+        svg_lines.append(f'<text x="{x:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick:g} s</text>')
     for k in (0, 50, 100):
-        lines.append(f'<text x="0" y="{HEIGHT - 16 - (HEIGHT - 40) * k / 100:.0f}">{k} %</text>')
-    return _svg(lines)
+        svg_lines.append(f'<text x="0" y="{HEIGHT - 16 - (HEIGHT - 40) * k / 100:.0f}">{k} %</text>')
+    return _render_svg(svg_lines)
 
 
-def _course(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
+def _render_lost_tokens_over_time(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     """Tokens lost in each slice, stacked by part."""
     slices = []
-    step = max(1, (len(course) - 1) // 120 + 1)
-    marks = list(course[::step])
-    for (_, before), (at, after) in pairwise(marks):
-        was, now = lost_by_part(before), lost_by_part(after)
-        slices.append((at, {part: max(now[part] - was[part], 0) for part in now}))
+    sample_step = max(1, (len(course) - 1) // 120 + 1)
+    samples = list(course[::sample_step])
+    for (_, tokens_before), (at, tokens_after) in pairwise(samples):
+        lost_before, lost_after = sum_lost_tokens_by_part(tokens_before), sum_lost_tokens_by_part(tokens_after)
+        slices.append((at, {part: max(lost_after[part] - lost_before[part], 0) for part in lost_after}))
     largest_slice = max((sum(losses.values()) for _, losses in slices), default=0)
     if not largest_slice:
         return "<p>None.</p>"
-    width, lines = (WIDTH - 60) / len(slices), []
+    width, svg_lines = (WIDTH - 60) / len(slices), []
     for i, (_, losses) in enumerate(slices):
         y = HEIGHT - 20.0
         for part, tokens in losses.items():
             height = (HEIGHT - 40) * tokens / largest_slice
             y -= height
-            lines.append(
+            svg_lines.append(
                 f'<rect x="{50 + i * width:.1f}" y="{y:.1f}" width="{max(width - 0.5, 0.5):.1f}" height="{height:.1f}" '
                 f'fill="{COLOURS[part]}"/>'
             )
     for i, part in enumerate(PARTS):
-        lines.append(f'<text x="{50 + 120 * i}" y="12"><tspan fill="{COLOURS[part]}">&#9632;</tspan> {part}</text>')
-    lines.append(f'<text x="0" y="30">{largest_slice:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
-    lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{slices[-1][0] / 60:.1f} min</text>')
-    return _svg(lines)
+        svg_lines.append(f'<text x="{50 + 120 * i}" y="12"><tspan fill="{COLOURS[part]}">&#9632;</tspan> {part}</text>')
+    svg_lines.append(f'<text x="0" y="30">{largest_slice:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
+    svg_lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{slices[-1][0] / 60:.1f} min</text>')
+    return _render_svg(svg_lines)
 
 
-def _svg(lines: Iterable[str]) -> str:
+def _render_svg(lines: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(lines)}</svg>'
 
 
-def _log(value: float, low: float, high: float) -> float:
+def _log_fraction(value: float, low: float, high: float) -> float:
     return min(max(log(max(value, low) / low) / log(high / low), 0.0), 1.0)
 
 
-def _clock(at: float) -> str:
-    return strftime("%Y-%m-%d %H:%M", gmtime(at))
+def _format_clock(wall_time_s: float) -> str:
+    return strftime("%Y-%m-%d %H:%M", gmtime(wall_time_s))
