@@ -22,7 +22,7 @@ from router.edge.continuation import StreamContinuation, build_continuation
 from router.edge.exchange_services import LOCAL_ERRNOS, RETRYABLE_STATUSES, ExchangeServices, is_final_refusal
 from router.edge.response_progress import ResponseProgress
 from router.edge.response_redactor import ResponseRedactor
-from router.edge.rewrite import answer_head, request_head
+from router.edge.rewrite import build_request_head, build_response_head
 from router.edge.upstream import UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.headers import ProtocolError
@@ -259,7 +259,7 @@ class Exchange:
                 self._abort_response("no worker of the same engine is left", None)
                 return
             body, path = resent_body, stream.path
-        head = request_head(
+        head = build_request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
             traceparent=None if self.span is None else self.span[1],
             allowed_worker_headers=self._services.passed_fields, )  # fmt: skip
@@ -339,8 +339,8 @@ class Exchange:
         chunks, keep_alive = self._unframed_content is None, self._keeps_alive(head)
         decision = self.decision if self._services.sends_cache_headers else None
         cors_headers = self.client.cors_headers
-        return answer_head(
-            head, self.trace_id, decision, chunks=chunks, keep_alive=keep_alive, cors_headers=cors_headers
+        return build_response_head(
+            head, self.trace_id, decision, allows_chunked=chunks, keep_alive=keep_alive, cors_headers=cors_headers
         )
 
     def _keeps_alive(self, head: ResponseHead) -> bool:

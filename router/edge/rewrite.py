@@ -27,10 +27,14 @@ _REQUEST_HEADERS_REMOVED = (
 RANK_HEADER = "x-data-parallel-rank"
 """Of a request. Answers are read here, for their usage and their tokens, and bodies were decoded here: neither may be
 compressed."""
-_KEYS = (b"authorization", b"x-api-key")
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
     frozenset(
-        (*_REQUEST_HEADERS_REMOVED, *(_KEYS if replaces_key else ()), *((b"traceparent",) if replaces_trace else ()))
+        (
+            *_REQUEST_HEADERS_REMOVED,
+            *(_KEY_HEADERS if replaces_key else ()),
+            *((b"traceparent",) if replaces_trace else ()),
+        )
     )
     for replaces_key in (False, True)
     for replaces_trace in (False, True)
@@ -45,7 +49,7 @@ _RESPONSE_HEADERS_REMOVED = frozenset((
 ))  # fmt: skip
 
 
-def request_head(
+def build_request_head(
     request: HttpRequest,
     target: Endpoint,
     trace_id: bytes,
@@ -69,21 +73,21 @@ def request_head(
         added_lines += b"authorization: %b\r\n" % authorization
     if rank is not None:
         added_lines += b"x-data-parallel-rank: %d\r\n" % rank
-    size = len(body[0]) if len(body) == 1 else sum(map(len, body))
-    if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        length_line = b"content-length: %b\r\n" % str(size).encode()
+    body_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
+    if body_bytes or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), target.prefix, request.target if path is None else path, target.authority, trace_id,
-        request.headers.without(removed_headers), added_lines, length_line,
+        request.headers.exclude(removed_headers), added_lines, length_line,
     )  # fmt: skip
 
 
-def answer_head(
+def build_response_head(
     head: ResponseHead,
     trace_id: bytes,
     decision: Decision | None,
     *,
-    chunks: bool,
+    allows_chunked: bool,
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
@@ -94,12 +98,12 @@ def answer_head(
         cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
             decision.worker.encode(), str(decision.predicted_cached_tokens).encode(),
         )  # fmt: skip
-    if head.is_chunked and chunks:
+    if head.is_chunked and allows_chunked:
         framing = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
         framing = b"content-length: %b\r\n" % str(head.content_length).encode()
     removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
-        head.status_and_reason, trace_id, cache_lines, head.headers.without(removed_headers), cors_headers, framing,
+        head.status_and_reason, trace_id, cache_lines, head.headers.exclude(removed_headers), cors_headers, framing,
         b"" if keep_alive else b"connection: close\r\n",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from router.http.headers import TOKEN, ProtocolError
+from router.http.headers import TOKEN_PATTERN, ProtocolError
 
 LINE_MAX: Final = 1024
 """A chunk-size line with its extensions, and each trailer line."""
@@ -20,9 +20,11 @@ TRAILERS_MAX: Final = 64 * 1024
 BETWEEN_CHUNKS: Final = -1
 """A size line comes next."""
 
-_EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
-_TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
+_EXTENSION = rb";" + TOKEN_PATTERN + rb"(?:=(?:" + TOKEN_PATTERN + rb'|"[ !#-\[\]-~]*"))?'
+_SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
+_TRAILER_PATTERN = re.compile(
+    rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n\Z"
+)
 _PARSED_SIZES: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
 _PARSED_SIZES_MAX: Final = 4096
@@ -40,7 +42,7 @@ class ChunkedBody:
         "_content_bytes_max",
         "_framing_bytes",
         "_framing_bytes_max",
-        "_in_trailers",
+        "_is_in_trailers",
         "_partial_line",
         "_trailer_bytes",
         "is_complete",
@@ -61,7 +63,7 @@ class ChunkedBody:
         """Content bytes of the current chunk that are to come; 0 before the line end that closes it."""
         self._partial_line = b""
         """The start of a size line, chunk end or trailer line that is split between reads."""
-        self._in_trailers = False
+        self._is_in_trailers = False
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
@@ -69,7 +71,7 @@ class ChunkedBody:
         position, size = 0, len(data)
         while position < size and not self.is_complete:
             remaining = self.remaining_bytes
-            if remaining == BETWEEN_CHUNKS and not self._partial_line and not self._in_trailers:
+            if remaining == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
                 position = self._read_complete_chunks(data, position, payload)
                 if position == size:
                     break
@@ -103,7 +105,7 @@ class ChunkedBody:
             line = data[position:end]
             length = _PARSED_SIZES.get(line)
             if length is None:
-                match = _SIZE.match(line)
+                match = _SIZE_PATTERN.match(line)
                 if match is None:
                     break
                 length = int(match[1], 16)
@@ -120,9 +122,9 @@ class ChunkedBody:
             position = content_end + 2
         return position
 
-    def _check_sizes(self, content: int, framing: int) -> None:
-        self._content_bytes += content
-        self._framing_bytes += framing
+    def _check_sizes(self, content_bytes: int, framing_bytes: int) -> None:
+        self._content_bytes += content_bytes
+        self._framing_bytes += framing_bytes
         if self._content_bytes > (self._content_bytes_max or 0):
             raise BodyTooLarge
         if self._framing_bytes > self._framing_bytes_max + self._content_bytes:
@@ -136,29 +138,29 @@ class ChunkedBody:
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
             self.remaining_bytes = BETWEEN_CHUNKS
-        elif self._in_trailers:
+        elif self._is_in_trailers:
             self.is_complete = line == b"\r\n"
-            if not self.is_complete and not _TRAILER.match(line):
+            if not self.is_complete and not _TRAILER_PATTERN.match(line):
                 raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
             self._trailer_bytes += len(line)
             if self._trailer_bytes > TRAILERS_MAX:
                 raise ProtocolError("trailers too long")
         else:
-            match = _SIZE.match(line[:-2]) if line.endswith(b"\r\n") else None
+            match = _SIZE_PATTERN.match(line[:-2]) if line.endswith(b"\r\n") else None
             if match is None:
                 raise ProtocolError(f"bad chunk size {line[:40]!r}")
             length = int(match[1], 16)
             if length:
                 self.remaining_bytes = length
             else:
-                self._in_trailers = True
+                self._is_in_trailers = True
         if self._content_bytes_max is not None:
             self._check_sizes(length, len(line))
 
     @property
     def is_between_chunks(self) -> bool:
         """Whether the last chunk could come next."""
-        return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._in_trailers
+        return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers
 
     def finish(self) -> None:
         """The connection ended. Raises `ProtocolError` where that cuts the body short."""

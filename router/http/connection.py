@@ -16,9 +16,9 @@ import msgspec
 from prompts.errors import RequestError
 from router.http.budget import UNCOUNTED_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.decoding import BodyDecoder, DecodingTask, body_coding
+from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, error_headers, refusal, response_head
+from router.http.local_replies import JSON, Header, build_refusal, build_response_head, iter_error_headers
 from router.http.request import BadRequest, HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -105,8 +105,8 @@ class ClientConnection(asyncio.Protocol):
         "_app",
         "_body_bytes",
         "_booked_bytes",
+        "_drained_at_s",
         "_drained_bytes",
-        "_drained_s",
         "_has_unread_input",
         "_is_busy",
         "_is_handling",
@@ -126,9 +126,9 @@ class ClientConnection(asyncio.Protocol):
         "_written_bytes",
         "cors_headers",
         "has_response_started",
+        "is_tls",
         "peer",
         "responder",
-        "tls",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -141,7 +141,7 @@ class ClientConnection(asyncio.Protocol):
         """Set by whoever answers later than `handle`."""
         self.peer = ""
         self.cors_headers = b""
-        self.tls = False
+        self.is_tls = False
         self._is_busy = False
         self._body_bytes = 0
         """Of the current request, its headers too."""
@@ -166,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of all answers so far."""
         self._drained_bytes = 0
         """Bytes of `_written_bytes` that had left the write buffer at the last sweep."""
-        self._drained_s = self._app.now()
+        self._drained_at_s = self._app.now()
         """When bytes were last seen to leave the write buffer, or the buffer was empty."""
         self._has_unread_input = False
         """The client may still be sending what will not be read."""
@@ -180,9 +180,9 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        peer = transport.get_extra_info("peername")
-        self.peer = self._tenant = peer[0] if isinstance(peer, tuple) else ""
-        self.tls = transport.get_extra_info("sslcontext") is not None
+        peer_address = transport.get_extra_info("peername")
+        self.peer = self._tenant = peer_address[0] if isinstance(peer_address, tuple) else ""
+        self.is_tls = transport.get_extra_info("sslcontext") is not None
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -295,7 +295,7 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """Answer the current request at once."""
         keep_alive = keep_alive and self._keep_alive
-        head = response_head(
+        head = build_response_head(
             status, len(body), content_type, headers, keep_alive=keep_alive, extra_lines=self.cors_headers
         )
         self.write(head if self._is_head_request else head + body)
@@ -303,13 +303,13 @@ class ClientConnection(asyncio.Protocol):
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
         body = msgspec.json.encode(error.body(self._path))
-        self.respond(error.status, body, headers=[*headers, *error_headers(error, headers)])
+        self.respond(error.status, body, headers=[*headers, *iter_error_headers(error, headers)])
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
         """Answer with an error of the router's own. `param`: the field of the body that it is about."""
-        self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
+        self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
 
     @property
     def tenant(self) -> str:
@@ -326,7 +326,7 @@ class ClientConnection(asyncio.Protocol):
         """Close what waits too long for its client."""
         if self._transport is None:
             return
-        if now - self._last_drained_s(now) > timeouts.send_s:
+        if now - self._get_drained_at_s(now) > timeouts.send_s:
             self._transport.abort()
             return
         waited_s = now - self._waiting_since_s
@@ -417,7 +417,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._admit(request)
             self._book_bytes()
-            coding = body_coding(request) if request.body_bytes else None
+            coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:
                 self._app.handle(self, request)
             else:
@@ -469,7 +469,7 @@ class ClientConnection(asyncio.Protocol):
     def _admit(self, request: HttpRequest) -> None:
         """Raises RequestError for what would not be served, as soon as its head is there."""
         if request.has_body:
-            body_coding(request)
+            get_body_coding(request)
         tenant = self._app.admit(self, request)
         if tenant != self._tenant:
             booked_bytes, self._booked_bytes = self._booked_bytes, 0
@@ -500,14 +500,14 @@ class ClientConnection(asyncio.Protocol):
             self._keep_alive = False
             self._transport.abort()
 
-    def _last_drained_s(self, now: float) -> float:
+    def _get_drained_at_s(self, now: float) -> float:
         """When the client last took bytes of an answer; `now` if none wait."""
         assert self._transport is not None
         unsent_bytes = self._transport.get_write_buffer_size()
         drained_bytes = self._written_bytes - unsent_bytes
         if not unsent_bytes or drained_bytes != self._drained_bytes:
-            self._drained_bytes, self._drained_s = drained_bytes, now
-        return self._drained_s
+            self._drained_bytes, self._drained_at_s = drained_bytes, now
+        return self._drained_at_s
 
     def _await_more_input(self, received_bytes: int) -> None:
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""
@@ -548,11 +548,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _cancel_responder(self) -> None:
         """Tell whoever answers that the client does not wait for it any more."""
-        work, self.responder = self.responder, None
-        if work is None:
+        responder, self.responder = self.responder, None
+        if responder is None:
             return
         try:
-            work.client_gone()
+            responder.client_gone()
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("client", error)
 
@@ -571,7 +571,9 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self.tls or not (self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes):
+        if self.is_tls or not (
+            self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
+        ):
             transport.close()
             return
         self._is_lingering = True

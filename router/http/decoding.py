@@ -88,10 +88,10 @@ _DECODERS: Final[dict[str, Callable[[], Any]]] = {
     "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
     "deflate": _Deflate,
 } | ({} if zstd is None else {"zstd": _Zstd})
-_BROKEN: Final = (zlib.error, EOFError) if zstd is None else (zlib.error, EOFError, zstd.ZstdError)
+_DECODING_ERRORS: Final = (zlib.error, EOFError) if zstd is None else (zlib.error, EOFError, zstd.ZstdError)
 
 
-def body_coding(request: HttpRequest) -> str | None:
+def get_body_coding(request: HttpRequest) -> str | None:
     """How a body is compressed; None where it is not. Raises UnsupportedEncoding."""
     if b"content-encoding" not in request.headers:
         return None
@@ -139,7 +139,7 @@ class BodyDecoder:
         data = self._unconsumed or next(self._input, b"")
         try:
             output = self._stream.decompress(data, OUT_BYTES)
-        except _BROKEN as error:
+        except _DECODING_ERRORS as error:
             raise self._decode_error(str(error)) from None
         self._unconsumed = self._stream.unconsumed_tail
         self.decoded_bytes += len(output)

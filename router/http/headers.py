@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
+TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+LINES_PATTERN = rb"(?:" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n)*"
 """Pattern of a whole block: no folding, no space before a colon, no control characters."""
 
 HOP_BY_HOP = (
@@ -70,7 +70,7 @@ class HeaderBlock:
             return [value]
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
-    def without(self, names: frozenset[bytes]) -> bytes:
+    def exclude(self, names: frozenset[bytes]) -> bytes:
         """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
         connection = self.get(b"connection")
         if connection is not None and (
@@ -83,7 +83,7 @@ class HeaderBlock:
 
 DIGITS_MAX: Final = 15
 """Of a content-length."""
-_LENGTH = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
+_LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
 
 
 class ProtocolError(Exception):
@@ -103,6 +103,6 @@ def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
         return True, None
     if not lengths:
         return False, None
-    if len(lengths) != 1 or not _LENGTH.match(lengths[0]):
+    if len(lengths) != 1 or not _LENGTH_PATTERN.match(lengths[0]):
         raise ProtocolError("bad content-length: expected one number")
     return False, int(lengths[0])

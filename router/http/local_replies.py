@@ -13,7 +13,7 @@ from prompts.errors import RequestError
 from router.http.decoding import UnsupportedEncoding
 from router.http.request import HttpRequest
 
-REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+REASON_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 JSON: Final = b"application/json"
 Header = tuple[bytes, bytes]
 
@@ -35,7 +35,7 @@ class UpgradeRequired(RequestError):
         super().__init__(message, param=None, code="upgrade_required", status=426)
 
 
-def response_head(
+def build_response_head(
     status: int,
     length: int,
     content_type: bytes,
@@ -46,14 +46,14 @@ def response_head(
 ) -> bytes:
     """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells).
     `extra_lines`: lines of further headers."""
-    parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
+    parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASON_PHRASES.get(status, b"Status"), content_type)]
     parts += [b"\r\n%b: %b" % header for header in headers]
     parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, extra_lines))
     parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(parts)
 
 
-def error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:
+def iter_error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:
     """What an error brings besides the headers it was `given`."""
     if error.status == 401:
         yield b"www-authenticate", b"Bearer"
@@ -67,7 +67,7 @@ def error_headers(error: RequestError, present_headers: Collection[Header]) -> I
         yield b"retry-after", b"1"
 
 
-def refusal(
+def build_refusal(
     status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None
 ) -> tuple[RequestError, list[Header]]:
     """An error of the router's own and its headers. `param`: the field of the body that it is about."""

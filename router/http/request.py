@@ -19,10 +19,12 @@ from typing import Final
 
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
-from router.http.headers import LINES, TOKEN, HeaderBlock, ProtocolError, parse_framing
+from router.http.headers import LINES_PATTERN, TOKEN_PATTERN, HeaderBlock, ProtocolError, parse_framing
 
-_HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
-_FORBIDDEN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
+_HEAD_PATTERN = re.compile(
+    rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES_PATTERN + rb")\r\n"
+)
+_FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains."""
 PIECE_BYTES: Final = 1 << 20
 """A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
@@ -81,9 +83,9 @@ class RequestHead:
 
     __slots__ = ("content_length", "expects_continue", "is_chunked", "request")
 
-    def __init__(self, request: HttpRequest, chunked: bool, length: int | None, expects_continue: bool) -> None:
+    def __init__(self, request: HttpRequest, is_chunked: bool, length: int | None, expects_continue: bool) -> None:
         self.request = request
-        self.is_chunked = chunked
+        self.is_chunked = is_chunked
         self.content_length = length
         """The content-length."""
         self.expects_continue = expects_continue
@@ -206,16 +208,16 @@ class RequestParser:
                 if self._request is None:
                     request = self._read_head()
                 elif self._chunked_body is None:
-                    request = self._read_length()
+                    request = self._read_length_body()
                 else:
-                    request = self._read_chunks(self._chunked_body)
+                    request = self._read_chunked_body(self._chunked_body)
                     break
         except ProtocolError as error:
             self._is_finished = True
             raise BadRequest(400, f"malformed HTTP request: {error}") from None
         except BodyTooLarge:
             self._is_finished = True
-            raise self._too_large() from None
+            raise self._make_too_large_error() from None
         except BadRequest:
             self._is_finished = True
             raise
@@ -236,7 +238,7 @@ class RequestParser:
         head, data = self._parse_head(raw_head), self._data
         request, body_bytes = head.request, head.content_length or 0
         if body_bytes > self._limits.body_bytes_max:
-            raise self._too_large()
+            raise self._make_too_large_error()
         request.has_body = body_bytes > 0 or head.is_chunked
         body_end = self._position + body_bytes
         if not head.is_chunked and body_end <= len(data):
@@ -267,7 +269,7 @@ class RequestParser:
             raw_head = bytes(buffer[: end + 4])
             self._head_buffer = bytearray()
             return raw_head
-        if _FORBIDDEN.search(buffer, max(0, old_size - 1)) is not None:
+        if _FORBIDDEN_PATTERN.search(buffer, max(0, old_size - 1)) is not None:
             raise BadRequest(400, "malformed HTTP request: a control character in its head")
         if len(buffer) > bytes_max:
             raise BadRequest(431, f"request head over {bytes_max} bytes")
@@ -276,7 +278,7 @@ class RequestParser:
 
     def _parse_head(self, raw_head: bytes) -> RequestHead:
         """Read a whole head. Raises BadRequest or ProtocolError."""
-        match = _HEAD.fullmatch(raw_head)
+        match = _HEAD_PATTERN.fullmatch(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
         if match[3] not in (b"1.1", b"1.0"):
@@ -304,7 +306,7 @@ class RequestParser:
 
     # Bodies -------------------------------------------------------------------------------------------------------
 
-    def _read_length(self) -> HttpRequest | None:
+    def _read_length_body(self) -> HttpRequest | None:
         data, start = self._data, self._position
         end = self._position = min(start + self._body_remaining_bytes, len(data))
         self._body_remaining_bytes -= end - start
@@ -317,7 +319,7 @@ class RequestParser:
         self._flush_piece()
         return None if self._body_remaining_bytes else self._complete()
 
-    def _read_chunks(self, chunked_body: ChunkedBody) -> HttpRequest | None:
+    def _read_chunked_body(self, chunked_body: ChunkedBody) -> HttpRequest | None:
         self._position += chunked_body.feed(
             self._data[self._position : self._position + BYTES_PER_TURN], self._body_buffer
         )
@@ -346,5 +348,5 @@ class RequestParser:
         self._pieces, self._segments, self._segment_bytes = [], [], 0
         return request
 
-    def _too_large(self) -> BadRequest:
+    def _make_too_large_error(self) -> BadRequest:
         return BadRequest(413, f"request body over {self._limits.body_bytes_max} bytes")

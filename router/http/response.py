@@ -11,13 +11,13 @@ import re
 from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import LINES, HeaderBlock, ProtocolError, parse_framing
+from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse_framing
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 INTERIM_RESPONSES_MAX: Final = 32
 """Answers before the answer (100 Continue, 103 Early Hints): a sound server sends one or two."""
 
-_HEAD = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES + rb")\r\n")
+_HEAD_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES_PATTERN + rb")\r\n")
 
 
 class BodyFraming(Protocol):
@@ -107,7 +107,7 @@ class ResponseHeadParser:
 
         Raises `ProtocolError`.
         """
-        head_and_end = _parse(data)
+        head_and_end = _parse_head(data)
         if head_and_end is None:
             return None
         head, end = head_and_end
@@ -127,14 +127,14 @@ class ResponseHeadParser:
         return head, data[end:]
 
 
-def _parse(data: bytes) -> tuple[ResponseHead, int] | None:
+def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
     """(head, where it ends), the framing checked in the order of RFC 9112 section 6.3."""
     end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX) + 4
     if end < 4:
         if len(data) >= HEAD_BYTES_MAX:
             raise ProtocolError(f"head over {HEAD_BYTES_MAX} bytes")
         return None
-    match = _HEAD.fullmatch(data, 0, end)
+    match = _HEAD_PATTERN.fullmatch(data, 0, end)
     if match is None:
         raise ProtocolError("this is no head of an HTTP/1.x answer")
     headers = HeaderBlock(match[4])

@@ -54,8 +54,8 @@ class _PendingResponse:
         exception = task.exception()  # not `result`: what raises here would keep the task, and so itself
         try:
             if exception is None:
-                answer = task.result()
-                connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
+                response = task.result()
+                connection.respond(response.status, response.body, response.content_type, response.headers)
             elif isinstance(exception, RequestError):
                 connection.respond_error(exception)
             elif isinstance(exception, Exception):

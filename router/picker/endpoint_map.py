@@ -33,36 +33,36 @@ class EndpointMap:
         self._worker_ids: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         """host -> IP."""
-        self._next_lookup_s: dict[str, float] = {}
-        self._refreshed_s = -REFRESH_S
+        self._next_lookup_at_s: dict[str, float] = {}
+        self._refreshed_at_s = -REFRESH_S
         self._lookups: set[asyncio.Task[None]] = set()
 
-    def endpoint_of(self, worker_id: str) -> str | None:
+    def get_endpoint(self, worker_id: str) -> str | None:
         """None where the worker, or what its name stands for, is not known."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
         entry = self._entries.get(worker_id)
         if entry is None or entry[0] != worker.spec.url or entry[1] is None:
-            entry = self._entries[worker_id] = (worker.spec.url, self._endpoint(worker.spec.url))
+            entry = self._entries[worker_id] = (worker.spec.url, self._resolve_endpoint(worker.spec.url))
             if entry[1] is not None:
                 self._worker_ids[entry[1]] = worker_id
         return entry[1]
 
-    def worker_at(self, endpoint: str) -> str | None:
+    def get_worker_id(self, endpoint: str) -> str | None:
         """Who is there."""
-        found = self._worker_ids.get(endpoint)
-        return found if found is not None and self.endpoint_of(found) == endpoint else None
+        worker_id = self._worker_ids.get(endpoint)
+        return worker_id if worker_id is not None and self.get_endpoint(worker_id) == endpoint else None
 
-    def workers_at(self, endpoints: Iterable[str]) -> frozenset[str]:
+    def find_worker_ids(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Who is at any of these; unknown ones are left out."""
-        return frozenset(found for endpoint in endpoints if (found := self.worker_at(endpoint)) is not None)
+        return frozenset(worker_id for endpoint in endpoints if (worker_id := self.get_worker_id(endpoint)) is not None)
 
     def refresh(self, now: float) -> None:
         """Look names up. Call often."""
-        if now - self._refreshed_s < REFRESH_S:
+        if now - self._refreshed_at_s < REFRESH_S:
             return
-        self._refreshed_s = now
+        self._refreshed_at_s = now
         for worker_id in self._entries.keys() - self._workers.keys():
             _, endpoint = self._entries.pop(worker_id)
             if endpoint is not None and self._worker_ids.get(endpoint) == worker_id:
@@ -72,29 +72,29 @@ class EndpointMap:
             if worker_id not in self._entries and parts.path:
                 log.warning("worker %s: Envoy will not put %s before its paths", worker_id, parts.path)
             host = parts.hostname or ""
-            if not _is_ip(host) and now >= self._next_lookup_s.get(host, now):
-                self._next_lookup_s[host] = now + RESOLVE_S
+            if not _is_ip(host) and now >= self._next_lookup_at_s.get(host, now):
+                self._next_lookup_at_s[host] = now + RESOLVE_S
                 task = asyncio.get_running_loop().create_task(self._resolve(host))
                 self._lookups.add(task)
                 task.add_done_callback(self._lookups.discard)
-            self.endpoint_of(worker_id)
+            self.get_endpoint(worker_id)
 
     async def _resolve(self, host: str) -> None:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            address_infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers are not picked until it is found", host, error)
-            self._next_lookup_s[host] = self._refreshed_s + REFRESH_S
+            self._next_lookup_at_s[host] = self._refreshed_at_s + REFRESH_S
             return
-        addresses = sorted({str(info[4][0]) for info in found}, key=lambda text: (":" in text, text))
+        addresses = sorted({str(info[4][0]) for info in address_infos}, key=lambda text: (":" in text, text))
         if self._addresses.get(host) not in addresses:
             self._addresses[host] = addresses[0]
             for worker_id, (url, _) in list(self._entries.items()):
                 if urlsplit(url).hostname == host:
                     del self._entries[worker_id]
-                    self.endpoint_of(worker_id)
+                    self.get_endpoint(worker_id)
 
-    def _endpoint(self, url: str) -> str | None:
+    def _resolve_endpoint(self, url: str) -> str | None:
         parts = urlsplit(url)
         host = parts.hostname or ""
         ip = host if _is_ip(host) else self._addresses.get(host)

@@ -26,10 +26,10 @@ from router.http.request import PIECE_BYTES as BODY_PIECE_BYTES
 from router.http.request import HttpRequest
 from router.picker.messages import (
     BUFFERED,
+    DESTINATION_HEADER,
     DUPLEX,
-    ENDPOINTS,
     NONE,
-    UNREAD,
+    UNREAD_BODY_PATH,
     Header,
     Request,
     Response,
@@ -112,7 +112,7 @@ class ExtProcStream:
         self._pieces: list[bytes] = []
         self._body = bytearray()
         self._body_bytes = 0
-        self._head_answered = False
+        self._is_head_answered = False
         self._has_trailers = False
         self._original_pieces: tuple[bytes, ...] = ()
         """The body as it came."""
@@ -132,24 +132,24 @@ class ExtProcStream:
 
     def pop_responses(self) -> list[Response]:
         """What is to be sent, once."""
-        out, self._responses = self._responses, []
-        return out
+        responses, self._responses = self._responses, []
+        return responses
 
     def receive(self, message: Request) -> None:
         """Raises UnexpectedMessage, or RequestError for what the client did."""
-        kind = message.WhichOneof("request")
-        if kind == "request_headers":
-            self._head(message)
-        elif kind == "request_body":
-            self._request_body(message.request_body)
-        elif kind == "request_trailers":
-            self._request_trailers()
-        elif kind == "response_headers":
-            self._response_headers(message)
-        elif kind == "response_body":
-            self._response_body(message.response_body)
-        elif kind == "response_trailers":
-            self._expect_phase(kind, Phase.HEAD, Phase.CHOSEN, Phase.ANSWER)
+        message_kind = message.WhichOneof("request")
+        if message_kind == "request_headers":
+            self._handle_request_headers(message)
+        elif message_kind == "request_body":
+            self._handle_request_body(message.request_body)
+        elif message_kind == "request_trailers":
+            self._handle_request_trailers()
+        elif message_kind == "response_headers":
+            self._handle_response_headers(message)
+        elif message_kind == "response_body":
+            self._handle_response_body(message.response_body)
+        elif message_kind == "response_trailers":
+            self._expect_phase(message_kind, Phase.HEAD, Phase.CHOSEN, Phase.ANSWER)
             self._responses.append(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
             self._end()
         else:
@@ -164,21 +164,21 @@ class ExtProcStream:
         assert request is not None
         self.phase = Phase.CHOSEN
         endpoints = ",".join(choice.endpoints)
-        set_headers = [(ENDPOINTS.encode(), endpoints.encode()), *choice.headers]
-        is_body_changed = self._head_answered and request.pieces is not self._original_pieces
+        set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
+        is_body_changed = self._is_head_answered and request.pieces is not self._original_pieces
         if is_body_changed and b"content-length" in request.headers:
             set_headers.append((b"content-length", b"%d" % request.body_bytes))
         common_response = pb.CommonResponse(
             header_mutation=build_header_mutation(set_headers, choice.removed_headers), clear_route_cache=True
         )
-        if not self._head_answered:
-            first = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common_response))
+        if not self._is_head_answered:
+            first_response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common_response))
         else:
             if is_body_changed:
                 common_response.body_mutation.body = b"".join(request.pieces)
-            first = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common_response))
-        set_destination_metadata(first, endpoints)
-        self._responses.append(first)
+            first_response = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common_response))
+        set_destination_metadata(first_response, endpoints)
+        self._responses.append(first_response)
         if self._request_mode == DUPLEX and request.has_body:
             bodies = split_body(request.pieces, ends=not self._has_trailers)
             self._responses += [pb.ProcessingResponse(request_body=body) for body in bodies]
@@ -195,7 +195,7 @@ class ExtProcStream:
 
     # From Envoy -----------------------------------------------------------------------------------------------------
 
-    def _head(self, message: Request) -> None:
+    def _handle_request_headers(self, message: Request) -> None:
         self._expect_phase("request_headers", Phase.HEAD)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -204,13 +204,13 @@ class ExtProcStream:
         request = self._request = read_head(message.request_headers)
         self.phase = Phase.BODY
         if not request.has_body or self._request_mode not in (DUPLEX, BUFFERED):
-            request.path = request.path if request.method in ("GET", "HEAD", "DELETE") else UNREAD
+            request.path = request.path if request.method in ("GET", "HEAD", "DELETE") else UNREAD_BODY_PATH
             self._complete(request)
         elif self._request_mode == BUFFERED:
-            self._head_answered = True
+            self._is_head_answered = True
             self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
-    def _request_body(self, body: Request) -> None:
+    def _handle_request_body(self, body: Request) -> None:
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         request = self._request
         if self.phase is not Phase.BODY or request is None:
@@ -229,7 +229,7 @@ class ExtProcStream:
         if body.end_of_stream or body.end_of_stream_without_message or self._request_mode == BUFFERED:
             self._complete(request)
 
-    def _request_trailers(self) -> None:
+    def _handle_request_trailers(self) -> None:
         self._expect_phase("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         if self.phase is Phase.BODY and self._request is not None and self._request_mode == DUPLEX:
             self._has_trailers = True
@@ -245,14 +245,14 @@ class ExtProcStream:
         self.phase = Phase.CHOOSING
         self._handler.request_complete(request)
 
-    def _response_headers(self, message: Request) -> None:
+    def _handle_response_headers(self, message: Request) -> None:
         # In the middle of the request: Envoy or a filter answered by itself.
         self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
-        status, events = read_status(message.response_headers)
+        status, is_event_stream = read_status(message.response_headers)
         client_headers: Sequence[Header] = ()
         if self.phase is not Phase.HEAD:
             client_headers = self._handler.response_started(
-                ResponseStart(status, read_served_endpoint(message), events)
+                ResponseStart(status, read_served_endpoint(message), is_event_stream)
             )
         self.phase = Phase.ANSWER
         common_response = (
@@ -262,16 +262,18 @@ class ExtProcStream:
         if message.response_headers.end_of_stream:
             self._end()
 
-    def _response_body(self, body: Request) -> None:
+    def _handle_response_body(self, body: Request) -> None:
         self._expect_phase("response_body", Phase.ANSWER)
-        ends = body.end_of_stream or body.end_of_stream_without_message
+        is_last = body.end_of_stream or body.end_of_stream_without_message
         if body.body:
             self._handler.response_content(body.body)
         if self._response_mode == DUPLEX:
-            self._responses += [pb.ProcessingResponse(response_body=chunk) for chunk in split_body((body.body,), ends)]
+            self._responses += [
+                pb.ProcessingResponse(response_body=chunk) for chunk in split_body((body.body,), is_last)
+            ]
         else:
             self._responses.append(pb.ProcessingResponse(response_body=pb.BodyResponse()))
-        if ends:
+        if is_last:
             self._end()
 
     def _end(self) -> None:

@@ -15,21 +15,21 @@ from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from prompts.errors import RequestError
-from router.http.headers import TOKEN, HeaderBlock
+from router.http.headers import TOKEN_PATTERN, HeaderBlock
 from router.http.request import HttpRequest
 
-ENDPOINTS = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
-LB = "envoy.lb"
-HINTS, HINT = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+SERVED_ENDPOINT_FIELD = "x-gateway-destination-endpoint-served"
+LOAD_BALANCER_METADATA = "envoy.lb"
+SUBSET_HINT_METADATA, SUBSET_HINT_FIELD = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+EXT_PROC_ATTRIBUTES, UPSTREAM_ADDRESS_ATTRIBUTE = "envoy.filters.http.ext_proc", "upstream.address"
 """Where Envoy says which worker served, if its configuration asks for the attribute."""
-OBJECTIVE = b"x-gateway-inference-objective"
-FAIRNESS = b"x-gateway-inference-fairness-id"
+OBJECTIVE_HEADER = b"x-gateway-inference-objective"
+FAIRNESS_HEADER = b"x-gateway-inference-fairness-id"
 REWRITE = b"x-gateway-model-name-rewrite"
 PIECE_BYTES = 62_000
 """Of a body in one message: Envoy takes no more."""
-UNREAD = ""
+UNREAD_BODY_PATH = ""
 """Path of a request whose body is not seen: only load decides."""
 
 Request = Any
@@ -41,52 +41,54 @@ _mode = processing_mode_pb2.ProcessingMode.BodySendMode
 NONE, STREAMED, BUFFERED, DUPLEX = (
     _mode.Value(name) for name in ("NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED")
 )
-_METHOD = re.compile(rb"[A-Z]{1,20}")
-_PATH = re.compile(rb"/[!-~]*|\*")
-_NAME = re.compile(TOKEN)
-_VALUE = re.compile(rb"[\t -~\x80-\xff]*")
+_METHOD_PATTERN = re.compile(rb"[A-Z]{1,20}")
+_PATH_PATTERN = re.compile(rb"/[!-~]*|\*")
+_NAME_PATTERN = re.compile(TOKEN_PATTERN)
+_VALUE_PATTERN = re.compile(rb"[\t -~\x80-\xff]*")
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def read_head(headers: Any) -> HttpRequest:
     """The request that an HttpHeaders message describes, without its body. Raises RequestError."""
-    pseudo: dict[str, bytes] = {}
-    pairs: list[Header] = []
-    for name, value in _pairs(headers):
+    pseudo_headers: dict[str, bytes] = {}
+    headers_read: list[Header] = []
+    for name, value in _iter_headers(headers):
         if name.startswith(":"):
-            pseudo[name] = value
+            pseudo_headers[name] = value
         else:
-            pairs.append((name.encode(), value))
-    method, target = pseudo.get(":method", b""), pseudo.get(":path", b"")
-    if _METHOD.fullmatch(method) is None or _PATH.fullmatch(target) is None:
-        raise _bad(f"{method[:20]!r} {target[:80]!r} is no request")
-    if any(_NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None for name, value in pairs):
-        raise _bad("a header that is none")
+            headers_read.append((name.encode(), value))
+    method, target = pseudo_headers.get(":method", b""), pseudo_headers.get(":path", b"")
+    if _METHOD_PATTERN.fullmatch(method) is None or _PATH_PATTERN.fullmatch(target) is None:
+        raise _make_bad_request_error(f"{method[:20]!r} {target[:80]!r} is no request")
+    if any(
+        _NAME_PATTERN.fullmatch(name) is None or _VALUE_PATTERN.fullmatch(value) is None for name, value in headers_read
+    ):
+        raise _make_bad_request_error("a header that is none")
     path = target.partition(b"?")[0].decode("ascii")
-    request = HttpRequest(method.decode(), target, path, HeaderBlock.from_pairs(pairs))
+    request = HttpRequest(method.decode(), target, path, HeaderBlock.from_pairs(headers_read))
     request.has_body = not headers.end_of_stream
     return request
 
 
 def read_status(headers: Any) -> tuple[int, bool]:
     """(status, whether it is a stream of events) of an answer's HttpHeaders; status 0 where there is none."""
-    status, events = 0, False
-    for name, value in _pairs(headers):
+    status, is_event_stream = 0, False
+    for name, value in _iter_headers(headers):
         if name == ":status" and value.isdigit() and len(value) == 3:
             status = int(value)
         elif name == "content-type":
-            events = b"event-stream" in value
-    return status, events
+            is_event_stream = b"event-stream" in value
+    return status, is_event_stream
 
 
 def read_subset_hint(message: Request) -> list[str] | None:
     """The endpoints that may be picked; None where the gateway does not say."""
     if not message.HasField("metadata_context"):
         return None
-    hints = message.metadata_context.filter_metadata.get(HINTS)
-    if hints is None or HINT not in hints.fields:
+    hints = message.metadata_context.filter_metadata.get(SUBSET_HINT_METADATA)
+    if hints is None or SUBSET_HINT_FIELD not in hints.fields:
         return None
-    value = hints.fields[HINT]
+    value = hints.fields[SUBSET_HINT_FIELD]
     if value.WhichOneof("kind") == "list_value":
         return [item.string_value.strip() for item in value.list_value.values]
     return [text.strip() for text in value.string_value.split(",") if text.strip()]
@@ -94,12 +96,12 @@ def read_subset_hint(message: Request) -> list[str] | None:
 
 def read_served_endpoint(message: Request) -> str | None:
     """The endpoint that answered, where Envoy says."""
-    metadata = message.metadata_context.filter_metadata.get(LB)
-    if metadata is not None and SERVED in metadata.fields:
-        return str(metadata.fields[SERVED].string_value) or None
-    attributes = message.attributes.get(ATTRIBUTES)
-    if attributes is not None and UPSTREAM in attributes.fields:
-        return str(attributes.fields[UPSTREAM].string_value) or None
+    metadata = message.metadata_context.filter_metadata.get(LOAD_BALANCER_METADATA)
+    if metadata is not None and SERVED_ENDPOINT_FIELD in metadata.fields:
+        return str(metadata.fields[SERVED_ENDPOINT_FIELD].string_value) or None
+    attributes = message.attributes.get(EXT_PROC_ATTRIBUTES)
+    if attributes is not None and UPSTREAM_ADDRESS_ATTRIBUTE in attributes.fields:
+        return str(attributes.fields[UPSTREAM_ADDRESS_ATTRIBUTE].string_value) or None
     return None
 
 
@@ -116,12 +118,12 @@ def build_header_mutation(set_headers: Iterable[Header], removed_headers: Iterab
 
 def set_destination_metadata(response: Response, endpoints: str) -> None:
     """Say it in the metadata too, where load balancing policies look."""
-    response.dynamic_metadata.update({LB: {ENDPOINTS: endpoints}})
+    response.dynamic_metadata.update({LOAD_BALANCER_METADATA: {DESTINATION_HEADER: endpoints}})
 
 
 def split_body(pieces: Iterable[bytes], ends: bool) -> Iterator[Any]:
     """A body as BodyResponses of at most PIECE_BYTES; the last says that it is, unless trailers follow."""
-    slices = [piece[at : at + PIECE_BYTES] for piece in pieces for at in range(0, len(piece), PIECE_BYTES)]
+    slices = [piece[start : start + PIECE_BYTES] for piece in pieces for start in range(0, len(piece), PIECE_BYTES)]
     for number, slice_bytes in enumerate(slices or [b""], 1):
         streamed_response = pb.StreamedBodyResponse(body=slice_bytes, end_of_stream=ends and number >= len(slices))
         yield pb.BodyResponse(
@@ -138,10 +140,10 @@ def build_immediate_response(status: int, headers: Iterable[Header], body: bytes
     )
 
 
-def _pairs(headers: Any) -> Iterator[tuple[str, bytes]]:
+def _iter_headers(headers: Any) -> Iterator[tuple[str, bytes]]:
     for header in headers.headers.headers:
         yield header.key.lower(), (header.raw_value or header.value.encode()).strip(b" \t")
 
 
-def _bad(message: str) -> RequestError:
+def _make_bad_request_error(message: str) -> RequestError:
     return RequestError(message, param=None, code="bad_http", status=400)

@@ -41,7 +41,7 @@ class PickerState:
         self.config = config
         self.endpoints = endpoints
         self.priorities = config.priorities
-        self.in_flight: Counter[str] = Counter()
+        self.in_flight_counts: Counter[str] = Counter()
         """Fairness id -> requests."""
 
 
@@ -85,19 +85,21 @@ class PickExchange(Exchange):
 
     def add_routing_hints(self, route: RouteRequest) -> None:
         """Priorities, the gateway's subset, and whether the first token will be seen."""
-        caller, picking = self._envoy, self.picker_state
-        objective = caller.objective
+        envoy, picker_state = self._envoy, self.picker_state
+        objective = envoy.objective
         if objective is not None:
-            route.priority = picking.priorities.get(objective, route.priority)
-        fairness_id = caller.fairness_id
-        is_tracked = fairness_id in picking.in_flight or len(picking.in_flight) < FAIRNESS_IDS_MAX
+            route.priority = picker_state.priorities.get(objective, route.priority)
+        fairness_id = envoy.fairness_id
+        is_tracked = (
+            fairness_id in picker_state.in_flight_counts or len(picker_state.in_flight_counts) < FAIRNESS_IDS_MAX
+        )
         self._fairness_id = fairness_id if is_tracked else ""
-        in_flight_count = picking.in_flight[self._fairness_id]
-        picking.in_flight[self._fairness_id] = in_flight_count + 1
+        in_flight_count = picker_state.in_flight_counts[self._fairness_id]
+        picker_state.in_flight_counts[self._fairness_id] = in_flight_count + 1
         route.priority = route.priority * PRIORITY_STEP + min(in_flight_count, PRIORITY_STEP - 1)
-        if caller.allowed_endpoints is not None:
-            route.allowed_workers = picking.endpoints.workers_at(caller.allowed_endpoints)
-        if not caller.sees_response_body:
+        if envoy.allowed_endpoints is not None:
+            route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.allowed_endpoints)
+        if not envoy.sees_response_body:
             route.is_streaming = route.is_streaming and self._services.core.registry.is_blockcast(route.model)
 
     def forward(self, decision: Decision) -> None:
@@ -105,8 +107,8 @@ class PickExchange(Exchange):
         self.decision = decision
         if self.sent_at_s is not None:
             return
-        first = self.picker_state.endpoints.endpoint_of(decision.worker)
-        if first is None:
+        endpoint = self.picker_state.endpoints.get_endpoint(decision.worker)
+        if endpoint is None:
             self._handle_failed_attempt(FailureKind.OVERLOADED, "its name is not resolved")
             return
         self.sent_at_s = self._services.now()
@@ -127,7 +129,7 @@ class PickExchange(Exchange):
             removed_headers.append("accept-encoding")
         if self.span is not None:
             headers.append((b"traceparent", self.span[1]))
-        self._envoy.send_choice(Choice([first, *self._fallbacks(decision, authorization)], headers, removed_headers))
+        self._envoy.send_choice(Choice([endpoint, *self._fallbacks(decision, authorization)], headers, removed_headers))
 
     def _authorization_for(self, worker_id: str) -> bytes | None:
         """What stands for the client's `Authorization`: None, it stays; empty, it goes."""
@@ -135,7 +137,7 @@ class PickExchange(Exchange):
         return authorization if authorization is None or self._services.may_send_key(worker_id) else b""
 
     def _fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
-        workers, of = self._services.core.workers, self.picker_state.endpoints.endpoint_of
+        workers, of = self._services.core.workers, self.picker_state.endpoints.get_endpoint
         endpoints: list[str] = []
         for worker_id in self._services.core.fallback_workers(
             self.request_id, self.picker_state.config.fallbacks, decision.decided_s
@@ -150,23 +152,25 @@ class PickExchange(Exchange):
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         """The head of the answer; headers for the client."""
-        decision, proxy = self.decision, self._services
+        decision, services = self.decision, self._services
         if self.is_done or decision is None:
             return ()
-        now = proxy.now()
+        now = services.now()
         self._status = answer.status
         self.first_byte_at_s = self.progress.last_byte_at_s = now
-        server = None if answer.served_by is None else self.picker_state.endpoints.worker_at(answer.served_by)
-        if server is not None and server != decision.worker:
-            self._record_fallback(server)
+        served_by_worker = (
+            None if answer.served_by is None else self.picker_state.endpoints.get_worker_id(answer.served_by)
+        )
+        if served_by_worker is not None and served_by_worker != decision.worker:
+            self._record_fallback(served_by_worker)
         kind = RETRYABLE_STATUSES.get(answer.status)
         if kind is not None:
-            proxy.record_failed_attempt(self.decision, kind, f"{answer.status}, as Envoy says")
+            services.record_failed_attempt(self.decision, kind, f"{answer.status}, as Envoy says")
             self._withdraw_from_core(kind)
         elif answer.status == 200 and not self._envoy.sees_response_body:
             self._record_first_token(now)
         served_decision = self.decision
-        if served_decision is None or not proxy.sends_cache_headers:
+        if served_decision is None or not services.sends_cache_headers:
             return ()
         return (
             (b"x-blockcast-worker", served_decision.worker.encode()),
@@ -198,21 +202,23 @@ class PickExchange(Exchange):
 
     def stream_closed(self) -> None:
         """Envoy asks no more. Where the answer's body does not come by, that is its end."""
-        is_said = self._status == 200 and self.progress.has_final_event(self.request.path)
-        if self._status and (is_said or not self._envoy.sees_response_body):
+        is_complete = self._status == 200 and self.progress.has_final_event(self.request.path)
+        if self._status and (is_complete or not self._envoy.sees_response_body):
             self.complete_response()
         else:
             self.client_gone()
 
-    def _record_fallback(self, server: str) -> None:
+    def _record_fallback(self, served_by_worker: str) -> None:
         """The worker did not answer, and Envoy found another of the list: so do the books."""
-        proxy, route = self._services, self.route
-        proxy.record_failed_attempt(self.decision, FailureKind.RESET, f"{server} served instead, as Envoy says")
+        services, route = self._services, self.route
+        services.record_failed_attempt(
+            self.decision, FailureKind.RESET, f"{served_by_worker} served instead, as Envoy says"
+        )
         if not self.is_in_core or route is None:
             return
-        self.route = route.replace(worker=server, allowed_workers=None)
-        proxy.perform(proxy.core.fail_attempt(self.request_id, FailureKind.RESET, proxy.now(), self.route))
-        if self.decision is None or self.decision.worker != server:
+        self.route = route.replace(worker=served_by_worker, allowed_workers=None)
+        services.perform(services.core.fail_attempt(self.request_id, FailureKind.RESET, services.now(), self.route))
+        if self.decision is None or self.decision.worker != served_by_worker:
             self._withdraw_from_core(None)  # the core would not have it there: its load is not counted
 
     def _record_first_token(self, now: float) -> None:
@@ -226,13 +232,13 @@ class PickExchange(Exchange):
     @property
     def last_progress_at_s(self) -> float | None:
         """Nobody can tell where chunks do not come by."""
-        streams = (
+        is_streaming = (
             self._envoy.sees_response_body
             and self.progress.has_started
             and self.route is not None
             and self.route.is_streaming
         )
-        return self.progress.last_byte_at_s if streams and not self.is_done else None
+        return self.progress.last_byte_at_s if is_streaming and not self.is_done else None
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Envoy has it, and goes down the list of fallbacks by itself."""
@@ -245,8 +251,8 @@ class PickExchange(Exchange):
 
     def _end(self, outcome: str) -> bool:
         if self._fairness_id is not None:
-            self.picker_state.in_flight[self._fairness_id] -= 1
-            if not self.picker_state.in_flight[self._fairness_id]:
-                del self.picker_state.in_flight[self._fairness_id]
+            self.picker_state.in_flight_counts[self._fairness_id] -= 1
+            if not self.picker_state.in_flight_counts[self._fairness_id]:
+                del self.picker_state.in_flight_counts[self._fairness_id]
             self._fairness_id = None
         return super()._end(outcome)

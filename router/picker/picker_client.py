@@ -16,12 +16,12 @@ from prompts.errors import RequestError
 from router.http.budget import UNCOUNTED_BYTES, Budget
 from router.http.config import HttpLimits
 from router.http.connection import Responder
-from router.http.decoding import BodyDecoder, DecodingTask, body_coding
+from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
-from router.http.local_replies import JSON, Header, error_headers, refusal
+from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
 from router.http.request import HttpRequest
 from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase, ResponseStart
-from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
+from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Request, Response
 from router.picker.pick_exchange import PickExchange
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class PickerApplication(Protocol):
 class PickerClient:
     """One request. `receive` what Envoy sends; while `waits`, wait for `decided`; send what `take` gives."""
 
-    def __init__(self, app: PickerApplication, picking: PickerState, peer: str) -> None:
+    def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
         self._app = app
-        self.picker_state = picking
+        self.picker_state = picker_state
         self.peer = self.tenant = peer
         self.responder: Responder | None = None
         self.has_response_started = False
@@ -118,10 +118,10 @@ class PickerClient:
 
     def request_complete(self, request: HttpRequest) -> None:
         self._path, self.peer = request.path, self._client_address()
-        self.objective = _text(request.header(OBJECTIVE))
-        self.fairness_id = _text(request.header(FAIRNESS)) or ""
+        self.objective = _decode_name(request.header(OBJECTIVE_HEADER))
+        self.fairness_id = _decode_name(request.header(FAIRNESS_HEADER)) or ""
         try:
-            coding = body_coding(request) if request.body_bytes else None
+            coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:
                 self._app.pick(self, request)
             else:
@@ -134,11 +134,11 @@ class PickerClient:
     def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         encoded_bytes = request.body_bytes
 
-        def on_decoded(refused: RequestError | None) -> None:
+        def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
             try:
-                if refused is not None:
-                    raise refused
+                if decode_error is not None:
+                    raise decode_error
                 self._app.pick(self, request)
             except RequestError as error:
                 self._refuse(error)
@@ -166,8 +166,8 @@ class PickerClient:
         """The exchange of this request."""
         self._pick = pick
 
-    def book_body_bytes(self, size: int) -> None:
-        booked_bytes = size if size > UNCOUNTED_BYTES else 0
+    def book_body_bytes(self, body_bytes: int) -> None:
+        booked_bytes = body_bytes if body_bytes > UNCOUNTED_BYTES else 0
         if booked_bytes != self._booked_bytes:
             self._booked_tenant = self._booked_tenant or self._client_address()
             self._app.budget.change(self._booked_tenant, self._booked_bytes, booked_bytes)
@@ -198,14 +198,14 @@ class PickerClient:
         if self._stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
             return  # Envoy has gone on with it
         self.responder = None
-        fields = [(b"content-type", JSON), *headers, *error_headers(error, headers)]
+        fields = [(b"content-type", JSON), *headers, *iter_error_headers(error, headers)]
         self._stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
         self._signal_decision()
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
-        self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
+        self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
 
     def crash(self, error: Exception) -> None:
         self._app.record_crash("picker", error)
@@ -232,14 +232,14 @@ class PickerClient:
             self.decision_made.set_result(None)
 
     def _cancel_responder(self) -> None:
-        work, self.responder = self.responder, None
-        if work is None:
+        responder, self.responder = self.responder, None
+        if responder is None:
             return
         try:
-            work.client_gone()
+            responder.client_gone()
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("picker", error)
 
 
-def _text(value: bytes | None) -> str | None:
+def _decode_name(value: bytes | None) -> str | None:
     return value[:NAME_BYTES_MAX].decode("utf-8", "replace") if value else None

@@ -23,7 +23,7 @@ from router.http.config import HttpLimits
 from router.picker.certificate import self_signed
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
-from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE, REWRITE
+from router.picker.messages import BUFFERED, DUPLEX, NONE, REWRITE, SUBSET_HINT_FIELD, SUBSET_HINT_METADATA
 from router.picker.pick_exchange import PickerState, PickExchange
 from router.picker.server import READY, PickerServer
 
@@ -54,7 +54,7 @@ class Envoy:
         stream = self.stream()
         head = request_head(answer, **headers)
         if hint is not None:
-            head.metadata_context.filter_metadata[HINTS].update({HINT: hint})
+            head.metadata_context.filter_metadata[SUBSET_HINT_METADATA].update({SUBSET_HINT_FIELD: hint})
         await stream.write(head)
         await stream.read()
         await stream.write(pb.ProcessingRequest(request_body={"body": body, "end_of_stream": True}))
@@ -261,7 +261,7 @@ def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
             assert asked == [7000, -1999, 2, 0, 1, 0]
             for stream in streams:
                 stream.cancel()
-            await edge.until(lambda: not envoy.picker_state.in_flight)
+            await edge.until(lambda: not envoy.picker_state.in_flight_counts)
 
     edge.run(scenario())
 
@@ -352,7 +352,7 @@ def test_a_name_is_looked_up(edge: Any) -> None:
             models = (ServedModel("tiny", "tiny", max_model_len=4096),)
             edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), edge.now())
             envoy.server.beat(edge.now() + 5)
-            await edge.until(lambda: envoy.picker_state.endpoints.endpoint_of("named") is not None)
+            await edge.until(lambda: envoy.picker_state.endpoints.get_endpoint("named") is not None)
             stream, chosen = await envoy.ask()
             assert endpoints(chosen) == ["127.0.0.1:9100"]
             stream.cancel()
