@@ -248,7 +248,7 @@ class RequestReader:
         worker, registry = holding_worker or headers.worker, self._core.registry
         return model_names.resolve(
             name, lambda: make_conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
-            lambda model: registry.is_served(model, worker),
+            lambda model: registry.is_model_served(model, worker),
         )  # fmt: skip
 
     def tokenize(

@@ -279,7 +279,9 @@ class RouterApp:
         is_rediscovered: bool = False,
     ) -> None:
         """Hand a request to the core once its prompt was read. `is_rediscovered`: workers were asked for its model."""
-        is_unknown = intent.body_request.model is not None and not self._proxy.core.registry.is_known(intent.model)
+        is_unknown = intent.body_request.model is not None and not self._proxy.core.registry.is_model_known(
+            intent.model
+        )
         if is_unknown and not is_rediscovered and self._discover_model is not None and not exchange.is_done:
             self._route_when_read(
                 exchange, tenant, self._read_after_discovery(exchange, intent.model), is_rediscovered=True

@@ -66,7 +66,7 @@ class PromptQuery(msgspec.Struct, eq=False):
     """Its length."""
     _keys: dict[int, list[int]] = {}
 
-    def chunk_keys(self, chunk_tokens: int) -> list[int]:
+    def get_chunk_keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
         if self.prompt_tokens <= chunk_tokens:
             return []
@@ -113,8 +113,10 @@ class CacheState:
         """A target is new, or more is known of its worker."""
         if target.running_chunk_counts is None:
             target.running_chunk_counts = self._index.tally()
-        tokens = spec.cache_tokens
-        target.kv_capacity_tokens = target.observed_kv_capacity_tokens if tokens is None else tokens // spec.ranks
+        cache_tokens = spec.cache_tokens
+        target.kv_capacity_tokens = (
+            target.observed_kv_capacity_tokens if cache_tokens is None else cache_tokens // spec.ranks
+        )
         target.recompute_decode_load()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
         self.working_sets.set_capacity(
@@ -126,7 +128,9 @@ class CacheState:
             target.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()
         if spec.cache_view is CacheView.APPROXIMATE and target.name not in self._approximate_caches:
-            self._approximate_caches[target.name] = ApproximateCache((tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
+            self._approximate_caches[target.name] = ApproximateCache(
+                (cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks
+            )
 
     def remove_target(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
@@ -138,10 +142,10 @@ class CacheState:
         self._release_grace_pins(holder)
 
     def _release_grace_pins(self, holder: HolderId) -> None:
-        for entry in self._grace_pins:
-            if entry.holder == holder:
-                self._index.unpin(entry.pin)
-        self._grace_pins = deque(entry for entry in self._grace_pins if entry.holder != holder)
+        for grace_pin in self._grace_pins:
+            if grace_pin.holder == holder:
+                self._index.unpin(grace_pin.pin)
+        self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != holder)
 
     def clear_target(self, target: Target) -> None:
         """Its worker died: nothing is cached there any more. Pins stay, as its requests are still to end."""
@@ -191,7 +195,7 @@ class CacheState:
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
         approximate_caches = self._approximate_caches
-        keys = prompt.chunk_keys(CHUNK_TOKENS) if approximate_caches else []
+        keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
         hits = CacheHits()
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
@@ -220,11 +224,11 @@ class CacheState:
         """A prompt of a session, of which so many tokens will be cached there, went to the target."""
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
-            approximate_cache.insert(prompt.chunk_keys(CHUNK_TOKENS))
+            approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.prepared_ids, prompt.scope))
-        keys = prompt.chunk_keys(self._chunk_tokens)
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
         cached_share = cached_tokens / max(prompt.prompt_tokens, 1)
         self.working_sets.add_prompt(
             target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
@@ -234,21 +238,21 @@ class CacheState:
 
     def get_query(self, request_id: str) -> PromptQuery | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
-        running = self._running_prompts.get(request_id)
-        return None if running is None else running.query
+        running_prompt = self._running_prompts.get(request_id)
+        return None if running_prompt is None else running_prompt.query
 
     def end_request(self, request_id: str, now: float, *, is_computed: bool, ended_session: str | None = None) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
-        running = self._running_prompts.pop(request_id, None)
-        if running is not None:
-            self._uncount_running_chunks(running.target, running.chunk_keys)
+        running_prompt = self._running_prompts.pop(request_id, None)
+        if running_prompt is not None:
+            self._uncount_running_chunks(running_prompt.target, running_prompt.chunk_keys)
             if ended_session is not None:
-                self.working_sets.end_session(running.chunk_keys, ended_session)
-        entry = self._pins.pop(request_id, None)
-        if entry is None:
+                self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
+        holder_pin = self._pins.pop(request_id, None)
+        if holder_pin is None:
             return
-        holder, pin = entry
+        holder, pin = holder_pin
         if is_computed:
             self._grace_pins.append(GracePin(now + self._pin_grace_s, holder, pin))
         else:
@@ -268,9 +272,9 @@ class CacheState:
             target, -self._running_chunks.leave(keys, target.running_chunk_counts, self._running_chunk_targets)
         )
 
-    def _add_shared_chunks(self, target: Target, chunks: int) -> None:
-        target.duplicate_prompt_tokens += self._chunk_tokens * chunks
-        target.free_kv_tokens += self._chunk_tokens * chunks
+    def _add_shared_chunks(self, target: Target, chunk_count: int) -> None:
+        target.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
+        target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(
         self, prompt: PromptQuery, now: float, lifetime_s: float, delay: float = 1.0, fair_requests: float = 0.0
@@ -282,32 +286,34 @@ class CacheState:
         others wait `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
         (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
         elsewhere."""
-        keys = prompt.chunk_keys(self._chunk_tokens)
-        chunks = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
-        if not chunks:
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
+        chunk_count = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
+        if not chunk_count:
             return 0, 0.0
-        last_key = keys[chunks - 1]
-        running, copies = self._running_chunks.count(last_key), self._running_chunk_targets.count(last_key)
+        last_key = keys[chunk_count - 1]
+        running_count, target_count = self._running_chunks.count(last_key), self._running_chunk_targets.count(last_key)
         arrival_window_s = min(
             max(lifetime_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last_key), SHARED_ARRIVALS_S_MIN)
         )
-        sharing_requests = running * SHARED_COPY_S / arrival_window_s / (1 + copies) / delay**2
-        if running < copies * fair_requests:
-            sharing_requests *= math.sqrt(running / (copies * fair_requests))
-        return chunks * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
+        sharing_requests = running_count * SHARED_COPY_S / arrival_window_s / (1 + target_count) / delay**2
+        if running_count < target_count * fair_requests:
+            sharing_requests *= math.sqrt(running_count / (target_count * fair_requests))
+        return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
     def estimate_memory_wait_s(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        running_chunks, chunk = target.running_chunk_counts, self._chunk_tokens
-        running_count = 0 if running_chunks is None else running_chunks.leading(prompt.chunk_keys(chunk), 1)
-        excess_tokens = needed_tokens - target.free_kv_tokens - chunk * running_count
-        capacity = target.kv_capacity_tokens
-        if capacity is None or excess_tokens <= 0.0:
+        running_chunks, chunk_tokens = target.running_chunk_counts, self._chunk_tokens
+        running_chunk_count = (
+            0 if running_chunks is None else running_chunks.leading(prompt.get_chunk_keys(chunk_tokens), 1)
+        )
+        excess_tokens = needed_tokens - target.free_kv_tokens - chunk_tokens * running_chunk_count
+        capacity_tokens = target.kv_capacity_tokens
+        if capacity_tokens is None or excess_tokens <= 0.0:
             return 0.0
         running_requests = max(target.own_request_count, 1)
         return target.estimate_drain_s(
-            math.ceil(min(excess_tokens / capacity, 1.0) * running_requests) / running_requests
+            math.ceil(min(excess_tokens / capacity_tokens, 1.0) * running_requests) / running_requests
         )
 
     def release_expired_pins(self, now: float) -> None:
@@ -319,12 +325,12 @@ class CacheState:
         """When `tick` has something to do."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
-    def check_invariants(self, live: set[str]) -> None:
+    def check_invariants(self, live_request_ids: set[str]) -> None:
         """Releases are in order; only what is in flight (`live`) is pinned without an end."""
-        releases = [entry.release_s for entry in self._grace_pins]
-        assert releases == sorted(releases)
-        assert set(self._pins) <= live
-        assert set(self._running_prompts) <= live
+        release_times_s = [entry.release_s for entry in self._grace_pins]
+        assert release_times_s == sorted(release_times_s)
+        assert set(self._pins) <= live_request_ids
+        assert set(self._running_prompts) <= live_request_ids
         for target in (running.target for running in self._running_prompts.values()):
             assert target.running_chunk_counts is not None
             duplicates = sum(count - 1 for count in target.running_chunk_counts.counts().values())

@@ -25,7 +25,7 @@ from router.decide.policy import (
     choose_round_robin,
     choose_sticky,
     estimate_tier_load_s,
-    sticky_key,
+    make_sticky_key,
 )
 from router.decide.registry import WorkerRegistry
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
@@ -200,27 +200,29 @@ class Chooser:
             pool=pool,
         )
         if prompt_query is not None:
-            needed_tokens, steps_s, single_steps_s, running_requests = (
+            needed_tokens, total_step_s, total_single_step_s, total_running_count = (
                 prompt_query.prompt_tokens + 0.5 * expected_tokens,
                 0.0,
                 0.0,
                 0.0,
             )
             for i, target in enumerate(targets):
-                steps_s += target.step_s
-                single_steps_s += target.single_step_s
-                running_requests += target.own_request_count
+                total_step_s += target.step_s
+                total_single_step_s += target.single_step_s
+                total_running_count += target.own_request_count
                 if target.free_kv_tokens < needed_tokens:
                     cost.memory_wait_s[i] = self._cache_state.estimate_memory_wait_s(
                         prompt_query, target, needed_tokens
                     )
-            lifetime_s = expected_tokens * steps_s / len(targets)
+            lifetime_s = expected_tokens * total_step_s / len(targets)
             delay_ratio = (1.0 + cost.congestion) * (
-                max(1.0, steps_s / single_steps_s) if single_steps_s > 0.0 else 1.0
+                max(1.0, total_step_s / total_single_step_s) if total_single_step_s > 0.0 else 1.0
             )
-            mean_requests = running_requests / len(targets) if pool is None else pool.requests / len(pool.targets)
+            mean_running_count = (
+                total_running_count / len(targets) if pool is None else pool.requests / len(pool.targets)
+            )
             cost.shared_prefix_tokens, cost.shared_discount = self._cache_state.estimate_shared_prefix(
-                prompt_query, now, lifetime_s, delay_ratio, mean_requests
+                prompt_query, now, lifetime_s, delay_ratio, mean_running_count
             )
             if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, now):
                 cost.pressures_s = self._compute_pressures(request, prompt_query, targets, cached_tokens)
@@ -240,7 +242,7 @@ class Chooser:
             return choose_round_robin(candidates, rotation)
         if policy == "random":
             return choose_random(candidates, self._rng)
-        key = sticky_key(request.session, request.token_ids) if policy == "sticky" else None
+        key = make_sticky_key(request.session, request.token_ids) if policy == "sticky" else None
         if key is not None:
             return choose_sticky(candidates, key)
         return choose_least_requests(candidates, rotation)
@@ -249,17 +251,17 @@ class Chooser:
         self, request: RouteRequest, prompt_query: PromptQuery, candidates: list[Target], cached_tokens: list[int]
     ) -> list[float] | None:
         """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
-        length = request.prompt_tokens
-        cached_shares = [tokens / length for tokens in cached_tokens]
-        keys = prompt_query.chunk_keys(self._chunk_tokens)
-        overflows = self._cache_state.working_sets.overflows(
+        prompt_tokens = request.prompt_tokens
+        cached_shares = [tokens / prompt_tokens for tokens in cached_tokens]
+        keys = prompt_query.get_chunk_keys(self._chunk_tokens)
+        overflows = self._cache_state.working_sets.compute_overflow_shares(
             [t.name for t in candidates], cached_shares, keys, prompt_query.prompt_tokens
         )
         if not any(overflows):
             return None
         expected_reuses = self._cache_state.working_sets.reuse_count
         return [
-            expected_reuses * overflow * target.estimate_prefill_s(length, 0)
+            expected_reuses * overflow * target.estimate_prefill_s(prompt_tokens, 0)
             for overflow, target in zip(overflows, candidates)
         ]
 
@@ -329,7 +331,7 @@ class Chooser:
                 cost.make_terms(i, choice.resident_tokens[i]) for i in range(len(cost.targets))
             ]
             decision.candidates = sorted(candidate_terms, key=lambda t: t.cost)
-            decision.not_eligible = self._registry.ineligibility_reasons(request)
+            decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
 
 
@@ -380,9 +382,9 @@ class SessionTargets:
         """It is over."""
         self.targets.pop(session, None)
 
-    def put(self, session: str, worker_id: str, now: float) -> None:
+    def put(self, session: str, target_name: str, now: float) -> None:
         """The session was sent to a worker."""
-        self.targets[session] = (worker_id, now)
+        self.targets[session] = (target_name, now)
         self.targets.move_to_end(session)
         while len(self.targets) > self.max_sessions:
             self.targets.popitem(last=False)

@@ -80,7 +80,7 @@ class RouterCore:
         """From this priority on, a request is in the background."""
         self._background_targets: dict[str, str] = {}
         """Background request in flight -> the target it is on."""
-        self._next_queue_try_s = 0.0
+        self._next_queue_try_at_s = 0.0
         self._retry_budget = RetryBudget(config.retry)
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class RouterCore:
 
     def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
         """The engine forgot all that was cached."""
-        for target in self.registry.targets_of(worker_id):
+        for target in self.registry.get_targets(worker_id):
             in_flight_requests = self.tracker.in_flight_requests.items()
             self.cache_state.clear_with_requests(
                 target,
@@ -150,23 +150,23 @@ class RouterCore:
 
     def count_in_flight_by_rank(self, worker_id: str) -> list[int]:
         """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
-        return [target.own_request_count for target in self.registry.targets_of(worker_id)]
+        return [target.own_request_count for target in self.registry.get_targets(worker_id)]
 
     def record_engine_load(
         self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
     ) -> None:
         """The load that a worker told, or not, of each rank; `in_flight`: what `count_in_flight_by_rank` said
         when it was asked."""
-        for target, load, in_flight_count in zip(self.registry.targets_of(worker_id), loads, in_flight):
+        for target, load, in_flight_count in zip(self.registry.get_targets(worker_id), loads, in_flight):
             self.tracker.record_engine_load(target.name, load, now, in_flight=in_flight_count)
 
     def record_cache_sizes(self, sizes: Mapping[str, Sequence[int | None]]) -> None:
         """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
         has_changed = False
         for worker_id, capacities_tokens in sizes.items():
-            for target, seen_tokens in zip(self.registry.targets_of(worker_id), capacities_tokens):
-                if target.observed_kv_capacity_tokens != seen_tokens:
-                    target.observed_kv_capacity_tokens = seen_tokens
+            for target, capacity_tokens in zip(self.registry.get_targets(worker_id), capacities_tokens):
+                if target.observed_kv_capacity_tokens != capacity_tokens:
+                    target.observed_kv_capacity_tokens = capacity_tokens
                     self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
@@ -174,7 +174,7 @@ class RouterCore:
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
-        return self.registry.models().get(name)
+        return self.registry.get_served_models().get(name)
 
     # A request's life --------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Enqueue | Refuse:
@@ -196,7 +196,7 @@ class RouterCore:
         self._rng.setstate(rng_state)
         return choice if isinstance(choice, Refuse) else self._chooser.make_decision(request, choice, now, explain=True)
 
-    def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
+    def find_fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
         with the shortest queues, the shortest first."""
         active_request = self._active_requests.get(request_id)
@@ -233,7 +233,7 @@ class RouterCore:
             else None
         )
         if worker is not None and at_s is not None:
-            worker.last_answer_s = at_s
+            worker.last_answer_at_s = at_s
 
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
@@ -349,7 +349,7 @@ class RouterCore:
             active_request.request.tenant, active_request.attempt + 1
         ):
             return []
-        if self._queue.is_full(self._queue_position(active_request)):
+        if self._queue.is_full(self._make_queue_position(active_request)):
             return []
         kind = FailureKind.STALLED if is_stalled and continuation is not None else FailureKind.LOST
         return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
@@ -374,7 +374,7 @@ class RouterCore:
         if next_release_s is not None:
             due_times_s.append(next_release_s)
         if len(self._queue):
-            due_times_s.append(min(self._next_queue_try_s, self._queue.next_deadline()))
+            due_times_s.append(min(self._next_queue_try_at_s, self._queue.next_deadline_s()))
         return min(due_times_s, default=None)
 
     # Placing -----------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ class RouterCore:
     ) -> Forward | Enqueue | Refuse:
         """Choose, then commit or enqueue. `queued_ahead_s`: what is queued and goes first, by target; None: to be found
         out. On a Refuse the caller calls `_forget_refused`, or finds another answer."""
-        choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
+        choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, waits_behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
         request, queue = active_request.request, self.config.queue
@@ -409,7 +409,7 @@ class RouterCore:
             )  # or who has just come would pass by those who wait for that worker
         if len(self._queue):
             if queue.fair:
-                self._queue.charge(self._queue_position(active_request), choice.charge_s / request.share)
+                self._queue.charge(self._make_queue_position(active_request), choice.charge_s / request.share)
             self._queue.remove(request.request_id)
         return self._commit_choice(active_request, choice, now)
 
@@ -433,7 +433,7 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(ttft_limits_s))
 
-    def _queue_position(self, active_request: ActiveRequest) -> QueuePosition:
+    def _make_queue_position(self, active_request: ActiveRequest) -> QueuePosition:
         request = active_request.request
         is_background = request.priority >= self._background_priority
         return QueuePosition(request.tenant, is_background, request.priority, active_request.arrived_s)
@@ -442,8 +442,8 @@ class RouterCore:
         """Whether the background may have more of it."""
         if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefilling_requests:
             return False
-        running = sum(name == target.name for name in self._background_targets.values())
-        return running < self.config.queue.background_running
+        running_count = sum(name == target.name for name in self._background_targets.values())
+        return running_count < self.config.queue.background_running
 
     def _choose_worker(
         self,
@@ -451,26 +451,26 @@ class RouterCore:
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
-        behind_queue: bool = True,
+        waits_behind_queue: bool = True,
     ) -> RoutingChoice | Refuse:
         """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
         self.tracker.advance(now)
         candidates = self.registry.find_candidates(active_request.request, active_request.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if active_request.request.priority >= self._background_priority and behind_queue:
+        if active_request.request.priority >= self._background_priority and waits_behind_queue:
             candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
         choice = self._chooser.choose(
             active_request.request,
             candidates,
             now,
             queued_ahead_s=queued_ahead_s,
-            queued_s=self._queue.prefill_s,
+            queued_s=self._queue.queued_prefill_s,
             explain=active_request.wants_explanation,
         )
-        if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
+        if waits_behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
             self._chooser.rechoose_behind_queue(
-                choice, self._queue.prefill_ahead_of(self._queue_position(active_request))
+                choice, self._queue.compute_prefill_ahead(self._make_queue_position(active_request))
             )
         return choice
 
@@ -498,7 +498,7 @@ class RouterCore:
             stream=request.is_streaming,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
-            tier_load_s=choice.cost.tier_load_s_of(choice.winner_index) / target.tier_load_speed.factor,
+            tier_load_s=choice.cost.get_tier_load_s(choice.winner_index) / target.tier_load_speed.factor,
         )
         if choice.prompt_query is not None:
             self.cache_state.add_request(
@@ -527,7 +527,7 @@ class RouterCore:
     # The queue ---------------------------------------------------------------------------------------------------
     def _enqueue_request(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         request, config = active_request.request, self.config.queue
-        is_queued, position = request.request_id in self._queue, self._queue_position(active_request)
+        is_queued, position = request.request_id in self._queue, self._make_queue_position(active_request)
         if not is_queued and self._queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
@@ -544,7 +544,7 @@ class RouterCore:
         if not is_queued:
             self.counters["queued"] += 1
             if len(self._queue) == 1:
-                self._next_queue_try_s = now + QUEUED_TRY_INTERVAL_S
+                self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request.request_id, deadline_s)
 
     def _place_queued(self, now: float) -> list[Instruction]:
@@ -553,10 +553,10 @@ class RouterCore:
         if not len(self._queue):
             return []
         self.tracker.advance(now)
-        self._next_queue_try_s = now + QUEUED_TRY_INTERVAL_S
+        self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Instruction] = []
         queued_ahead_s: dict[str, float] = {}
-        for request_id in self._queue.next_request_ids(QUEUED_TRIES_MAX):
+        for request_id in self._queue.get_next_request_ids(QUEUED_TRIES_MAX):
             if not self.tracker.has_free_target(config.enqueue_above_s, now):
                 break
             active_request = self._active_requests[request_id]
@@ -604,7 +604,7 @@ class RouterCore:
                 return instruction
         return self._forget_refused(
             active_request,
-            refuse_after_failure(active_request.request.request_id, kind, self.registry.seconds_until_retry(now)),
+            refuse_after_failure(active_request.request.request_id, kind, self.registry.compute_retry_after_s(now)),
         )
 
     def _forget_refused(self, active_request: ActiveRequest, instruction: PlacementT) -> PlacementT:
@@ -622,7 +622,7 @@ class RouterCore:
         if active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self._forget_refused(
                 active_request,
-                refuse_after_failure(continuation.request_id, kind, self.registry.seconds_until_retry(now)),
+                refuse_after_failure(continuation.request_id, kind, self.registry.compute_retry_after_s(now)),
             )
         instruction = self._forget_refused(active_request, self._place_request(active_request, now))
         self.counters["continued"] += not isinstance(instruction, Refuse)
@@ -648,7 +648,7 @@ class RouterCore:
             self._output_lengths.forget_session(request)
 
     def _clear_lost_cache(self, worker: Worker) -> WorkerLost:
-        for target in self.registry.targets_of(worker.worker_id):
+        for target in self.registry.get_targets(worker.worker_id):
             self.cache_state.clear_target(target)
         return WorkerLost(worker.worker_id)
 
@@ -660,7 +660,7 @@ class RouterCore:
         for worker_id, worker in self.workers.items():
             alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
             alarms += self.stall_detector.alarms(worker_id, now)
-            targets = self.registry.targets_of(worker_id)
+            targets = self.registry.get_targets(worker_id)
             worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
         if self._chooser.custom_policy is not None:
@@ -685,5 +685,5 @@ def _is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, s
     """Whether a failure counts for the worker's health: no client may choose that. A whole answer takes as long as its
     client wants; of a stream that is silent, the worker is to blame where it answered nobody else meanwhile."""
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
-        return request.is_streaming and worker.last_answer_s <= silent_since_s
+        return request.is_streaming and worker.last_answer_at_s <= silent_since_s
     return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)

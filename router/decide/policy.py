@@ -100,9 +100,9 @@ class KvCost:
         for target in targets:
             wait_s = target.total_pending_prefill_s
             if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress = (now - target.busy_since_s - target.fixed_step_share * target.step_s) / target.slowdown
-                if progress > 0.0:
-                    remaining_s, overdue_s = target.oldest_prefill_s - progress, target.OVERDUE_SHARE * progress
+                progress_s = (now - target.busy_since_s - target.fixed_step_share * target.step_s) / target.slowdown
+                if progress_s > 0.0:
+                    remaining_s, overdue_s = target.oldest_prefill_s - progress_s, target.OVERDUE_SHARE * progress_s
                     wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_prefill_s
             queue_waits_s.append(wait_s)
             if wait_s * target.slowdown < shortest_wait_s:
@@ -111,17 +111,19 @@ class KvCost:
             arrival_rate += target.arrivals_scaled
             if target.peer_load is not None:
                 utilisation += target.peer_load.utilisation
-        count = len(targets)
+        target_count = len(targets)
         if pool is not None:
-            utilisation, work_rate, arrival_rate, count = (
+            utilisation, work_rate, arrival_rate, target_count = (
                 pool.peer_utilisation,
                 pool.work_rate,
                 pool.arrival_rate,
                 len(pool.targets),
             )
-        mean_prefill = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
-        backlogs = (shortest_wait_s + queued_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
-        self.congestion = compute_congestion((utilisation + work_rate * utilisation_decay) / count, backlogs, config)
+        mean_prefill_s = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
+        backlogs = (shortest_wait_s + queued_s / target_count) / mean_prefill_s if mean_prefill_s > 0.0 else 0.0
+        self.congestion = compute_congestion(
+            (utilisation + work_rate * utilisation_decay) / target_count, backlogs, config
+        )
 
     def choose_cheapest(self, rotation: int) -> int:
         """The cheapest candidate; of several within `TIE_S`, the `rotation`-th in turn."""
@@ -140,8 +142,8 @@ class KvCost:
             self.memory_wait_s,
         )
         lowest_cost, tied_candidates = float("inf"), []
-        shared_prefix, shared_discount = self.shared_prefix_tokens, self.shared_discount
-        mean_context = prompt_tokens + 0.5 * expected_tokens
+        shared_prefix_tokens, shared_discount = self.shared_prefix_tokens, self.shared_discount
+        mean_context_tokens = prompt_tokens + 0.5 * expected_tokens
         # The formula of `make_terms`, written out: see above.
         for i, (target, hit_tokens, wait_s) in enumerate(
             zip(self.targets, self.priced_cached_tokens, self.queue_waits_s)
@@ -150,8 +152,8 @@ class KvCost:
                 prompt_tokens_squared - hit_tokens * hit_tokens
             )
             stall_s = 0.0
-            if hit_tokens < shared_prefix:
-                shared_prefill_s = target.estimate_prefill_s(shared_prefix, hit_tokens)
+            if hit_tokens < shared_prefix_tokens:
+                shared_prefill_s = target.estimate_prefill_s(shared_prefix_tokens, hit_tokens)
                 prefill_s -= shared_discount * shared_prefill_s
                 stall_s = decode_weight * self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count
             cost = prefill_weight * prefill_s + wait_s
@@ -163,15 +165,15 @@ class KvCost:
             if target.peer_load is not None:
                 cost += config.utilisation_weight * target.peer_load.utilisation
             if decode_weight:
-                context_s = target.decode_context_s * mean_context
+                context_s = target.decode_context_s * mean_context_tokens
                 decode_s = expected_tokens * (target.single_step_s + context_s)
-                running_requests = target.total_request_count
-                if running_requests:
+                running_count = target.total_request_count
+                if running_count:
                     overlap_tokens = expected_tokens
-                    mean_remaining = target.mean_remaining_output_tokens
-                    if mean_remaining < expected_tokens:
-                        overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
-                    decode_s += overlap_tokens * (target.mutual_step_delay_s + running_requests * context_s)
+                    mean_remaining_tokens = target.mean_remaining_output_tokens
+                    if mean_remaining_tokens < expected_tokens:
+                        overlap_tokens *= 2.0 * mean_remaining_tokens / (mean_remaining_tokens + expected_tokens)
+                    decode_s += overlap_tokens * (target.mutual_step_delay_s + running_count * context_s)
                 cost += decode_weight * decode_s
             cost += target.slot_wait_s + stall_s + step_waits_s[i]
             if memory_wait_s:
@@ -206,7 +208,7 @@ class KvCost:
         before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
         return before_s + overtaken_count * prefill_s
 
-    def tier_load_s_of(self, i: int) -> float:
+    def get_tier_load_s(self, i: int) -> float:
         """To fetch what candidate i has on slower tiers."""
         return self.tier_loads_s[i] if self.tier_loads_s is not None else 0.0
 
@@ -223,7 +225,7 @@ class KvCost:
         if target.peer_load is not None:
             utilisation += target.peer_load.utilisation
             decode_requests += target.peer_load.decode_requests
-        tier_load_s = self.tier_load_s_of(i)
+        tier_load_s = self.get_tier_load_s(i)
         pressure_s = self.pressures_s[i] if self.pressures_s is not None else 0.0
         shared_prefill_s = (
             target.estimate_prefill_s(self.shared_prefix_tokens, hit_tokens)
@@ -329,7 +331,7 @@ def choose_random(targets: Sequence[Target], rng: random.Random) -> int:
     return rng.randrange(len(targets))
 
 
-def sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str | None:
+def make_sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str | None:
     """What `sticky` hashes: the session, else how the prompt begins; None where neither is known."""
     if session is not None:
         return session

@@ -134,7 +134,7 @@ class RequestQueue:
         self._arrival_count = 0
         self.request_counts = [0, 0]
         """Requests that wait, and those of the background."""
-        self.prefill_s = 0.0
+        self.queued_prefill_s = 0.0
         """Sum of P over all that is queued, but for the background."""
 
     def __len__(self) -> int:
@@ -164,36 +164,45 @@ class RequestQueue:
     ) -> None:
         """Queue it for `target` (P there), or for another target when it is queued already. `charge_s`: what its turn
         costs its tenant. `refuse_at_deadline`: at its deadline it is refused, else forwarded to the cheapest worker."""
-        entry, is_background = self._requests.get(request_id), position.is_background
-        key = (position.priority, position.arrived_s, self._arrival_count)
-        if entry is not None:
-            assert entry.sort_key[:2] == key[:2], f"queued request {request_id} has another place than before"
-            self._add_prefill(is_background, prefill_s - entry.prefill_s)
-            entry.target, entry.prefill_s, entry.charge_s = target, prefill_s, charge_s
+        queued_request, is_background = self._requests.get(request_id), position.is_background
+        sort_key = (position.priority, position.arrived_s, self._arrival_count)
+        if queued_request is not None:
+            assert queued_request.sort_key[:2] == sort_key[:2], (
+                f"queued request {request_id} has another place than before"
+            )
+            self._add_prefill(is_background, prefill_s - queued_request.prefill_s)
+            queued_request.target, queued_request.prefill_s, queued_request.charge_s = target, prefill_s, charge_s
             return
         self._arrival_count += 1
         self._add_prefill(is_background, prefill_s)
         self.request_counts[is_background] += 1
         request = _QueuedRequest(
-            key, self._line_name(position), is_background, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
+            sort_key,
+            self._get_line_name(position),
+            is_background,
+            deadline_s,
+            refuse_at_deadline,
+            target,
+            prefill_s,
+            charge_s,
         )
         self._requests[request_id] = request
         heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._lines[is_background].setdefault(request.line_name, []), (key, request_id))
+        bisect.insort(self._lines[is_background].setdefault(request.line_name, []), (sort_key, request_id))
 
     def remove(self, request_id: str) -> bool:
         """Take it out, wherever it goes; False where it was not queued."""
-        entry = self._requests.pop(request_id, None)
-        if entry is None:
+        queued_request = self._requests.pop(request_id, None)
+        if queued_request is None:
             return False
-        is_background = entry.is_background
-        self._remove_from_line(request_id, entry)
+        is_background = queued_request.is_background
+        self._remove_from_line(request_id, queued_request)
         self.request_counts[is_background] -= 1
         if not self._lines[is_background]:
             self._tenant_schedulers[is_background].reset()
-        self._add_prefill(is_background, -entry.prefill_s)
+        self._add_prefill(is_background, -queued_request.prefill_s)
         if not self.request_counts[0]:
-            self.prefill_s = 0.0  # so that rounding never accumulates
+            self.queued_prefill_s = 0.0  # so that rounding never accumulates
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
             heapq.heapify(self._deadlines)
@@ -204,58 +213,63 @@ class RequestQueue:
         before `remove`, which forgets all turns with the last who waits."""
         if self._config.fair and self.request_counts[position.is_background]:
             self._tenant_schedulers[position.is_background].charge(
-                self._line_name(position), charge_s, self._lines[position.is_background]
+                self._get_line_name(position), charge_s, self._lines[position.is_background]
             )
 
-    def prefill_ahead_of(self, position: QueuePosition) -> dict[str, float]:
+    def compute_prefill_ahead(self, position: QueuePosition) -> dict[str, float]:
         """target -> seconds of prefill queued for it that would be tried before such a request."""
-        prefill_s: dict[str, float] = {}
-        key = (position.priority, position.arrived_s, self._arrival_count)
-        line_name, limit = self._line_name(position), LOOKAHEAD_MAX
+        prefill_s_by_target: dict[str, float] = {}
+        sort_key = (position.priority, position.arrived_s, self._arrival_count)
+        line_name, max_requests = self._get_line_name(position), LOOKAHEAD_MAX
         request_id_iterators: list[Iterable[str]] = []
         for background in range(position.is_background + 1):
-            lines, turns = self._lines[background], self._tenant_schedulers[background]
+            lines, scheduler = self._lines[background], self._tenant_schedulers[background]
             if background < position.is_background:
-                request_id_iterators.append(self._ids_in_order(background))
+                request_id_iterators.append(self._iter_request_ids(background))
                 continue
-            same_line = list(itertools.takewhile(lambda entry: entry[0] <= key, lines.get(line_name, ())))
-            served_until_s = turns.served_s(line_name) + sum(
-                self._requests[request_id].charge_s for _, request_id in same_line[:limit]
+            preceding_entries = list(itertools.takewhile(lambda entry: entry[0] <= sort_key, lines.get(line_name, ())))
+            served_until_s = scheduler.served_s(line_name) + sum(
+                self._requests[request_id].charge_s for _, request_id in preceding_entries[:max_requests]
             )
-            request_id_iterators.append(request_id for _, request_id in same_line)
+            request_id_iterators.append(request_id for _, request_id in preceding_entries)
             request_id_iterators += [
-                self._ids_served_before(line, turns.served_s(name), served_until_s)
+                self._iter_ids_served_before(line, scheduler.served_s(name), served_until_s)
                 for name, line in lines.items()
                 if name != line_name
             ]
-        for request_id in itertools.islice(itertools.chain.from_iterable(request_id_iterators), limit):
+        for request_id in itertools.islice(itertools.chain.from_iterable(request_id_iterators), max_requests):
             request = self._requests[request_id]
-            prefill_s[request.target] = prefill_s.get(request.target, 0.0) + request.prefill_s
-        return prefill_s
+            prefill_s_by_target[request.target] = prefill_s_by_target.get(request.target, 0.0) + request.prefill_s
+        return prefill_s_by_target
 
-    def _ids_served_before(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
+    def _iter_ids_served_before(self, line: _Line, served_s: float, end_s: float) -> Iterator[str]:
         """Those of a line whose turn comes before a line that has been given `end_s`."""
         for _, request_id in line:
-            if at_s >= end_s:
+            if served_s >= end_s:
                 return
             yield request_id
-            at_s += self._requests[request_id].charge_s
+            served_s += self._requests[request_id].charge_s
 
     def get_queued_target(self, request_id: str) -> tuple[str, float]:
         """(target, P there) of a queued request."""
         request = self._requests[request_id]
         return request.target, request.prefill_s
 
-    def next_request_ids(self, count: int) -> list[str]:
+    def get_next_request_ids(self, count: int) -> list[str]:
         """The next `count` to try, and of the background as many besides: it may find room where the others do not."""
-        return [*itertools.islice(self._ids_in_order(0), count), *itertools.islice(self._ids_in_order(1), count)]
+        return [
+            *itertools.islice(self._iter_request_ids(0), count),
+            *itertools.islice(self._iter_request_ids(1), count),
+        ]
 
-    def _ids_in_order(self, background: int) -> Iterator[str]:
+    def _iter_request_ids(self, background: int) -> Iterator[str]:
         lines = self._lines[background]
         if len(lines) == 1:
             return (request_id for (line,) in (lines.values(),) for _, request_id in line)
-        costs = {name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()}
-        return self._tenant_schedulers[background].merge(costs)
+        charges_by_line = {
+            name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()
+        }
+        return self._tenant_schedulers[background].merge(charges_by_line)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""
@@ -269,7 +283,7 @@ class RequestQueue:
                 )  # a request that came back to the queue stands here twice
         return list(refuse_by_id.items())
 
-    def next_deadline(self) -> float:
+    def next_deadline_s(self) -> float:
         """Earliest time at which `due` may find something."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
@@ -285,21 +299,23 @@ class RequestQueue:
             assert sum(map(len, lines.values())) == self.request_counts[background]
         assert len(request_ids) == len(set(request_ids))
         assert set(request_ids) == set(self._requests)
-        waiting = (self._requests[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)
-        assert math.isclose(self.prefill_s, sum(waiting), abs_tol=1e-6)
+        waiting_prefills_s = (
+            self._requests[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line
+        )
+        assert math.isclose(self.queued_prefill_s, sum(waiting_prefills_s), abs_tol=1e-6)
 
-    def _line_name(self, position: QueuePosition) -> str:
+    def _get_line_name(self, position: QueuePosition) -> str:
         return position.tenant if self._config.fair else ""
 
     def _add_prefill(self, background: bool, prefill_s: float) -> None:
         if not background:
-            self.prefill_s += prefill_s
+            self.queued_prefill_s += prefill_s
 
     def _remove_from_line(self, request_id: str, request: _QueuedRequest) -> None:
         lines = self._lines[request.is_background]
         line = lines[request.line_name]
-        i = bisect.bisect_left(line, (request.sort_key, request_id))
-        assert line[i][1] == request_id, f"queued request {request_id} is not where its key says"
-        del line[i]
+        position = bisect.bisect_left(line, (request.sort_key, request_id))
+        assert line[position][1] == request_id, f"queued request {request_id} is not where its key says"
+        del line[position]
         if not line:
             del lines[request.line_name]

@@ -24,8 +24,8 @@ from router.decide.workers import (
     Worker,
     WorkerSpec,
     WorkerState,
+    find_unusable_reason,
     merge_models,
-    unusable_reason,
 )
 from router.index.protocol import PrefixIndex
 
@@ -66,8 +66,8 @@ class WorkerRegistry:
             must_recreate_targets = True
         else:
             old_spec = worker.spec
-            must_recreate_targets = (_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
-                _base_model(spec),
+            must_recreate_targets = (_get_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
+                _get_base_model(spec),
                 spec.ranks,
                 spec.cache_view,
             )
@@ -106,27 +106,27 @@ class WorkerRegistry:
         """It answered a request: past failures count no longer."""
         worker = self.workers.get(worker_id)
         if worker is not None:
-            worker.last_answer_s = now
+            worker.last_answer_at_s = now
         if worker is None or (not worker.failures and worker.state is WorkerState.UP):
             return
         if self.breaker.record_success(worker):
             self.apply_worker_changes()
 
-    def targets_of(self, worker_id: str) -> list[Target]:
+    def get_targets(self, worker_id: str) -> list[Target]:
         """The worker's targets, one a rank."""
         return self._targets.get(worker_id, [])
 
-    def models(self) -> dict[str, ServedModel]:
+    def get_served_models(self) -> dict[str, ServedModel]:
         """Every name that can be asked for now. Read only."""
         if self._models is None:
             self._models = merge_models(self.workers.values())
         return self._models
 
-    def is_known(self, model: str) -> bool:
+    def is_model_known(self, model: str) -> bool:
         """Whether any worker, in whatever state, is known to serve it."""
-        return model in self.models() or bool(self._workers_serving(model))
+        return model in self.get_served_models() or bool(self._workers_serving(model))
 
-    def is_served(self, model: str, worker_id: str | None = None) -> bool:
+    def is_model_served(self, model: str, worker_id: str | None = None) -> bool:
         """Whether somebody, or this worker, takes requests for it now."""
         if worker_id is not None:
             worker = self.workers.get(worker_id)
@@ -188,11 +188,11 @@ class WorkerRegistry:
         order.update(factor)
         return order
 
-    def ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
+    def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
         """worker -> why it is no candidate, for explanations."""
         reasons: dict[str, str] = {}
         for worker in self.workers.values():
-            reason = _ineligibility_reason(worker, request.model, request.role)
+            reason = _find_ineligibility_reason(worker, request.model, request.role)
             tokens = request.longest_prompt_tokens or request.prompt_tokens
             tokens_needed = tokens + 1 if request.token_ids is not None else 0
             if reason is None and not self._fits_context(worker.worker_id, request.model, tokens_needed):
@@ -209,7 +209,7 @@ class WorkerRegistry:
                 reasons[worker.worker_id] = reason
         return reasons
 
-    def seconds_until_retry(self, now: float) -> float:
+    def compute_retry_after_s(self, now: float) -> float:
         """When a broken worker will next be tried."""
         waits = [worker.open_until_s - now for worker in self.down_workers]
         return max(1.0, min(waits, default=1.0))
@@ -219,15 +219,15 @@ class WorkerRegistry:
         pool: list[Target] = []
         context_limits: list[int] = []
         for worker in self.workers.values():
-            if _ineligibility_reason(worker, model, role) is None:
+            if _find_ineligibility_reason(worker, model, role) is None:
                 pool += self._targets[worker.worker_id]
                 context_limit = worker.models[model].max_model_len
                 if context_limit is not None:
                     context_limits.append(context_limit)
-        entry = pool, min(context_limits, default=None)
+        pool_and_context_max = pool, min(context_limits, default=None)
         if pool:  # names come from clients: what nobody serves is not remembered
-            self._pools[key] = entry
-        return entry
+            self._pools[key] = pool_and_context_max
+        return pool_and_context_max
 
     def _workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
@@ -241,16 +241,19 @@ class WorkerRegistry:
         if not serving_workers and any(
             w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()
         ):
-            names = ", ".join(sorted(self.models())) or "none"
+            model_names = ", ".join(sorted(self.get_served_models())) or "none"
             return Refuse(
-                request.request_id, 404, "unknown_model", f"No worker serves model {request.model!r}; served: {names}."
+                request.request_id,
+                404,
+                "unknown_model",
+                f"No worker serves model {request.model!r}; served: {model_names}.",
             )
         if request.role is not None and all(request.role not in w.spec.roles for w in serving_workers):
             return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         model_text = f" of model {request.model!r}" if request.model else ""
         states = Counter(worker.state.value for worker in (serving_workers if request.model else self.workers.values()))
         state_summary = (
-            ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
+            ", ".join(f"{state_count} {state}" for state, state_count in sorted(states.items())) or "none was found yet"
         )
         return Refuse(request.request_id, 503, "no_worker", f"No worker{model_text} is up: {state_summary}.", 1.0)
 
@@ -259,13 +262,13 @@ class WorkerRegistry:
         worker = self.workers.get(worker_id)
         if worker is None:
             return Refuse(request.request_id, 404, "unknown_worker", f"There is no worker {worker_id!r}.")
-        reason = self.ineligibility_reasons(request).get(worker_id, "not eligible")
+        reason = self.find_ineligibility_reasons(request).get(worker_id, "not eligible")
         return Refuse(request.request_id, 503, "no_worker", f"Worker {worker_id!r} cannot take this: {reason}.", 1.0)
 
     # Targets -----------------------------------------------------------------------------------------------------
     def _make_targets(self, worker: Worker) -> None:
         self._targets[worker.worker_id] = []
-        base_model = _base_model(worker.spec)
+        base_model = _get_base_model(worker.spec)
         if base_model is None:
             return
         for rank in range(worker.spec.ranks):
@@ -284,16 +287,16 @@ class WorkerRegistry:
         worker.holders.clear()
 
 
-def _ineligibility_reason(worker: Worker, model: str, role: str | None) -> str | None:
+def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> str | None:
     """Why it takes none of these requests now, or None."""
     if model not in worker.models:
         return f"does not serve {model}"
     if role is not None and role not in worker.spec.roles:
         return f"has no role {role}"
-    return unusable_reason(worker)
+    return find_unusable_reason(worker)
 
 
-def _base_model(spec: WorkerSpec) -> str | None:
+def _get_base_model(spec: WorkerSpec) -> str | None:
     """The model under which the worker's holders stand in the index: one process caches one base model."""
     return spec.models[0].base if spec.models else None
 
@@ -380,7 +383,7 @@ def make_worker_snapshot(
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
             "load_factor": target.tier_load_speed.factor,
-            "observations": target.speeds.observations(target.name),
+            "observations": target.speeds.get_observation_count(target.name),
         },
         routed_requests=target.routed_requests,
         predicted_cached_tokens=target.predicted_cached_tokens,

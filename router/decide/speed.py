@@ -103,78 +103,78 @@ class SpeedEstimate:
         self._prior_ratio = 1.0
         """What the prefill ratio is near to, as far as is known beforehand."""
         self.ratios = [1.0] * 4
-        self.observations = 0
+        self.observation_count = 0
 
     def raise_prior(self, ratio: float) -> None:
         """Nothing was observed yet, as all takes so many times as long as was expected, at least."""
-        if self._config.enabled and not self.observations:
+        if self._config.enabled and not self.observation_count:
             self._prior_ratio = self._typical_ratio = min(self._prior_ratio * ratio, _RATIO_MAX)
             self.ratios = [self._prior_ratio] * 4
 
     def observe(self, observation: Observation) -> TrainingSample | None:
         """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
-        features = self._features(observation)
-        expected_prior = features[0] + features[1] + features[2] + features[3]
-        if not self._config.enabled or observation.elapsed_s <= 0.0 or expected_prior <= 0.0:
+        features = self._compute_features(observation)
+        prior_expected_s = features[0] + features[1] + features[2] + features[3]
+        if not self._config.enabled or observation.elapsed_s <= 0.0 or prior_expected_s <= 0.0:
             return None
-        self.observations += 1
-        expected_before = expected = sum(r * f for r, f in zip(self.ratios, features))
-        self._recent_ratios.append(observation.elapsed_s / expected)
+        self.observation_count += 1
+        model_expected_s = expected_s = sum(r * f for r, f in zip(self.ratios, features))
+        self._recent_ratios.append(observation.elapsed_s / expected_s)
         # Outliers are judged against what is usual lately, not against a model that may still be far off.
         median_ratio = sorted(self._recent_ratios)[len(self._recent_ratios) // 2]
-        expected *= median_ratio
-        self._typical_ratio = expected / expected_prior
+        expected_s *= median_ratio
+        self._typical_ratio = expected_s / prior_expected_s
         prior = self._prior
         uncertainty_s = 0.0 if observation.is_complete else 0.25 * prior.step_tokens * prior.prefill_s_per_token
         resolution_s = self._typical_ratio * (uncertainty_s + prior.step_s)
-        scale = expected + resolution_s
-        error = (observation.elapsed_s - expected) / scale
+        error_scale_s = expected_s + resolution_s
+        relative_error = (observation.elapsed_s - expected_s) / error_scale_s
         trust = 1.0
-        if error > 1.0:
-            trust = 1.0 / (error * error)
-        elif error < -0.75:
-            trust = 0.75 / -error
-        weight = trust / (resolution_s * resolution_s + (observation.relative_noise * expected) ** 2)
+        if relative_error > 1.0:
+            trust = 1.0 / (relative_error * relative_error)
+        elif relative_error < -0.75:
+            trust = 0.75 / -relative_error
+        weight = trust / (resolution_s * resolution_s + (observation.relative_noise * expected_s) ** 2)
         self._add_sample(features, observation.elapsed_s, weight, decay=self._decay)
         self._solve()
-        return TrainingSample(features, observation.elapsed_s, expected_before, weight, self.observations)
+        return TrainingSample(features, observation.elapsed_s, model_expected_s, weight, self.observation_count)
 
     def revise(self, sample: TrainingSample, observation: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
-        weight = sample.weight * self._decay ** (self.observations - sample.observation_number)
+        weight = sample.weight * self._decay ** (self.observation_count - sample.observation_number)
         self._add_sample(sample.features, sample.elapsed_s, -weight)
-        self._add_sample(self._features(observation), observation.elapsed_s, weight)
+        self._add_sample(self._compute_features(observation), observation.elapsed_s, weight)
         self._solve()
 
-    def model(self, *, cautious: bool = True) -> ServiceModel:
+    def make_service_model(self, *, cautious: bool = True) -> ServiceModel:
         """The constants to predict with; with `cautious`, `prefill_s_per_token` errs low while little was seen."""
         prior, (prefill_ratio, quadratic_ratio, step_ratio, decode_ratio) = self._prior, self.ratios
         caution = 1.0
         if self._config.enabled and cautious:
-            caution -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observations / 50.0)
-        a = prior.prefill_s_per_token * prefill_ratio * caution
-        quadratic = prior.prefill_s_per_token * quadratic_ratio * caution / prior.quadratic_tokens  # a / Lq
+            caution -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observation_count / 50.0)
+        prefill_s_per_token = prior.prefill_s_per_token * prefill_ratio * caution
+        quadratic_rate = prior.prefill_s_per_token * quadratic_ratio * caution / prior.quadratic_tokens  # a / Lq
         return ServiceModel(
-            prefill_s_per_token=a,
-            quadratic_tokens=a / quadratic,
+            prefill_s_per_token=prefill_s_per_token,
+            quadratic_tokens=prefill_s_per_token / quadratic_rate,
             step_s=prior.step_s * step_ratio,
             decode_request_s=prior.decode_request_s * decode_ratio,
             decode_context_s=prior.decode_context_s * decode_ratio,
             step_tokens=prior.step_tokens,
         )
 
-    def _features(self, observation: Observation) -> Ratios:
+    def _compute_features(self, observation: Observation) -> Ratios:
         prior = self._prior
-        a = prior.prefill_s_per_token
-        decode = (
+        prefill_s_per_token = prior.prefill_s_per_token
+        step_decode_s = (
             prior.decode_request_s * observation.decode_requests
             + prior.decode_context_s * observation.decode_context_tokens
         )
         return (
-            a * observation.uncached_tokens,
-            a * observation.quadratic_work / (2.0 * prior.quadratic_tokens),
+            prefill_s_per_token * observation.uncached_tokens,
+            prefill_s_per_token * observation.quadratic_work / (2.0 * prior.quadratic_tokens),
             prior.step_s * observation.steps,
-            decode * observation.steps,
+            step_decode_s * observation.steps,
         )
 
     def _add_sample(self, features: Ratios, elapsed_s: float, weight: float, *, decay: float = 1.0) -> None:
@@ -188,23 +188,23 @@ class SpeedEstimate:
         """The normal equations, solved exactly; what falls below its bound is fixed there."""
         strengths = [1.0 / (spread * self._typical_ratio) ** 2 for spread in _SPREAD]
         matrix = [row[:] for row in self._normal_matrix]
-        right = self._normal_vector[:]
+        right_side = self._normal_vector[:]
         matrix[0][0] += strengths[0]
-        right[0] += strengths[0] * self._prior_ratio
+        right_side[0] += strengths[0] * self._prior_ratio
         for j, strength in enumerate(strengths[1:], 1):  # strength * (ratio_j - ratio_0)^2
             matrix[j][j] += strength
             matrix[0][0] += strength
             matrix[0][j] -= strength
             matrix[j][0] -= strength
-        floor = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
+        ratio_bounds = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
         fixed_ratios: dict[int, float] = {}
         while True:
-            ratios = _solve_with(matrix, right, fixed_ratios)
-            low = [i for i in range(4) if i not in fixed_ratios and ratios[i] < floor[i]]
-            if not low:
+            ratios = _solve_with(matrix, right_side, fixed_ratios)
+            low_indices = [i for i in range(4) if i not in fixed_ratios and ratios[i] < ratio_bounds[i]]
+            if not low_indices:
                 break
-            worst = min(low, key=lambda i: ratios[i] - floor[i])
-            fixed_ratios[worst] = floor[worst]
+            lowest_index = min(low_indices, key=lambda i: ratios[i] - ratio_bounds[i])
+            fixed_ratios[lowest_index] = ratio_bounds[lowest_index]
         self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
 
 
@@ -222,8 +222,8 @@ class _PoolWorker:
     """Of its last intervals: how many times as long as by the pool's model."""
     factor: float = 1.0
     """So many times as long as the pool it is taken to need for everything."""
-    observations: int = 0
-    last_observation: int = 0
+    observation_count: int = 0
+    last_observation_number: int = 0
     """The pool's count of observations when one was its."""
 
 
@@ -239,14 +239,14 @@ class PoolSpeeds:
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._is_enabled = config.enabled
         self._pool_estimate = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_HALF_LIFE_FACTOR))
-        self._pool_model = self._pool_estimate.model()
+        self._pool_model = self._pool_estimate.make_service_model()
         self._workers: dict[str, _PoolWorker] = {}
         self._rotation: deque[str] = deque()
 
     def add_worker(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
         self.remove_worker(name)
-        self._workers[name] = _PoolWorker(last_observation=self._pool_estimate.observations)
+        self._workers[name] = _PoolWorker(last_observation_number=self._pool_estimate.observation_count)
         self._rotation.append(name)
 
     def remove_worker(self, name: str) -> None:
@@ -254,17 +254,17 @@ class PoolSpeeds:
         if self._workers.pop(name, None) is not None:
             self._rotation.remove(name)
 
-    def model(self, name: str) -> ServiceModel:
+    def make_service_model(self, name: str) -> ServiceModel:
         """What to predict this worker with."""
         return _scale_model(self._pool_model, self._workers[name].factor)
 
-    def measured_model(self, name: str) -> ServiceModel:
+    def make_measured_model(self, name: str) -> ServiceModel:
         """The constants that were learned of this worker, without the caution of `model`."""
-        return _scale_model(self._pool_estimate.model(cautious=False), self._workers[name].factor)
+        return _scale_model(self._pool_estimate.make_service_model(cautious=False), self._workers[name].factor)
 
-    def observations(self, name: str) -> int:
+    def get_observation_count(self, name: str) -> int:
         """Intervals seen of this worker."""
-        return self._workers[name].observations
+        return self._workers[name].observation_count
 
     def observe(self, name: str, observation: Observation) -> tuple[list[str], WorkerSample | None]:
         """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
@@ -272,8 +272,8 @@ class PoolSpeeds:
         sample = self._pool_estimate.observe(replace(observation, elapsed_s=observation.elapsed_s / worker.factor))
         if sample is None:
             return [], None
-        worker.observations += 1
-        worker.last_observation = self._pool_estimate.observations
+        worker.observation_count += 1
+        worker.last_observation_number = self._pool_estimate.observation_count
         worker.recent_ratios.append(observation.elapsed_s / sample.expected_s)
         worker_sample = WorkerSample(sample, worker.factor)
         changed_names = self._refresh_pool_model()
@@ -289,12 +289,16 @@ class PoolSpeeds:
     def step_observation_interval_s(self) -> float:
         """One answer of a worker teaches what steps take in so many seconds: often at first, then enough to see a
         change."""
-        return _STEP_INTERVAL_EARLY_S if self._pool_estimate.observations < _EARLY_INTERVALS else _STEP_INTERVAL_LATE_S
+        return (
+            _STEP_INTERVAL_EARLY_S
+            if self._pool_estimate.observation_count < _EARLY_INTERVALS
+            else _STEP_INTERVAL_LATE_S
+        )
 
     @property
     def is_untrained(self) -> bool:
         """It learns, and nothing was observed yet, of any worker."""
-        return self._is_enabled and not self._pool_estimate.observations
+        return self._is_enabled and not self._pool_estimate.observation_count
 
     def raise_prior(self, ratios: Sequence[float]) -> list[str]:
         """While it is silent: how many times as long as expected has passed at the workers that are waited for. Half
@@ -312,23 +316,31 @@ class PoolSpeeds:
 
     def _update_factor(self, worker: _PoolWorker) -> bool:
         """Whether its factor changed."""
-        recent, previous = worker.recent_ratios, worker.factor
-        if previous != 1.0 and self._pool_estimate.observations - worker.last_observation > _FORGOTTEN_AFTER * len(
-            self._workers
+        recent_ratios, previous_factor = worker.recent_ratios, worker.factor
+        if (
+            previous_factor != 1.0
+            and self._pool_estimate.observation_count - worker.last_observation_number
+            > _FORGOTTEN_AFTER * len(self._workers)
         ):
-            while len(recent) > _WORKER_INTERVALS_MIN - _PROBES:
-                recent.popleft()
+            while len(recent_ratios) > _WORKER_INTERVALS_MIN - _PROBES:
+                recent_ratios.popleft()
         worker.factor = 1.0
-        if len(recent) >= _WORKER_INTERVALS_MIN:
-            median_ratio = sorted(recent)[len(recent) // 2]
-            if abs(math.log(median_ratio)) > (_LEAVES_POOL_BEYOND if previous == 1.0 else _RETURNS_TO_POOL_BELOW):
+        if len(recent_ratios) >= _WORKER_INTERVALS_MIN:
+            median_ratio = sorted(recent_ratios)[len(recent_ratios) // 2]
+            if abs(math.log(median_ratio)) > (
+                _LEAVES_POOL_BEYOND if previous_factor == 1.0 else _RETURNS_TO_POOL_BELOW
+            ):
                 median_ratio = max(median_ratio, 1.0 / _FASTER_MAX)
-                worker.factor = previous if abs(math.log(median_ratio / previous)) < _MODEL_TOLERANCE else median_ratio
-        return worker.factor != previous
+                worker.factor = (
+                    previous_factor
+                    if abs(math.log(median_ratio / previous_factor)) < _MODEL_TOLERANCE
+                    else median_ratio
+                )
+        return worker.factor != previous_factor
 
     def _refresh_pool_model(self) -> set[str]:
         """Put the pool's latest model to use where it is another; all of them then."""
-        latest = self._pool_estimate.model()
+        latest = self._pool_estimate.make_service_model()
         pairs = zip(_reference_seconds(latest), _reference_seconds(self._pool_model))
         if all(abs(math.log(new / old)) <= _MODEL_TOLERANCE for new, old in pairs):
             return set()
@@ -365,27 +377,30 @@ def _scale_model(model: ServiceModel, factor: float) -> ServiceModel:
 def _reference_seconds(model: ServiceModel) -> tuple[float, float]:
     """Times of a typical prefill (2,048 tokens after 6,144 cached) and of a step of 32 sequences of 2,048 tokens: to
     compare two models by two numbers."""
-    quadratic = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
-    step = model.step_s + 32.0 * (model.decode_request_s + 2048.0 * model.decode_context_s)
-    return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s, step
+    quadratic_tokens = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
+    reference_step_s = model.step_s + 32.0 * (model.decode_request_s + 2048.0 * model.decode_context_s)
+    return model.prefill_s_per_token * (2048.0 + quadratic_tokens) + model.step_s, reference_step_s
 
 
-def _solve_with(matrix: list[list[float]], right: list[float], fixed_values: dict[int, float]) -> list[float]:
+def _solve_with(matrix: list[list[float]], right_side: list[float], fixed_values: dict[int, float]) -> list[float]:
     """Gaussian elimination of a positive definite system in which some unknowns are given."""
-    free = [i for i in range(len(right)) if i not in fixed_values]
+    free_indices = [i for i in range(len(right_side)) if i not in fixed_values]
     rows = [
-        [matrix[i][j] for j in free] + [right[i] - sum(matrix[i][k] * v for k, v in fixed_values.items())] for i in free
+        [matrix[i][j] for j in free_indices] + [right_side[i] - sum(matrix[i][k] * v for k, v in fixed_values.items())]
+        for i in free_indices
     ]
-    count = len(free)
-    for i in range(count):
-        pivot = rows[i]
-        for r in range(i + 1, count):
-            factor = rows[r][i] / pivot[i]
+    free_count = len(free_indices)
+    for i in range(free_count):
+        pivot_row = rows[i]
+        for r in range(i + 1, free_count):
+            factor = rows[r][i] / pivot_row[i]
             if factor:
-                for c in range(i, count + 1):
-                    rows[r][c] -= factor * pivot[c]
+                for c in range(i, free_count + 1):
+                    rows[r][c] -= factor * pivot_row[c]
     solution = dict(fixed_values)
-    for i in range(count - 1, -1, -1):
+    for i in range(free_count - 1, -1, -1):
         row = rows[i]
-        solution[free[i]] = (row[count] - sum(row[j] * solution[free[j]] for j in range(i + 1, count))) / row[i]
-    return [solution[i] for i in range(len(right))]
+        solution[free_indices[i]] = (
+            row[free_count] - sum(row[j] * solution[free_indices[j]] for j in range(i + 1, free_count))
+        ) / row[i]
+    return [solution[i] for i in range(len(right_side))]

@@ -248,7 +248,7 @@ class Target:
     def __post_init__(self) -> None:
         self.name = self.worker_id if self.rank is None else f"{self.worker_id}#{self.rank}"
         self.speeds.add_worker(self.name)
-        self.set_service_model(self.speeds.model(self.name))
+        self.set_service_model(self.speeds.make_service_model(self.name))
 
     def predict_interval_s(self, observation: Observation) -> float:
         """How long such an interval takes here, as far as is known."""

@@ -427,7 +427,7 @@ class LoadTracker:
         for name in target_names:
             changed_target = self.targets.get(name)
             if changed_target is not None and changed_target.speeds is target.speeds:
-                changed_target.set_service_model(changed_target.speeds.model(name))
+                changed_target.set_service_model(changed_target.speeds.make_service_model(name))
                 self._merge_peer_load(changed_target)
 
     # Other routers -----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Worker:
     open_s: float = 0.0
     probe: str | None = None
     """The request that probes it."""
-    last_answer_s: float = -math.inf
+    last_answer_at_s: float = -math.inf
     """When a request's answer began, went on or ended there last."""
     health_reason: str = ""
     """Why it is DOWN."""
@@ -165,7 +165,7 @@ class CircuitBreaker:
         return is_over
 
 
-def unusable_reason(worker: Worker) -> str | None:
+def find_unusable_reason(worker: Worker) -> str | None:
     """The reason a worker takes no new work, or None."""
     if worker.state is WorkerState.UP:
         return None

@@ -47,7 +47,7 @@ class WorkingSets:
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
         it), oldest first."""
         self._free_tokens_min = 0
-        self._expired_s = 0.0
+        self._expired_at_s = 0.0
         self._reused_tokens = 0.0
         self._computed_tokens = 0.0
 
@@ -102,7 +102,7 @@ class WorkingSets:
             usage.reused_chunks += 1
             chunks[key] = (usage, now, True, session if session == chunk[3] else None)
             chunks.move_to_end(key)
-        self._free_tokens_min = min(self._free_tokens_min, self._free_tokens(usage))
+        self._free_tokens_min = min(self._free_tokens_min, self._compute_free_tokens(usage))
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
         """The session is over: the chunks that nobody else ever used are needed no more."""
@@ -121,11 +121,11 @@ class WorkingSets:
     # What the price asks -----------------------------------------------------------------------------------------
     def may_overflow(self, tokens: int, now: float) -> bool:
         """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
-        if now - self._expired_s >= 1.0:
+        if now - self._expired_at_s >= 1.0:
             self._expire(now)
         return tokens > self._free_tokens_min and bool(self._usages)
 
-    def overflows(
+    def compute_overflow_shares(
         self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
     ) -> list[float]:
         """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
@@ -149,31 +149,35 @@ class WorkingSets:
     def check_invariants(self) -> None:
         """Counts agree with what they count; times are in order."""
         for name, usage in self._usages.items():
-            count = sum(1 for chunk_usage, _, counts, _ in self._chunks.values() if chunk_usage is usage and counts)
-            assert usage.reused_chunks == count, f"{name}: {usage.reused_chunks} chunks counted, {count} live"
-            assert self._free_tokens_min <= self._free_tokens(usage), (
-                f"{name}: spare {self._free_tokens(usage)} < {self._free_tokens_min}"
+            reused_count = sum(
+                1 for chunk_usage, _, is_reused, _ in self._chunks.values() if chunk_usage is usage and is_reused
             )
-        times = [used_s for _, used_s, _, _ in self._chunks.values()]
-        assert times == sorted(times)
+            assert usage.reused_chunks == reused_count, (
+                f"{name}: {usage.reused_chunks} chunks counted, {reused_count} live"
+            )
+            assert self._free_tokens_min <= self._compute_free_tokens(usage), (
+                f"{name}: spare {self._compute_free_tokens(usage)} < {self._free_tokens_min}"
+            )
+        last_use_times_s = [used_at_s for _, used_at_s, _, _ in self._chunks.values()]
+        assert last_use_times_s == sorted(last_use_times_s)
         assert all(
             any(chunk_usage is usage for usage in self._usages.values()) for chunk_usage, *_ in self._chunks.values()
         )
 
     def _expire(self, now: float) -> None:
-        self._expired_s = now
+        self._expired_at_s = now
         oldest_s = now - self._live_s
         chunks = self._chunks
         while chunks:
-            key, (usage, used_s, counts, _) = next(iter(chunks.items()))
-            if used_s >= oldest_s:
+            key, (usage, used_at_s, is_reused, _) = next(iter(chunks.items()))
+            if used_at_s >= oldest_s:
                 break
             del chunks[key]
-            usage.reused_chunks -= counts
+            usage.reused_chunks -= is_reused
         self._update_free_tokens_min()
 
-    def _free_tokens(self, usage: _TargetUsage) -> int:
+    def _compute_free_tokens(self, usage: _TargetUsage) -> int:
         return usage.capacity_tokens - usage.reused_chunks * self._chunk_tokens
 
     def _update_free_tokens_min(self) -> None:
-        self._free_tokens_min = min(map(self._free_tokens, self._usages.values()), default=0)
+        self._free_tokens_min = min(map(self._compute_free_tokens, self._usages.values()), default=0)

@@ -248,7 +248,7 @@ class MissReasonsRecorder:
         if route.session is None:
             query = self._core.cache_state.get_query(route.request_id)
             if query is not None:
-                keys = query.chunk_keys(self._chunk_tokens)
+                keys = query.get_chunk_keys(self._chunk_tokens)
             else:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
             if self.analyzer.needs_short_keys(keys):

@@ -227,7 +227,7 @@ class Fleet:
                 return
             discovery = self._discovery = self._spawn(self._poll_all_models())
         deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
-        while not discovery.done() and self._now() < deadline_s and not self._core.registry.is_known(model):
+        while not discovery.done() and self._now() < deadline_s and not self._core.registry.is_model_known(model):
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:

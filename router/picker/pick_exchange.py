@@ -139,7 +139,7 @@ class PickExchange(Exchange):
     def _fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
         workers, of = self._services.core.workers, self.picker_state.endpoints.get_endpoint
         endpoints: list[str] = []
-        for worker_id in self._services.core.fallback_workers(
+        for worker_id in self._services.core.find_fallback_workers(
             self.request_id, self.picker_state.config.fallbacks, decision.decided_s
         ):
             endpoint = of(worker_id)

@@ -303,7 +303,7 @@ def test_eligibility_comes_before_cost() -> None:
 def test_models_merge_and_loras_resolve() -> None:
     core, _ = make_core("a")
     core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
-    assert set(core.registry.models()) == {"m", "n", "tuned"}
+    assert set(core.registry.get_served_models()) == {"m", "n", "tuned"}
     assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
     lora_request = request("r", [1, 2]).replace(model="tuned", scope=Scope("n", lora="tuned"))
     assert chosen_worker(core.route(lora_request, 0.0)) == "b"

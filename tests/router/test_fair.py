@@ -47,14 +47,14 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
             for number, seconds in enumerate(lines[late]):
                 put_request(queue, f"{late}{number}", late, seconds, number)
             given_s = defaultdict(float)
-        (name,) = queue.next_request_ids(1)
-        expected_order = queue.next_request_ids(1000)
+        (name,) = queue.get_next_request_ids(1)
+        expected_order = queue.get_next_request_ids(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
         waiting_tenants = {queued_name[0] for queued_name in expected_order}
         queue.charge(QueuePosition(tenant, False, 0, 0.0), seconds)
         queue.remove(name)
         queue.check_invariants()
-        assert queue.next_request_ids(1000) == expected_order[1:], "what is tried next is known beforehand"
+        assert queue.get_next_request_ids(1000) == expected_order[1:], "what is tried next is known beforehand"
         given_s[tenant] += seconds
         served_count += 1
         for waiting_tenant in waiting_tenants & {queued_name[0] for queued_name in expected_order[1:]}:
@@ -68,15 +68,15 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 5), st.booleans()), max_size=40))
 def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]) -> None:
-    """`prefill_ahead_of` a request is the work that `next_request_ids` then lists before it."""
+    """`compute_prefill_ahead` of a request is the work that `get_next_request_ids` then lists before it."""
     queue, sizes = RequestQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
         place = QueuePosition(tenant, False, 0, float(number))
-        ahead_s = queue.prefill_ahead_of(place)
+        ahead_s = queue.compute_prefill_ahead(place)
         name = f"{tenant}{number}"
         put_request(queue, name, tenant, seconds, number)
         sizes[name] = seconds
-        order = queue.next_request_ids(1000)
+        order = queue.get_next_request_ids(1000)
         before = sum(sizes[queued_name] for queued_name in order[: order.index(name)])
         ties = sum(sizes[queued_name] for queued_name in order if queued_name[0] != tenant)
         assert (
@@ -84,7 +84,7 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
             or ahead_s.get("w", 0.0) <= before <= ahead_s.get("w", 0) + ties
         )
         if sends:
-            first = queue.next_request_ids(1)[0]
+            first = queue.get_next_request_ids(1)[0]
             queue.charge(QueuePosition(first[0], False, 0, 0.0), sizes[first])
             queue.remove(first)
 

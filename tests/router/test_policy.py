@@ -23,7 +23,7 @@ from router.decide.policy import (
     choose_sticky,
     compute_congestion,
     estimate_tier_load_s,
-    sticky_key,
+    make_sticky_key,
 )
 from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
@@ -297,9 +297,9 @@ def test_sticky_moves_only_what_it_must() -> None:
     assert all(after[key] == before[key] for key in keys if before[key] != "w0")
     shares = [list(before.values()).count(t.name) for t in targets]
     assert min(shares) > 20
-    assert sticky_key(None, [1, 2, 3]) == sticky_key(None, [1, 2, 3])
-    assert sticky_key("s", [1]) == "s"
-    assert sticky_key(None, None) is None
+    assert make_sticky_key(None, [1, 2, 3]) == make_sticky_key(None, [1, 2, 3])
+    assert make_sticky_key("s", [1]) == "s"
+    assert make_sticky_key(None, None) is None
 
 
 def test_chance_is_an_argument() -> None:

@@ -46,13 +46,13 @@ def test_held_requests_are_tried_by_priority_then_arrival(
                 del entries[expired_name], before[expired_name]
         queue.check_invariants()
         assert len(queue) == len(entries)
-        assert queue.next_request_ids(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
+        assert queue.get_next_request_ids(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
         ahead_s: dict[str, float] = {}
         for n, (p, w, arrived_s, _) in entries.items():
             if (p, arrived_s) <= (0, now):
                 ahead_s[f"w{int(n) % 3}"] = ahead_s.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.prefill_ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead_s)
-        assert queue.next_deadline() <= min((h[3] for h in entries.values()), default=math.inf)
+        assert queue.compute_prefill_ahead(QueuePosition("", False, 0, now)) == pytest.approx(ahead_s)
+        assert queue.next_deadline_s() <= min((h[3] for h in entries.values()), default=math.inf)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))

@@ -132,7 +132,7 @@ def test_a_worker_is_learned_within_a_hundred_requests(truth: ServiceModel, nois
     estimate = SpeedEstimate(ServiceModel(), LearnConfig())
     for _ in range(100):
         estimate.observe(observation(rng, truth, noise=noise))
-    service = estimate.model()
+    service = estimate.make_service_model()
     for length, cached_tokens in ((1000, 0), (8000, 4000), (30_000, 0), (30_000, 27_000)):
         seconds = [
             m.prefill_s_per_token * (length - cached_tokens + (length**2 - cached_tokens**2) / (2 * m.quadratic_tokens))
@@ -158,7 +158,7 @@ def test_outliers_that_are_slow_do_not_mislead() -> None:
                 sample.decode_context_tokens,
             )
         estimate.observe(sample)
-    assert 0.7 * 2e-4 < estimate.model().prefill_s_per_token < 1.2 * 2e-4
+    assert 0.7 * 2e-4 < estimate.make_service_model().prefill_s_per_token < 1.2 * 2e-4
 
 
 def test_a_worker_that_changes_is_learned_again() -> None:
@@ -167,7 +167,7 @@ def test_a_worker_that_changes_is_learned_again() -> None:
     for truth in (ServiceModel(prefill_s_per_token=5e-5), ServiceModel(prefill_s_per_token=4e-4)):
         for _ in range(400):
             estimate.observe(observation(rng, truth, noise=0.1))
-        assert estimate.model().prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
+        assert estimate.make_service_model().prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
 
 
 def test_learning_from_first_tokens_of_a_queue() -> None:
@@ -323,12 +323,12 @@ def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     for _ in range(60):
         for name in names:
             speeds.observe(name, observation(rng, half if name == "w0" else ServiceModel(), noise=0.15))
-    assert len({speeds.model(name) for name in names[1:]}) == 1
-    rates = {name: speeds.model(name).prefill_s_per_token for name in names}
+    assert len({speeds.make_service_model(name) for name in names[1:]}) == 1
+    rates = {name: speeds.make_service_model(name).prefill_s_per_token for name in names}
     assert 1.6 < rates["w0"] / rates["w1"] < 2.3
     for _ in range(600):
         speeds.observe("w0", observation(rng, ServiceModel(), noise=0.15))
-    assert speeds.model("w0") == speeds.model("w1"), "it was repaired"
+    assert speeds.make_service_model("w0") == speeds.make_service_model("w1"), "it was repaired"
 
 
 def test_who_is_thought_slow_and_not_asked_is_like_the_others_again() -> None:
@@ -342,16 +342,16 @@ def test_who_is_thought_slow_and_not_asked_is_like_the_others_again() -> None:
     for _ in range(40):
         for name in names:
             speeds.observe(name, observation(rng, slow if name == "w0" else ServiceModel(), noise=0.1))
-    assert speeds.model("w0").step_s > 2 * speeds.model("w1").step_s
+    assert speeds.make_service_model("w0").step_s > 2 * speeds.make_service_model("w1").step_s
     rounds = 0
-    while speeds.model("w0") != speeds.model("w1"):
+    while speeds.make_service_model("w0") != speeds.make_service_model("w1"):
         rounds += 1
         assert rounds < 200, "it never faded"
         for name in names[1:]:
             speeds.observe(name, observation(rng, ServiceModel(), noise=0.1))
     for _ in range(4):  # and a few requests are enough to know it again
         speeds.observe("w0", observation(rng, slow, noise=0.1))
-    assert speeds.model("w0").step_s > 2 * speeds.model("w1").step_s
+    assert speeds.make_service_model("w0").step_s > 2 * speeds.make_service_model("w1").step_s
 
 
 def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:

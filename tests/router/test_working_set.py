@@ -90,14 +90,14 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         else:
             share = tail / 5
             expected = [naive.overflow_share("a", ids, share), naive.overflow_share("b", ids, 0.0)]
-            assert sets.overflows(["a", "b"], [share, 0.0], keys, len(ids)) == pytest.approx(expected)
+            assert sets.compute_overflow_shares(["a", "b"], [share, 0.0], keys, len(ids)) == pytest.approx(expected)
             if not sets.may_overflow(len(ids), now):
                 assert expected == [0.0, 0.0]
         sets.check_invariants()
     sets.set_capacity("a", None)
     sets.check_invariants()
     assert used_tokens(sets, "a", now) is None
-    assert sets.overflows(["a"], [0.0], [], 100) == [0.0]
+    assert sets.compute_overflow_shares(["a"], [0.0], [], 100) == [0.0]
 
 
 def test_reuse_is_learned_and_bounded() -> None:
