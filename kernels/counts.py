@@ -43,13 +43,13 @@ def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int
     tokens, values, _ = _gather_rows(counts, batch, width)
     row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
     old_logits = row_logits.gather(1, tokens)
-    count = values >> 1
+    output_count = values >> 1
     new_logits = torch.where(
         values > 0,
         torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition),
         old_logits,
     )
-    new_logits = new_logits - (batch.frequency * count + batch.presence * (count > 0))
+    new_logits = new_logits - (batch.frequency * output_count + batch.presence * (output_count > 0))
     row_logits.scatter_(1, tokens, new_logits)
     if batch.logits_rows is not None:
         logits.index_copy_(0, batch.logits_rows, row_logits)
@@ -57,15 +57,15 @@ def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int
 
 def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """A token of each row was drawn: [all rows of the logits]. `width`: at least what is in use after it."""
-    token = (sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows))[
-        :, None
-    ]
+    sampled_token = (
+        sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows)
+    )[:, None]
     tokens, values, lengths = _gather_rows(counts, batch, width)
-    is_match = tokens == token
+    is_match = tokens == sampled_token
     # In an empty row the first token is what another sequence left there.
     is_present = is_match.any(1, keepdim=True) & (lengths > 0)
     is_next_slot = (torch.arange(width, device=sampled_tokens.device) == lengths) & ~is_present
-    counts.tokens[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, token, tokens))
+    counts.tokens[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, sampled_token, tokens))
     values = torch.where(is_next_slot, 2, values + 2 * is_match.int())
     counts.values[:, :width].index_copy_(0, batch.count_rows, values)
     counts.lengths.index_copy_(0, batch.count_rows, (lengths + ~is_present)[:, 0])

@@ -133,14 +133,14 @@ class StatePlan:
     @staticmethod
     def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
         """`units`: [sequences], the state unit of each."""
-        count = batch.decode_count
+        decode_count = batch.decode_count
         starts = batch.query_starts.tolist()
-        prompt_indices = range(count, len(units))
+        prompt_indices = range(decode_count, len(units))
         chunks = tuple((starts[i], starts[i + 1], int(units[i])) for i in prompt_indices)
-        return StatePlan(batch, torch.from_numpy(units[:count]).to(device), chunks)
+        return StatePlan(batch, torch.from_numpy(units[:decode_count]).to(device), chunks)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -319,7 +319,7 @@ class FixedPlans(Protocol):
         """As `plan_attention`."""
         ...
 
-    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
+    def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
         """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
         ...
 
@@ -327,7 +327,7 @@ class FixedPlans(Protocol):
         """Make it the plan of a batch of decoding sequences, the rest padding. The host does not wait."""
         ...
 
-    def fixed_state_plan(self, sequences: int) -> Any:
+    def make_fixed_state_plan(self, sequences: int) -> Any:
         """A plan for the recurrent operations of up to so many decoding sequences."""
         ...
 

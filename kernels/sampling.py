@@ -17,7 +17,7 @@ from torch import Tensor
 
 LOGIT_MAX = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
-SPAN = 512
+SPAN_WEIGHTS = 512
 """Weights that are summed up before any running sum is made."""
 CANDIDATES = 256
 """What is kept of a row is looked for among so many likeliest tokens first."""
@@ -89,7 +89,7 @@ def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
     return RandomRows((is_random & ~is_filtered).nonzero()[:, 0].tolist(), is_filtered.nonzero()[:, 0].tolist())
 
 
-def _weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
+def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
     """Of each token, relative to the greatest: 0 where it is under `min_p`."""
     weights = (values - peak[:, None]).div_(settings.temperature[:, None])
     if settings.has_masked_logits:  # what weighs less than 2e-35 weighs nothing
@@ -100,34 +100,38 @@ def _weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
 
 
 def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    return _find_crossing(_weights(values, peak, settings), settings.uniforms)
+    return _find_crossing(_compute_weights(values, peak, settings), settings.uniforms)
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
     """Of rows with `top_k` or `top_p`: found among the likeliest tokens, where they are enough."""
     vocab = values.shape[1]
-    has_top_k, rank = settings.top_k < vocab, torch.arange(vocab, device=values.device)
-    full_sums = None if has_top_k.all() else _weights(values, peak, settings).sum(-1, dtype=torch.float64)
-    count = min(vocab, max(CANDIDATES, 2 * int((settings.top_k * has_top_k).max())))
+    has_top_k, candidate_ranks = settings.top_k < vocab, torch.arange(vocab, device=values.device)
+    full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
+    candidate_count = min(vocab, max(CANDIDATES, 2 * int((settings.top_k * has_top_k).max())))
     while True:
-        if count < vocab:
-            ids = values.topk(count, sorted=False).indices.sort().values
-            top_values, order = values.gather(1, ids).sort(descending=True, stable=True)
+        if candidate_count < vocab:
+            candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
+            top_values, token_order = values.gather(1, candidate_ids).sort(descending=True, stable=True)
         else:
-            top_values, order = values.sort(descending=True, stable=True)
-        weights = _weights(top_values, peak, settings).masked_fill_(rank[:count] >= settings.top_k[:, None], 0.0)
-        running = weights.cumsum(-1, dtype=torch.float64)
-        total = running[:, -1] if full_sums is None else torch.where(has_top_k, running[:, -1], full_sums)
-        target_mass = (total * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
-        kept_weights = weights.masked_fill_(running - weights >= target_mass[:, None], 0.0)
+            top_values, token_order = values.sort(descending=True, stable=True)
+        weights = _compute_weights(top_values, peak, settings).masked_fill_(
+            candidate_ranks[:candidate_count] >= settings.top_k[:, None], 0.0
+        )
+        running_sums = weights.cumsum(-1, dtype=torch.float64)
+        total_mass = (
+            running_sums[:, -1] if full_sums is None else torch.where(has_top_k, running_sums[:, -1], full_sums)
+        )
+        target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
+        kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
         # Enough: what is as likely as the last one kept is among them, so that the first ids of these are known.
-        if count == vocab or bool(
+        if candidate_count == vocab or bool(
             (top_values[:, -1:] < top_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)).all()
         ):
             break
-        count = vocab
-    positions = _find_crossing(torch.zeros_like(kept_weights).scatter_(1, order, kept_weights), settings.uniforms)
-    return positions if count == vocab else ids.gather(1, positions[:, None])[:, 0]
+        candidate_count = vocab
+    positions = _find_crossing(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), settings.uniforms)
+    return positions if candidate_count == vocab else candidate_ids.gather(1, positions[:, None])[:, 0]
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -135,17 +139,26 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
     """
-    count = weights.shape[1]
-    span_end = count // SPAN * SPAN
-    sums = weights[:, :span_end].view(len(weights), span_end // SPAN, SPAN).sum(-1, dtype=torch.float64)
-    running = torch.cat([sums, weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)], 1).cumsum_(1)
-    target = uniforms.double()[:, None] * running[:, -1:]
-    span_index = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
-    mass_before = torch.where(span_index > 0, running.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
-    columns = span_index * SPAN + torch.arange(SPAN, device=weights.device)
-    span_sums = weights.gather(1, columns.clamp(max=count - 1)).double().masked_fill_(columns >= count, 0.0).cumsum_(1)
+    weight_count = weights.shape[1]
+    span_end = weight_count // SPAN_WEIGHTS * SPAN_WEIGHTS
+    span_masses = (
+        weights[:, :span_end].view(len(weights), span_end // SPAN_WEIGHTS, SPAN_WEIGHTS).sum(-1, dtype=torch.float64)
+    )
+    running_masses = torch.cat(
+        [span_masses, weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)], 1
+    ).cumsum_(1)
+    target_mass = uniforms.double()[:, None] * running_masses[:, -1:]
+    span_index = torch.searchsorted(running_masses, target_mass, right=True).clamp_(max=running_masses.shape[1] - 1)
+    mass_before = torch.where(span_index > 0, running_masses.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
+    columns = span_index * SPAN_WEIGHTS + torch.arange(SPAN_WEIGHTS, device=weights.device)
+    span_sums = (
+        weights.gather(1, columns.clamp(max=weight_count - 1))
+        .double()
+        .masked_fill_(columns >= weight_count, 0.0)
+        .cumsum_(1)
+    )
     last_column = torch.searchsorted(
         span_sums, span_sums[:, -1:].contiguous()
     )  # sums in another order may leave a target behind them all
-    offset = torch.searchsorted(span_sums, target - mass_before, right=True).minimum(last_column)
-    return (span_index * SPAN + offset)[:, 0].clamp_(max=count - 1)
+    offset = torch.searchsorted(span_sums, target_mass - mass_before, right=True).minimum(last_column)
+    return (span_index * SPAN_WEIGHTS + offset)[:, 0].clamp_(max=weight_count - 1)

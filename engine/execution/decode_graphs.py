@@ -137,11 +137,11 @@ class DecodeGraphs:
             rotary=[],
             kv=self._kv,
             plans=[
-                self._plans.fixed_decode_plan(size, self._blocks_max, kv, window)
+                self._plans.make_fixed_decode_plan(size, self._blocks_max, kv, window)
                 for kv, window in zip(self._kv, windows, strict=True)
             ],
             states=self._states,
-            state_plan=self._plans.fixed_state_plan(size) if self._states else None,
+            state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
         )
 
         def run() -> Tensor:

@@ -161,11 +161,11 @@ class CausalLM:
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
     """Indices of the attention layers that share a block table, full attention first."""
-    groups: dict[tuple[int | None, int, int], list[int]] = {}
+    layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
     for i, config in enumerate(configs):
-        groups.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
-    order = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
-    return [groups[key] for key in order]
+        layers_by_key.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
+    sorted_keys = sorted(layers_by_key, key=lambda key: (key[0] is not None, key[0] or 0))
+    return [layers_by_key[key] for key in sorted_keys]
 
 
 def attention_config(

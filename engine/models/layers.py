@@ -158,10 +158,10 @@ class Attention:
         """
         c, queries, keys = share_heads(scope.shard, config)
         self.config = c
-        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv = Linear(scope, sizes, c.hidden_size, c.qkv_bias) if projection is None else projection
+        projection_rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = Linear(scope, projection_rows, c.hidden_size, c.qkv_bias) if projection is None else projection
         self.output = Linear(scope, {c.output_name: c.hidden_size}, queries, c.output_bias)
-        self.qk_norm = None if c.qk_norm_eps is None else _head_norms(scope, c)
+        self.qk_norm = None if c.qk_norm_eps is None else _declare_head_norms(scope, c)
         self.scale = c.head_dim**-0.5 if c.scale is None else c.scale
         self.qk_heads = c.num_heads + c.num_kv_heads
         self.qk_width = queries.size + keys.size
@@ -191,7 +191,7 @@ class Attention:
         return out.reshape(tokens, -1)
 
 
-def _head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
+def _declare_head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
     """The gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
     heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
     return scope.declare_combined(
@@ -225,8 +225,8 @@ class GatedMLP:
         output: str = "down_proj",
     ) -> None:
         inner = scope.shard.split(intermediate_size, "MLP channels")
-        sizes = {name: DimShard.concatenate([inner] * (2 // len(inputs))) for name in inputs}
-        self.gate_up = Linear(scope, sizes, hidden_size, bias)
+        projection_rows = {name: DimShard.concatenate([inner] * (2 // len(inputs))) for name in inputs}
+        self.gate_up = Linear(scope, projection_rows, hidden_size, bias)
         self.down = Linear(scope, {output: hidden_size}, inner, bias)
         self.activation = activation
 

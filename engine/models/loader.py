@@ -60,13 +60,13 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
             targets.setdefault(part.name, []).append((weight, part))
     missing_names = set(targets)
     unused_names: list[str] = []
-    shards = _shards(folder)
-    for number, path in enumerate(shards, 1):
-        log.info("loading %s (%d of %d, %.1f GB)", path.name, number, len(shards), path.stat().st_size / 1e9)
+    shard_paths = _list_shard_paths(folder)
+    for shard_number, path in enumerate(shard_paths, 1):
+        log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
         try:
             with safe_open(path, framework="pt") as tensors:
                 for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    name = _model_name(str(stored_name), model)
+                    name = _rename_tensor(str(stored_name), model)
                     if name in targets:
                         missing_names.discard(name)
                         _copy_tensor(tensors.get_tensor(stored_name), targets[name], path)
@@ -99,13 +99,13 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
         weight.replace_values(new_weight)
 
 
-def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.exists():
+def _list_shard_paths(folder: Path) -> list[Path]:
+    index_path = folder / INDEX_FILE
+    if index_path.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index}: expected an object with weight_map: {error!r}") from error
+            raise ModelError(f"{index_path}: expected an object with weight_map: {error!r}") from error
     else:
         names = [SINGLE_FILE]
     paths = [folder / name for name in names]
@@ -115,7 +115,7 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _model_name(name: str, model: CausalLM) -> str:
+def _rename_tensor(name: str, model: CausalLM) -> str:
     """The model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
     for prefix, model_prefix in model.renamed_prefixes.items():
         if name.startswith(prefix):

@@ -14,7 +14,7 @@ from engine.models.shard import DimShard, Shard
 from engine.models.weights import Weight, WeightScope
 
 
-def _conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
+def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
     """A depthwise convolution's [channels, 1, width] as [channels, width]."""
     part = scope.checkpoint_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
     return scope.declare_combined((channels, width), [part])
@@ -45,9 +45,9 @@ class GatedDeltaNet:
         channels = DimShard.concatenate([keys, keys, values])
         self.channels = channels.size
         self.sizes = [channels.size, values.size, heads.size, heads.size]
-        rows = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-        self.inputs = Linear(scope, rows, c.hidden_size)
-        self.conv = _conv_weight(scope, "conv1d", channels, c.conv_width)
+        projection_rows = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        self.inputs = Linear(scope, projection_rows, c.hidden_size)
+        self.conv = _declare_conv_weight(scope, "conv1d", channels, c.conv_width)
         self.rate_log = scope.weight("A_log", (heads,), torch.float32)
         self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
         self.norm = scope.weight("norm.weight", (c.value_dim,))
@@ -111,7 +111,7 @@ class Mamba2:
         self.inputs = Linear(
             scope, {"in_proj": DimShard.concatenate([inner, channels, heads])}, c.hidden_size, c.proj_bias
         )
-        self.conv = _conv_weight(scope, "conv1d", channels, c.conv_width)
+        self.conv = _declare_conv_weight(scope, "conv1d", channels, c.conv_width)
         self.conv_bias = scope.weight("conv1d.bias", (channels,)) if c.conv_bias else None
         self.rate_log = scope.weight("A_log", (heads,), torch.float32)
         self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
@@ -186,7 +186,7 @@ class ShortConv:
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.channels, self.conv_width = channels.size, conv_width
         self.inputs = Linear(scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias)
-        self.conv = _conv_weight(scope, "conv", channels, conv_width)
+        self.conv = _declare_conv_weight(scope, "conv", channels, conv_width)
         self.conv_bias = scope.weight("conv.bias", (channels,)) if bias else None
         self.output = Linear(scope, {"out_proj": hidden_size}, channels, bias)
 

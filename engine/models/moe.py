@@ -35,8 +35,8 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         probabilities = F.linear(x, self.router.tensor).float().softmax(-1)
-        weights, experts = probabilities.topk(self.top_k)
+        weights, expert_ids = probabilities.topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        output = step.ops.experts(x, self.gate_up.tensor, self.down.tensor, experts, weights.to(x.dtype))
+        output = step.ops.experts(x, self.gate_up.tensor, self.down.tensor, expert_ids, weights.to(x.dtype))
         return output if self.all_reduce_sum is None else self.all_reduce_sum(output)

@@ -58,10 +58,10 @@ def _view(buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, .
     """[units, *shape] of `dtype`, `start_bytes` into each unit."""
     assert unit_bytes % ALIGNMENT_BYTES == 0
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    units = buffer.numel() // unit_bytes
+    unit_count = buffer.numel() // unit_bytes
     elements = buffer.view(dtype)
     return elements.as_strided(
-        (units, *shape),
+        (unit_count, *shape),
         (unit_bytes // dtype.itemsize, *strides),
         elements.storage_offset() + start_bytes // dtype.itemsize,
     )

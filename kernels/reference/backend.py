@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.counts import count_sampled, penalise
-from kernels.interface import IntArray, PagedKV, RaggedBatch, StatePlan, accumulation_dtype
+from kernels.interface import IntArray, PagedKV, RaggedBatch, StatePlan, get_accumulation_dtype
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 from kernels.sampling import draw
 
@@ -70,7 +70,7 @@ class ReferenceKernels:
         return units, subs, offsets
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
-        value = x.to(accumulation_dtype(x.dtype))
+        value = x.to(get_accumulation_dtype(x.dtype))
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         gain = weight.to(value.dtype)
         return (value * (gain + 1 if zero_centred else gain)).to(x.dtype)
@@ -112,11 +112,11 @@ class ReferenceKernels:
         return F.relu(x).square()
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normalized_x = self.rms_norm(x, weight, eps).to(accumulation_dtype(x.dtype))
+        normalized_x = self.rms_norm(x, weight, eps).to(get_accumulation_dtype(x.dtype))
         return (normalized_x * F.silu(gate.to(normalized_x.dtype))).to(x.dtype)
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        gated_x = x.to(accumulation_dtype(x.dtype)) * F.silu(gate.to(accumulation_dtype(x.dtype)))
+        gated_x = x.to(get_accumulation_dtype(x.dtype)) * F.silu(gate.to(get_accumulation_dtype(x.dtype)))
         parts = gated_x.reshape(*x.shape[:-1], groups, -1)
         return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
 
@@ -146,7 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) ->
     """
     queries, heads, _ = q.shape
     context, kv_heads, _ = k.shape
-    dtype = accumulation_dtype(q.dtype)
+    dtype = get_accumulation_dtype(q.dtype)
     k = k.to(dtype).repeat_interleave(heads // kv_heads, 1)
     v = v.to(dtype).repeat_interleave(heads // kv_heads, 1)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale

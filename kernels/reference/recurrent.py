@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import StatePlan, accumulation_dtype
+from kernels.interface import StatePlan, get_accumulation_dtype
 
 CHUNK = 64
 NORM_EPS = 1e-6
@@ -25,7 +25,7 @@ Chunks = Callable[..., tuple[Tensor, Tensor]]
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
     """See `interface.Kernels.causal_conv`. A tail is the `width - 1` inputs before the next token, oldest first."""
-    taps = weight.t().to(accumulation_dtype(x.dtype))  # [width, channels]
+    taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
     count = plan.batch.decode_count
     if count:
@@ -94,7 +94,7 @@ def gated_delta(
         u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S_0)
     so that a chunk costs matrix products and one triangular solve.
     """
-    dtype = accumulation_dtype(q.dtype)
+    dtype = get_accumulation_dtype(q.dtype)
     groups = v.shape[1] // q.shape[1]
     q, k = (_unit(x.to(dtype)).repeat_interleave(groups, 1) for x in (q, k))
     inputs = (q * q.shape[-1] ** -0.5, k, v.to(dtype), log_decay.to(dtype), rate.to(dtype))
@@ -150,7 +150,7 @@ def state_space(
     (Dao and Gu, "Transformers are SSMs", 2024.) B and C are shared by the heads of a group. The chunked form is theirs:
     inside a chunk a masked product like attention, between chunks the state.
     """
-    dtype = accumulation_dtype(x.dtype)
+    dtype = get_accumulation_dtype(x.dtype)
     values, dt = x.to(dtype), dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)

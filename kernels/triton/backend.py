@@ -28,8 +28,8 @@ from kernels.triton.plan import (
     AttentionPlan,
     RecurrentPlan,
     dot_precision,
-    fixed_decode_plan,
-    fixed_recurrent_plan,
+    make_fixed_decode_plan,
+    make_fixed_recurrent_plan,
     next_power_of_two,
     plan_attention,
     plan_recurrent,
@@ -78,8 +78,8 @@ class TritonKernels:
         splits = self._splits(batch.decode_count, kv)
         return plan_attention(batch, table, kv, window, self.device, splits)
 
-    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
-        return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
+    def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
+        return make_fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
 
     refill_decode_plan = staticmethod(refill_decode_plan)
 
@@ -269,8 +269,8 @@ class TritonKernels:
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> RecurrentPlan:
         return plan_recurrent(batch, units, self.device)
 
-    def fixed_state_plan(self, sequences: int) -> RecurrentPlan:
-        return fixed_recurrent_plan(sequences, self.device)
+    def make_fixed_state_plan(self, sequences: int) -> RecurrentPlan:
+        return make_fixed_recurrent_plan(sequences, self.device)
 
     refill_state_plan = staticmethod(refill_recurrent_plan)
     causal_conv = staticmethod(causal_conv)

@@ -62,12 +62,12 @@ class AttentionPlan:
         """
         if queries not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload([tiles[::-1] for tiles in query_tiles(self.batch, queries)], self.slots.device)
+            seq, first = upload([tiles[::-1] for tiles in make_query_tiles(self.batch, queries)], self.slots.device)
             self.tiles_by_size[queries] = (seq, first)
         return self.tiles_by_size[queries]
 
 
-def query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
+def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
     """(sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
     counts = np.diff(batch.query_starts)[batch.decode_count :]
     tiles = -(-counts // size)
@@ -86,7 +86,7 @@ def plan_attention(
     return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, splits, window)
 
 
-def fixed_decode_plan(
+def make_fixed_decode_plan(
     sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
@@ -135,13 +135,13 @@ class RecurrentPlan:
 
 
 def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) -> RecurrentPlan:
-    seq, first = query_tiles(batch, STATE_CHUNK)
+    seq, first = make_query_tiles(batch, STATE_CHUNK)
     arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
     starts, device_units, tile_seq, tile_token = upload(arrays, device)
     return RecurrentPlan(starts, device_units, tile_seq, tile_token, batch.decode_count, len(units))
 
 
-def fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
+def make_fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
     """A plan of decoding sequences only, all of them padding until it is refilled."""
     no_tiles = torch.zeros(0, dtype=torch.int32, device=device)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)

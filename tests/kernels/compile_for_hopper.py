@@ -104,7 +104,7 @@ def attention(ops: TritonKernels, dtype: torch.dtype, heads: int, kv_heads: int,
         ops.attention(
             q, k, v, kv, 0, ops.plan_attention(RaggedBatch.from_positions(starts, ends), table, kv, window), 0.1
         )
-    fixed = ops.fixed_decode_plan(256, 256, kv, window)  # no split
+    fixed = ops.make_fixed_decode_plan(256, 256, kv, window)  # no split
     ops.attention(*(torch.empty(256, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)), kv, 0, fixed, 0.1)
 
 

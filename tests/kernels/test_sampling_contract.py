@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select
-from kernels.sampling import SPAN, DrawSettings, RandomRows, _find_crossing
+from kernels.sampling import SPAN_WEIGHTS, DrawSettings, RandomRows, _find_crossing
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
@@ -235,7 +235,7 @@ def test_spans_draw_what_one_running_sum_draws() -> None:
     """At the edges of spans, with most weights 0, and where a target lies at the end of everything."""
     torch.manual_seed(seed := random.randrange(2**32))
     print("seed", seed)
-    for count in (1, 5, SPAN - 1, SPAN, SPAN + 1, 3 * SPAN, 5000):
+    for count in (1, 5, SPAN_WEIGHTS - 1, SPAN_WEIGHTS, SPAN_WEIGHTS + 1, 3 * SPAN_WEIGHTS, 5000):
         weights = torch.rand(64, count) ** 8
         weights[1::2] *= torch.rand(32, count) < 0.02
         weights[:, torch.randint(count, (1,))] = 1.0

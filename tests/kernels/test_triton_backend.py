@@ -79,7 +79,7 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
     ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
     lens = [5, 16, 33]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
-    fixed = ops.fixed_decode_plan(4, 8, kv, None)
+    fixed = ops.make_fixed_decode_plan(4, 8, kv, None)
     for members in ([0, 1, 2], [2], [1, 0]):
         before = kv.buffer.clone()
         some = [lens[i] for i in members]
@@ -103,7 +103,7 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
 
 def test_padded_states_are_left_alone(rng):
     ops = select(DEVICE, "triton")
-    plan = ops.fixed_state_plan(3)
+    plan = ops.make_fixed_state_plan(3)
     ops.refill_state_plan(plan, np.array([4]))
     tails, states, ssm = torch.randn(6, 3, 20), torch.randn(6, 2, 16, 8), torch.randn(6, 4, 8, 16)
     before = [t.clone() for t in (tails, states, ssm)]
