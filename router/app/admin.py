@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from prompts.errors import RequestError, bad_value
 from prompts.routing import API_KIND_BY_PATH
 from router.app.dashboard import Dashboard
-from router.app.metrics_page import CacheCounts, Report, families, render
+from router.app.metrics_page import CacheCounts, MetricsReport, build_page_families, render_metrics
 from router.app.request_reader import RequestReader
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
@@ -114,21 +114,21 @@ class AdminRoutes:
         self.routes = Routes()
         handlers: list[tuple[str, str, Handler, bool]] = [
             ("GET", "/", self._describe, True),
-            ("GET", "/health", self._health, True),
+            ("GET", "/health", self._report_health, True),
             ("GET", "/livez", lambda *_: Response(b'{"status":"ok"}'), True),
-            ("GET", "/readyz", self._ready, True),
-            ("GET", "/v1/models", CachedPage(self._models, now), True),
-            ("GET", "/v1/models/**", self._model, True),
+            ("GET", "/readyz", self._report_readiness, True),
+            ("GET", "/v1/models", CachedPage(self._list_models, now), True),
+            ("GET", "/v1/models/**", self._describe_model, True),
             ("GET", "/metrics", CachedPage(self._render_metrics, now), True),
             ("GET", "/version", lambda *_: Response(msgspec.json.encode({"version": version})), True),
-            ("GET", "/workers", self._workers, False),
-            ("POST", "/workers", self._add, False),
-            ("DELETE", "/workers", self._remove, False),
-            ("DELETE", "/workers/*", self._remove, False),
-            ("POST", "/workers/*/drain", self._drain, False),
-            ("POST", "/route", self._route, False),
-            ("GET", "/requests/*", self._request, False),
-            ("POST", "/requests/watch", self._watch, False),
+            ("GET", "/workers", self._list_workers, False),
+            ("POST", "/workers", self._add_worker, False),
+            ("DELETE", "/workers", self._remove_worker, False),
+            ("DELETE", "/workers/*", self._remove_worker, False),
+            ("POST", "/workers/*/drain", self._drain_worker, False),
+            ("POST", "/route", self._explain_route, False),
+            ("GET", "/requests/*", self._explain_request, False),
+            ("POST", "/requests/watch", self._watch_session, False),
         ]
         for method, path, handler, public in handlers:
             self.routes.add(method, path, handler, public=public)
@@ -150,50 +150,52 @@ class AdminRoutes:
         }
         return Response(msgspec.json.encode(body))
 
-    def _health(self, request: HttpRequest, _: str) -> Response:
+    def _report_health(self, request: HttpRequest, _: str) -> Response:
         states = [worker.state for worker in self._core.workers.values()]
-        up = sum(state is WorkerState.UP for state in states)
-        status = "draining" if self.draining else "ok" if up else "no worker is up"
+        up_count = sum(state is WorkerState.UP for state in states)
+        status = "draining" if self.draining else "ok" if up_count else "no worker is up"
         worker_count = len(states) + len(self._fleet.starting_reasons())
-        body: dict[str, Any] = {"status": status, "workers": worker_count, "workers_up": up}
+        body: dict[str, Any] = {"status": status, "workers": worker_count, "workers_up": up_count}
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Response(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
-    def _ready(self, request: HttpRequest, _: str) -> Response:
+    def _report_readiness(self, request: HttpRequest, _: str) -> Response:
         """Whether requests had better be sent here than to another router."""
-        reason = self.unready_reason()
+        reason = self.find_unready_reason()
         return Response(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
-    def unready_reason(self) -> str | None:
+    def find_unready_reason(self) -> str | None:
         """Return why the router is not ready: draining, no worker up, or caches not known yet (`ready_s` at most)."""
         if self.draining:
             return "draining"
-        up = [worker for worker in self._core.workers.values() if worker.state is WorkerState.UP]
-        if not up:
+        up_workers = [worker for worker in self._core.workers.values() if worker.state is WorkerState.UP]
+        if not up_workers:
             return "no worker is up"
         if not self._was_ready:
-            unknown = [
-                w.worker_id for w in up if w.spec.cache_view is CacheView.EVENTS and not self._is_synced(w.worker_id)
+            unsynced_ids = [
+                w.worker_id
+                for w in up_workers
+                if w.spec.cache_view is CacheView.EVENTS and not self._is_synced(w.worker_id)
             ]
-            unknown += self._fleet.starting_reasons()
-            if unknown and self._now() - self._started_s < self._ready_s:
-                return f"not known yet: {', '.join(unknown[:10])}"
+            unsynced_ids += self._fleet.starting_reasons()
+            if unsynced_ids and self._now() - self._started_s < self._ready_s:
+                return f"not known yet: {', '.join(unsynced_ids[:10])}"
             self._was_ready = True
         return None
 
-    def _models(self) -> Response:
-        return Response(msgspec.json.encode({"object": "list", "data": list(self._model_cards().values())}))
+    def _list_models(self) -> Response:
+        return Response(msgspec.json.encode({"object": "list", "data": list(self._make_model_cards().values())}))
 
-    def _model(self, request: HttpRequest, name: str) -> Response:
-        card = self._model_cards().get(name)
+    def _describe_model(self, request: HttpRequest, name: str) -> Response:
+        card = self._make_model_cards().get(name)
         if card is None:
             raise RequestError(
                 f"model {name[:200]!r}: no worker serves it", param="model", code="model_not_found", status=404
             )
         return Response(msgspec.json.encode(card))
 
-    def _model_cards(self) -> dict[str, dict[str, Any]]:
+    def _make_model_cards(self) -> dict[str, dict[str, Any]]:
         """Every model that some worker takes requests for, with the longest context offered."""
         cards: dict[str, dict[str, Any]] = {}
         for worker in self._core.workers.values():
@@ -219,11 +221,11 @@ class AdminRoutes:
                 cards[alias] = cards[model_name] | {"id": alias}
         return cards
 
-    def report(self) -> Report:
+    def make_metrics_report(self) -> MetricsReport:
         """What the parts of the router count for themselves. Brings the metrics up to date."""
         self._metrics.flush_ended()
         segments = self._prompts.cache_stats()
-        return Report(
+        return MetricsReport(
             tokenize_cpu_s=self._prompts.cpu_s + self._request_reader.worker_pool.cpu_s,
             conversation_cache=CacheCounts(
                 self._request_reader.conversations.hits,
@@ -242,27 +244,27 @@ class AdminRoutes:
         )
 
     def _render_metrics(self) -> Response:
-        report, snapshot = self.report(), self._core.snapshot(self._now())
+        report, snapshot = self.make_metrics_report(), self._core.snapshot(self._now())
         starting, unusable, index = self._fleet.starting_reasons(), self._fleet.failed_checks, self._core.index.stats()
-        page = families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())
-        return Response(render(page), content_type=TEXT)
+        page = build_page_families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())
+        return Response(render_metrics(page), content_type=TEXT)
 
-    def workers(self) -> dict[str, Any]:
+    def describe_workers(self) -> dict[str, Any]:
         """The body of `GET /workers`."""
         snapshot = self._core.snapshot(self._now())
         rows = []
         for row in snapshot.workers:
-            values = dataclasses.asdict(row)
-            values["events"] = self._fleet.details(row.worker_id)
+            row_fields = dataclasses.asdict(row)
+            row_fields["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
-            bases = {model.base for model in worker.models.values()} if worker is not None else set()
-            values["tokenizer"] = {
-                base: "loaded"
-                if self._prompts.tokenizer_of(base) is not None
-                else self._prompts.problems.get(base, "none")
-                for base in sorted(bases)
+            base_models = {model.base for model in worker.models.values()} if worker is not None else set()
+            row_fields["tokenizer"] = {
+                base_model: "loaded"
+                if self._prompts.tokenizer_of(base_model) is not None
+                else self._prompts.problems.get(base_model, "none")
+                for base_model in sorted(base_models)
             }
-            rows.append(values)
+            rows.append(row_fields)
         for worker_id, problem in self._fleet.starting_reasons().items():
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
         stats = self._core.index.stats()
@@ -274,11 +276,11 @@ class AdminRoutes:
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }
 
-    def _workers(self, request: HttpRequest, argument: str) -> Response:
-        return Response(msgspec.json.encode(self.workers()))
+    def _list_workers(self, request: HttpRequest, argument: str) -> Response:
+        return Response(msgspec.json.encode(self.describe_workers()))
 
-    async def _add(self, request: HttpRequest, _: str) -> Response:
-        settings = {key: _integer_of(value) for key, value in _decode_object(request.body).items()}
+    async def _add_worker(self, request: HttpRequest, _: str) -> Response:
+        settings = {key: _convert_whole_float(value) for key, value in _decode_object(request.body).items()}
         try:
             msgspec.convert(settings, _NewWorker, strict=False)
             worker_id = await self._fleet.add(settings)
@@ -287,7 +289,7 @@ class AdminRoutes:
         log.info("admin: worker %s added", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id}), 201)
 
-    async def _remove(self, request: HttpRequest, argument: str) -> Response:
+    async def _remove_worker(self, request: HttpRequest, argument: str) -> Response:
         settings = {} if argument else _decode_object(request.body)
         name = argument or str(settings.get("worker_id") or settings.get("url") or "")
         worker_id = self._find_worker(name, *self._fleet.starting_reasons())
@@ -295,31 +297,31 @@ class AdminRoutes:
         log.info("admin: worker %s removed", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
-    async def _drain(self, request: HttpRequest, argument: str) -> Response:
+    async def _drain_worker(self, request: HttpRequest, argument: str) -> Response:
         """Body, optional: `{"on": false}` to give the worker work again."""
-        on = _decode_object(request.body).get("on", True) if request.body else True
-        if not isinstance(on, bool):
-            raise bad_value("on", on, "true or false")
+        is_draining = _decode_object(request.body).get("on", True) if request.body else True
+        if not isinstance(is_draining, bool):
+            raise bad_value("on", is_draining, "true or false")
         worker_id = self._find_worker(argument)
-        await self._fleet.drain(worker_id, on=on)
-        log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
-        return Response(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
+        await self._fleet.drain(worker_id, on=is_draining)
+        log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
+        return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
 
-    def _find_worker(self, name: str, *starting: str) -> str:
+    def _find_worker(self, name: str, *starting_ids: str) -> str:
         """Return the id of the worker called `name`, an id or a URL. `starting`: ids of workers never reached yet."""
         for worker_id, worker in self._core.workers.items():
             if name and name in (worker_id, worker.spec.url):
                 return worker_id
-        for worker_id in starting:
+        for worker_id in starting_ids:
             if name in (worker_id, f"http://{worker_id}"):
                 return worker_id
-        names = ", ".join([*self._core.workers, *starting])
+        worker_names = ", ".join([*self._core.workers, *starting_ids])
         raise RequestError(
-            f"worker {name!r}: not known, expected one of {names or 'none at all'}",
+            f"worker {name!r}: not known, expected one of {worker_names or 'none at all'}",
             param="worker_id", code="unknown_worker", status=404,
         )  # fmt: skip
 
-    async def _route(self, request: HttpRequest, _: str) -> Response:
+    async def _explain_route(self, request: HttpRequest, _: str) -> Response:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
@@ -338,35 +340,35 @@ class AdminRoutes:
             body["why"] = await self._reasons.explain(intent, route, decision, self._now())
         return Response(msgspec.json.encode(body))
 
-    def _request(self, request: HttpRequest, argument: str) -> Response:
+    def _explain_request(self, request: HttpRequest, argument: str) -> Response:
         """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
         if self._reasons is not None:
-            for name in (argument, _ANSWER.sub("", argument)):
-                why = self._reasons.get_explanation(name)
+            for request_id in (argument, _ANSWER.sub("", argument)):
+                why = self._reasons.get_explanation(request_id)
                 if why is not None:
                     return Response(msgspec.json.encode(render_explanation(why)))
         raise RequestError(
-            f"request {argument[:200]!r}: {self._why_unknown()}", param=None, code="unknown_request", status=404
+            f"request {argument[:200]!r}: {self._explain_unknown()}", param=None, code="unknown_request", status=404
         )
 
-    def _why_unknown(self) -> str:
+    def _explain_unknown(self) -> str:
         """Return why a request may not be known."""
         if self._reasons is None or not self._reasons.is_enabled:
             return "why prompts were not cached is not found out here (--reasons)"
         return "expected the x-request-id of one of the last that were answered with a prompt"
 
-    def _watch(self, request: HttpRequest, _: str) -> Response:
+    def _watch_session(self, request: HttpRequest, _: str) -> Response:
         """Compare each prompt of a session with the one before, from its next request on."""
-        session = _decode_object(request.body).get("session")
-        if not isinstance(session, str) or not session:
-            raise bad_value("session", session, "the name of a session, as GET /requests/ID tells it")
+        session_name = _decode_object(request.body).get("session")
+        if not isinstance(session_name, str) or not session_name:
+            raise bad_value("session", session_name, "the name of a session, as GET /requests/ID tells it")
         if self._reasons is None or not self._reasons.is_enabled:
-            raise RequestError(f"session: {self._why_unknown()}", param=None, code="reasons_off", status=409)
-        self._reasons.watch(session)
-        return Response(msgspec.json.encode({"session": session, "watched": self._reasons.watched_session_count}))
+            raise RequestError(f"session: {self._explain_unknown()}", param=None, code="reasons_off", status=409)
+        self._reasons.watch(session_name)
+        return Response(msgspec.json.encode({"session": session_name, "watched": self._reasons.watched_session_count}))
 
 
-def _integer_of(value: Any) -> Any:
+def _convert_whole_float(value: Any) -> Any:
     """In JSON 5.0 is an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

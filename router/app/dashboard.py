@@ -42,7 +42,7 @@ HTML: Final = b"text/html; charset=utf-8"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-def security_headers(page: bytes) -> tuple[Header, ...]:
+def make_security_headers(page: bytes) -> tuple[Header, ...]:
     """Headers that let a page run its own script and nothing else, and that let no other page show it in a frame."""
     hashes: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
     for kind, text in _INLINE.findall(page):
@@ -110,11 +110,15 @@ class _RequestSummary:
     def name(self) -> str:
         return self._trace_id.decode("latin-1")
 
-    def row(self, why: MissExplanation | None) -> dict[str, Any]:
-        decision, parts = self._decision, () if why is None else why.uncached_ranges
+    def make_row(self, why: MissExplanation | None) -> dict[str, Any]:
+        decision, uncached_ranges = self._decision, () if why is None else why.uncached_ranges
         return {
             "id": self.name,
-            "why": [[part.reason, part.tokens] for part in parts if part.reason not in NO_LOSS],
+            "why": [
+                [uncached_range.reason, uncached_range.tokens]
+                for uncached_range in uncached_ranges
+                if uncached_range.reason not in NO_LOSS
+            ],
             "at": self._ended_at,
             "model": self._model,
             "worker": decision.worker,
@@ -147,10 +151,10 @@ class Dashboard:
     ) -> None:
         """`why`: what is known of why a request's prompt was computed."""
         page = PAGE.read_bytes()
-        self.page = Response(page, content_type=HTML, headers=security_headers(page))
+        self.page = Response(page, content_type=HTML, headers=make_security_headers(page))
         self._core = core
         self._version, self._why = version, why
-        self._retries = 0
+        self._retry_count = 0
         self._proxy = proxy
         self._workers = workers
         self._viewers: set[Viewer] = set()
@@ -158,7 +162,7 @@ class Dashboard:
         self._unsent: deque[_RequestSummary] = deque(maxlen=DECISIONS_MAX)
         """Decisions that were not sent to the viewers yet."""
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
-        self._requests = self._failures = self._prompt_tokens = self._predicted_tokens = (
+        self._request_count = self._failure_count = self._prompt_tokens = self._predicted_tokens = (
             self._reported_prompt_tokens
         ) = self._reported_cached_tokens = 0
         self._ttft_s: list[float] = []
@@ -171,9 +175,9 @@ class Dashboard:
         viewer = Viewer(connection, self._remove_viewer)
         self._viewers.add(viewer)
         self._proxy.explains_decisions = True
-        viewer.send("state", self._state())
+        viewer.send("state", self._encode_state())
         viewer.send("history", msgspec.json.encode(list(self._points)))
-        viewer.send("decisions", msgspec.json.encode(self._rows(self._decisions)))
+        viewer.send("decisions", msgspec.json.encode(self._make_rows(self._decisions)))
         return viewer
 
     def _remove_viewer(self, viewer: Viewer) -> None:
@@ -187,17 +191,17 @@ class Dashboard:
         if now < self._next_beat_s or not self._viewers:
             return
         self._next_beat_s = now + UPDATE_S
-        events = [("state", self._state())]
+        unsent_events = [("state", self._encode_state())]
         if self._unsent:
-            events.append(("decisions", msgspec.json.encode(self._rows(self._unsent))))
+            unsent_events.append(("decisions", msgspec.json.encode(self._make_rows(self._unsent))))
             self._unsent.clear()
         if self._points:
-            events.append(("point", msgspec.json.encode(self._points[-1])))
+            unsent_events.append(("point", msgspec.json.encode(self._points[-1])))
         for viewer in list(self._viewers):
-            for name, data in events:
-                viewer.send(name, data)
+            for event_name, data in unsent_events:
+                viewer.send(event_name, data)
 
-    def _state(self) -> bytes:
+    def _encode_state(self) -> bytes:
         state = self._workers()
         state["now"] = time.time()
         state["cache_miss_tokens"] = dict(self._proxy.metrics.cache_miss_tokens)
@@ -213,28 +217,28 @@ class Dashboard:
         self._points.append(
             {
                 "at": round(time.time(), 1),
-                "requests_per_s": self._requests / POINT_S,
-                "failed": self._failures,
+                "requests_per_s": self._request_count / POINT_S,
+                "failed": self._failure_count,
                 "prompt_tokens": self._prompt_tokens,
                 "predicted_tokens": self._predicted_tokens,
                 "reported_prompt_tokens": self._reported_prompt_tokens,
                 "actual_tokens": self._reported_cached_tokens,
-                "retried": retries - self._retries,
+                "retried": retries - self._retry_count,
                 "ttft_p50_ms": 1e3 * ttft_sorted[len(ttft_sorted) // 2] if ttft_sorted else None,
                 "ttft_p99_ms": 1e3 * ttft_sorted[99 * len(ttft_sorted) // 100] if ttft_sorted else None,
             }
         )
-        self._retries = retries
-        self._requests = self._failures = self._prompt_tokens = self._predicted_tokens = (
+        self._retry_count = retries
+        self._request_count = self._failure_count = self._prompt_tokens = self._predicted_tokens = (
             self._reported_prompt_tokens
         ) = self._reported_cached_tokens = 0
         self._ttft_s = []
 
     def _on_exchange_end(self, exchange: Exchange) -> None:
         """An exchange ended: count it, and note its decision."""
-        self._requests += 1
+        self._request_count += 1
         if exchange.outcome != "status_200":
-            self._failures += 1
+            self._failure_count += 1
         route, decision, usage = exchange.route, exchange.decision, exchange.usage
         if route is None or decision is None:
             return
@@ -248,10 +252,10 @@ class Dashboard:
             if cached_tokens is not None:
                 self._reported_prompt_tokens += route.prompt_tokens
                 self._reported_cached_tokens += cached_tokens
-        row = _RequestSummary(exchange, route, decision, cached_tokens, time.time())
-        self._decisions.append(row)
+        summary = _RequestSummary(exchange, route, decision, cached_tokens, time.time())
+        self._decisions.append(summary)
         if self._viewers:
-            self._unsent.append(row)
+            self._unsent.append(summary)
 
-    def _rows(self, requests: Iterable[_RequestSummary]) -> list[dict[str, Any]]:
-        return [request.row(self._why(request.name)) for request in requests]
+    def _make_rows(self, requests: Iterable[_RequestSummary]) -> list[dict[str, Any]]:
+        return [request.make_row(self._why(request.name)) for request in requests]

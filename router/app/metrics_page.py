@@ -33,7 +33,7 @@ class CacheCounts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class MetricsReport:
     """Figures of the page that neither the metrics nor the core nor the index have."""
 
     tokenize_cpu_s: float
@@ -53,9 +53,9 @@ class Report:
     """outcome -> messages of and to other routers."""
 
 
-def families(
+def build_page_families(
     metrics: Metrics,
-    report: Report,
+    report: MetricsReport,
     snapshot: CoreSnapshot,
     index: IndexStats,
     starting: Iterable[str],
@@ -65,10 +65,10 @@ def families(
     """The page. `starting`: workers that were never reached. `unusable`: worker -> questions that brought nothing.
     `events`: worker -> counters of its event streams.
     """
-    yield from _build_families(CounterMetricFamily, _counter_rows(metrics, report, snapshot, unusable))
-    yield from feed_families(events)
-    yield from _build_families(GaugeMetricFamily, _gauge_rows(metrics, report, snapshot, index))
-    yield from _build_families(GaugeMetricFamily, _worker_rows(snapshot, starting))
+    yield from _build_families(CounterMetricFamily, _iter_counter_rows(metrics, report, snapshot, unusable))
+    yield from build_feed_families(events)
+    yield from _build_families(GaugeMetricFamily, _iter_gauge_rows(metrics, report, snapshot, index))
+    yield from _build_families(GaugeMetricFamily, _iter_worker_rows(snapshot, starting))
     for name, text, histograms in (
         ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
         ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
@@ -84,7 +84,9 @@ def families(
         yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
 
-def _counter_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable: Mapping[str, int]) -> Rows:
+def _iter_counter_rows(
+    metrics: Metrics, report: MetricsReport, snapshot: CoreSnapshot, unusable: Mapping[str, int]
+) -> Rows:
     yield "requests", "Requests that ended, by route, model and outcome.", "route model outcome", metrics.requests
     yield "decisions", "Attempts sent to each worker.", "worker", metrics.decisions
     yield "attempt_failures", "Attempts that failed, by worker and kind.", "worker kind", metrics.failures
@@ -148,7 +150,7 @@ def _counter_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unus
         yield name, text, "", {(): value}
 
 
-def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
+def build_feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
     """The workers' event streams: worker -> counters."""
     names = sorted({name for counters in events.values() for name in counters})
     rows = ((name, {worker: counters[name] for worker, counters in events.items()}) for name in names)
@@ -156,7 +158,7 @@ def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
     return _build_families(CounterMetricFamily, texts)
 
 
-def _gauge_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
+def _iter_gauge_rows(metrics: Metrics, report: MetricsReport, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
     memory_bytes = {name: counts.memory_bytes for name, counts in report.segments.items()}
     yield "segment_cache_bytes", "Memory of encoded segments.", "model", memory_bytes
     for name, text, value in (
@@ -174,7 +176,7 @@ def _gauge_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index:
         yield name, text, "", {(): value}
 
 
-def _worker_rows(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
+def _iter_worker_rows(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
     workers = snapshot.workers
     state_of = dict.fromkeys(starting, "starting") | {worker.target: worker.state for worker in workers}
     up = {worker_id: float(state == "up") for worker_id, state in state_of.items()}
@@ -213,7 +215,7 @@ class _Collector:
         return self._families
 
 
-def render(families: Iterator[Family]) -> bytes:
+def render_metrics(families: Iterator[Family]) -> bytes:
     """Prometheus' text form."""
     scrape: Any = _Collector(families)
     return generate_latest(scrape)

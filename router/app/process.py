@@ -253,7 +253,7 @@ class RouterProcess:
             forwarded_paths=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
-            self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get_explanation
+            self._core, proxy, self._admin.describe_workers, version=self._version, why=self._reasons.get_explanation
         )
         self._admin.add_dashboard(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, peer_client.outcomes)
@@ -280,7 +280,7 @@ class RouterProcess:
         self._request_reader.model_header = REWRITE
         picker_state = PickerState(config.picker, EndpointMap(self._core.workers))
         picker = PickerServer(
-            self._make_app(allow_all, kind=PickExchange), picker_state, ready=self._admin.unready_reason
+            self._make_app(allow_all, kind=PickExchange), picker_state, ready=self._admin.find_unready_reason
         )
         tls = None
         if config.picker.self_signed:

@@ -18,7 +18,7 @@ from prompts.paths import make_unknown_path_error
 from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer_token
 from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
-from router.app.tenant_limits import TenantLimits, key_name
+from router.app.tenant_limits import TenantLimits, make_key_name
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
@@ -345,5 +345,7 @@ class RouterApp:
         """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
         constant time."""
         token = bearer_token(request) or (request.header(b"x-api-key") or b"").strip()
-        matches = [key_name(number) for number, key in enumerate(self._api_keys) if hmac.compare_digest(token, key)]
+        matches = [
+            make_key_name(number) for number, key in enumerate(self._api_keys) if hmac.compare_digest(token, key)
+        ]
         return matches[0] if matches else None

@@ -23,7 +23,7 @@ from options import ConfigError
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
-from router.app.dashboard import HTML, security_headers
+from router.app.dashboard import HTML, make_security_headers
 from router.app.guard import Guard
 from router.app.process import RouterProcess, run_process
 from router.app.request_reader import RequestIntent, is_worker_path
@@ -107,9 +107,9 @@ class ShadowProcess(RouterProcess):
         self._comparison: Comparison | None = None
         self._problem: str | None = None
         """Why there is no comparison."""
-        self._course: list[tuple[float, dict[str, int]]] = []
+        self._miss_tokens_by_time: list[tuple[float, dict[str, int]]] = []
         self._started_at = time.time()
-        self._compared_requests, self._compared_s = 0, self._now()
+        self._compared_request_count, self._compared_at_s = 0, self._now()
         self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
         self._compare_task: asyncio.Task[None] | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -132,14 +132,14 @@ class ShadowProcess(RouterProcess):
             guard=guard, reasons=self._reasons, make_exchange=MirroredExchange,
         )  # fmt: skip
 
-    def _report_page(self, request: HttpRequest, _: str) -> Response:
-        report = render_page(self._report())
-        return Response(report, content_type=HTML, headers=security_headers(report))
+    def _serve_report_page(self, request: HttpRequest, _: str) -> Response:
+        report = render_page(self._make_report())
+        return Response(report, content_type=HTML, headers=make_security_headers(report))
 
     def _start_fleet(self) -> None:
         routes = self._admin.routes
-        routes.add("GET", "/shadow", lambda *_: Response(msgspec.json.encode(self._report())), public=False)
-        routes.add("GET", "/shadow/report", self._report_page, public=False)
+        routes.add("GET", "/shadow", lambda *_: Response(msgspec.json.encode(self._make_report())), public=False)
+        routes.add("GET", "/shadow/report", self._serve_report_page, public=False)
         super()._start_fleet()
         if self._shadow.log is not None:
             self._log_task = self._loop.create_task(self._replay_log(Path(self._shadow.log)))
@@ -149,33 +149,33 @@ class ShadowProcess(RouterProcess):
         try:
             await self._wait_for_workers()
             worker_names = sorted(self._core.workers)
-            with log_path.open("rb") as lines:
-                for line, request in read_log(lines, str(log_path)):
+            with log_path.open("rb") as log_file:
+                for logged_request, request in read_log(log_file, str(log_path)):
                     try:
                         intent, tokenized_prompt = await self._request_reader.read(request, request.path)
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
                     route = self._request_reader.build_route_request(intent, tokenized_prompt, "", 0.0)
-                    if line.worker is not None:
-                        worker = self._find_worker(line.worker) or ""
+                    if logged_request.worker is not None:
+                        worker_id = self._find_worker(logged_request.worker) or ""
                     else:
-                        worker = worker_names[self._recorder.counts["dealt"] % len(worker_names)]
+                        worker_id = worker_names[self._recorder.counts["dealt"] % len(worker_names)]
                         self._recorder.counts["dealt"] += 1
-                    if route.token_ids is None or not worker:
-                        self._recorder.counts["unread" if worker else "unplaced"] += 1
+                    if route.token_ids is None or not worker_id:
+                        self._recorder.counts["unread" if worker_id else "unplaced"] += 1
                         continue
-                    self._recorder.record_logged(line, route, worker)
+                    self._recorder.record_logged(logged_request, route, worker_id)
         finally:
             self._stop.set()
 
     async def _wait_for_workers(self) -> None:
         """Raises ConfigError where none comes, or none whose prompts can be read here."""
-        end_s = self._now() + self._config.edge.ready_s
-        while self._admin.unready_reason() is not None or not self._has_tokenizer():
-            if self._now() > end_s:
-                why = self._admin.unready_reason() or "no tokenizer: give --tokenizer FOLDER"
-                raise ConfigError(f"--log: prompts cannot be read: {why}")
+        deadline_s = self._now() + self._config.edge.ready_s
+        while self._admin.find_unready_reason() is not None or not self._has_tokenizer():
+            if self._now() > deadline_s:
+                unready_reason = self._admin.find_unready_reason() or "no tokenizer: give --tokenizer FOLDER"
+                raise ConfigError(f"--log: prompts cannot be read: {unready_reason}")
             await asyncio.sleep(0.05)
 
     def _has_tokenizer(self) -> bool:
@@ -188,27 +188,27 @@ class ShadowProcess(RouterProcess):
         self._run_guarded("shadow", self._recorder.place_open_requests, now)
         self._run_guarded("shadow", self._tick_shadow, now)
 
-    def _find_worker(self, text: str) -> str | None:
+    def _find_worker(self, worker_name: str) -> str | None:
         """Its id, from itself, HOST:PORT or a URL."""
-        if text in self._core.workers:
-            return text
-        address = urlsplit(text).netloc or text
+        if worker_name in self._core.workers:
+            return worker_name
+        address = urlsplit(worker_name).netloc or worker_name
         workers = self._core.workers.values()
         return next((w.worker_id for w in workers if urlsplit(w.spec.url).netloc == address), None)
 
     # What comes of it -----------------------------------------------------------------------------------------------
 
     def _tick_shadow(self, now: float) -> None:
-        if not self._course or now - self._course[-1][0] >= SLICE_S:
-            self._course.append((now, dict(self._metrics.cache_miss_tokens)))
-            del self._course[:-5_000]
-        placed_requests = self._recorder.counts["placed"]
-        due = (
-            now - self._compared_s >= self._shadow.every_s
-            and placed_requests - self._compared_requests >= NEW_REQUESTS_MIN
+        if not self._miss_tokens_by_time or now - self._miss_tokens_by_time[-1][0] >= SLICE_S:
+            self._miss_tokens_by_time.append((now, dict(self._metrics.cache_miss_tokens)))
+            del self._miss_tokens_by_time[:-5_000]
+        placed_request_count = self._recorder.counts["placed"]
+        is_due = (
+            now - self._compared_at_s >= self._shadow.every_s
+            and placed_request_count - self._compared_request_count >= NEW_REQUESTS_MIN
         )
-        if due and (self._compare_task is None or self._compare_task.done()):
-            self._compared_requests, self._compared_s = placed_requests, now
+        if is_due and (self._compare_task is None or self._compare_task.done()):
+            self._compared_request_count, self._compared_at_s = placed_request_count, now
             self._compare_task = self._loop.create_task(self._compare())
 
     async def _compare(self) -> None:
@@ -226,7 +226,7 @@ class ShadowProcess(RouterProcess):
                 engines,
                 recorder.block,
                 core,
-                self._warmup_requests(len(requests)),
+                self._count_warmup_requests(len(requests)),
             )
         except Exception as error:  # noqa: BLE001  a boundary: what was seen is kept, and compared again
             self._problem, self._compare_process = f"{type(error).__name__}: {error}", None
@@ -250,13 +250,15 @@ class ShadowProcess(RouterProcess):
         if not recorder.requests:
             return
         requests = recorder.requests
-        warming = self._warmup_requests(len(requests))
-        self._comparison = compare(requests, recorder.engines(), recorder.block, self._router_config, warming)
+        warmup_request_count = self._count_warmup_requests(len(requests))
+        self._comparison = compare(
+            requests, recorder.engines(), recorder.block, self._router_config, warmup_request_count
+        )
 
-    def _warmup_requests(self, count: int) -> int:
+    def _count_warmup_requests(self, count: int) -> int:
         return min(int(count * self._shadow.warm_share), count - 1)
 
-    def _report(self) -> ShadowReport:
+    def _make_report(self) -> ShadowReport:
         """What is known now."""
         return ShadowReport(
             version=self._version,
@@ -267,7 +269,7 @@ class ShadowProcess(RouterProcess):
             problem=self._problem,
             tokens=dict(self._metrics.cache_miss_tokens),
             turns=dict(self._metrics.cache_miss_requests),
-            course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
+            course=[(time_s - self._miss_tokens_by_time[0][0], tokens) for time_s, tokens in self._miss_tokens_by_time],
             workers=self._recorder.engines(),
             seen=len(self._recorder.requests),
         )
@@ -275,7 +277,7 @@ class ShadowProcess(RouterProcess):
     def _write_report(self) -> None:
         if self._shadow.report is not None:
             report_path = Path(self._shadow.report)
-            report = self._report()
+            report = self._make_report()
             report_path.write_bytes(
                 msgspec.json.encode(report) if report_path.suffix == ".json" else render_page(report)
             )

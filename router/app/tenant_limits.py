@@ -24,7 +24,7 @@ class TenantLimits:
     """Requests and tokens in flight of all API keys of one process."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
-        tenant_by_key = {key: key_name(number) for number, key in enumerate(config.api_keys)}
+        tenant_by_key = {key: make_key_name(number) for number, key in enumerate(config.api_keys)}
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
@@ -72,8 +72,8 @@ class TenantLimits:
         usage = self._usage_by_request.pop(request_id, None)
         if usage is None:
             return
-        tenant, tokens = usage
-        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, tokens)):
+        tenant, prompt_tokens = usage
+        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, prompt_tokens)):
             sums[tenant] -= amount
             if not sums[tenant]:
                 del sums[tenant]
@@ -89,30 +89,30 @@ class TenantLimits:
         )
         if salt is None and intent.priority >= priority_min and intent.body_request.priority >= priority_min:
             return {}
-        fields: dict[str, object] = {}
+        body_fields: dict[str, object] = {}
         if intent.body_request.priority < priority_min:
-            fields["priority"] = priority_min
+            body_fields["priority"] = priority_min
         intent.priority = max(intent.priority, priority_min)
         if salt is not None and path in _SALTED_PATHS:
             client_salt = intent.body_request.cache_salt
-            fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
+            body_fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
             intent.body_request = intent.body_request.replace(cache_salt=salt)
-        return fields
+        return body_fields
 
     def check_invariants(self) -> None:
-        requests = Counter(tenant for tenant, _ in self._usage_by_request.values())
-        tokens: Counter[str] = Counter()
-        for tenant, amount in self._usage_by_request.values():
-            tokens[tenant] += amount
-        assert requests == self.requests_in_flight
-        assert +tokens == self.tokens_in_flight
+        request_counts = Counter(tenant for tenant, _ in self._usage_by_request.values())
+        token_counts: Counter[str] = Counter()
+        for tenant, prompt_tokens in self._usage_by_request.values():
+            token_counts[tenant] += prompt_tokens
+        assert request_counts == self.requests_in_flight
+        assert +token_counts == self.tokens_in_flight
 
     def _refuse(self, bound: str, message: str) -> None:
         self._metrics.refused_by_key[bound] += 1
         raise RequestError(message, param=None, code="too_many_requests", status=429)
 
 
-def key_name(number: int) -> str:
+def make_key_name(number: int) -> str:
     """Return the name of the key at this place of the configuration."""
     return f"key {number}"
 

@@ -51,28 +51,31 @@ class Tracing:
 
     def begin(self, exchange: Exchange, now: float) -> tuple[Any, bytes] | None:
         """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
-        request, parent = exchange.request, None
+        request, parent_context = exchange.request, None
         traceparent = request.header(b"traceparent")
-        match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
-        if match is not None:
-            if not int(match[3], 16) & 1:
+        traceparent_match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
+        if traceparent_match is not None:
+            if not int(traceparent_match[3], 16) & 1:
                 return None  # whoever began the trace drew that it is not recorded
-            parent = self._context(match)
+            parent_context = self._make_parent_context(traceparent_match)
         elif random.random() >= self._share:
             return None
         clock_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
-            f"POST {request.path}", context=parent, kind=self._api.SpanKind.SERVER,
+            f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
             start_time=clock_ns + int(exchange.started_at_s * 1e9),
         )  # fmt: skip
         span_context = span.get_span_context()
         return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
 
-    def _context(self, match: re.Match[bytes]) -> Any:
-        context = self._api.SpanContext(
-            int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=self._api.TraceFlags(1)
+    def _make_parent_context(self, traceparent_match: re.Match[bytes]) -> Any:
+        span_context = self._api.SpanContext(
+            int(traceparent_match[1], 16),
+            int(traceparent_match[2], 16),
+            is_remote=True,
+            trace_flags=self._api.TraceFlags(1),
         )
-        return self._api.set_span_in_context(self._api.NonRecordingSpan(context))
+        return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, exchange: Exchange, now: float) -> None:
         """Say what became of a request, and of what its time was made."""
@@ -92,11 +95,11 @@ class Tracing:
         if decision is not None:
             attributes |= self._add_decision_span(exchange, decision, span_parent, to_ns)
         if exchange.sent_at_s is not None:
-            answer = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_at_s),
+            answer_span = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_at_s),
                                              kind=self._api.SpanKind.CLIENT)  # fmt: skip
             if exchange.first_byte_at_s is not None:
-                answer.add_event("first byte", timestamp=to_ns(exchange.first_byte_at_s))
-            answer.end(to_ns(now))
+                answer_span.add_event("first byte", timestamp=to_ns(exchange.first_byte_at_s))
+            answer_span.end(to_ns(now))
         if exchange.usage is not None and exchange.usage.cached_tokens is not None:
             attributes["blockcast.cached_tokens"] = exchange.usage.cached_tokens
         span.set_attributes(attributes)  # one by one each would take the span's lock

@@ -174,15 +174,15 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
             assert status(await edge.exchange(build_request(b"GET", b"/livez"))) == 200
             return status(await edge.exchange(build_request(b"GET", b"/readyz")))
 
-        assert admin.unready_reason() == "no worker is up"
+        assert admin.find_unready_reason() == "no worker is up"
         await edge.worker(edge.reply(), "a")
         await edge.worker(edge.reply(), "b")
         assert await ready() == 503
         synced.add("a")
-        assert admin.unready_reason() == "not known yet: b"
+        assert admin.find_unready_reason() == "not known yet: b"
         synced.add("b")
         edge.fleet.waiting["c"] = "refused"
-        assert admin.unready_reason() == "not known yet: c"
+        assert admin.find_unready_reason() == "not known yet: c"
         now[0] = 10.0
         assert await ready() == 200
         synced.clear()

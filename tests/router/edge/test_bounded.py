@@ -75,7 +75,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.worker(edge.reply(b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'))
         await edge.worker(edge.reply(status=b"500 Oops"))
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path, cache_bytes=CACHE_BYTES)
-        dashboard = Dashboard(edge.core, edge.proxy, edge.admin.workers)
+        dashboard = Dashboard(edge.core, edge.proxy, edge.admin.describe_workers)
         edge.admin.add_dashboard(dashboard)
         edge.proxy.on_end.append(
             lambda exchange: count_ended_exchange(edge.core, edge.metrics, exchange, edge.proxy.now())

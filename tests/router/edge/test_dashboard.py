@@ -36,7 +36,7 @@ async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
 
 
 def make(edge: Any) -> Dashboard:
-    dashboard = Dashboard(edge.core, edge.proxy, edge.admin.workers)
+    dashboard = Dashboard(edge.core, edge.proxy, edge.admin.describe_workers)
     edge.admin.add_dashboard(dashboard)
     return dashboard
 

@@ -22,7 +22,7 @@ from options.command import load_from_command_line
 from router.app.accounting import count_ended_exchange
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
-from router.app.metrics_page import feed_families, render
+from router.app.metrics_page import build_feed_families, render_metrics
 from router.fleet.kubernetes_objects import read_pool
 from router.fleet.worker_stream import StreamCounters
 
@@ -72,7 +72,7 @@ def test_alerts_and_panels_ask_for_what_there_is(edge: Any, make_post: Any) -> N
 
     pages: list[str] = []
     edge.run(_keep(scenario(), pages))
-    streams = render(feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
+    streams = render_metrics(build_feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
     there = labels_of(pages[0].partition("\r\n\r\n")[2] + streams)
     asked = 0
     for expression in expressions():

@@ -11,7 +11,7 @@ import click
 
 from prompts.routing import API_KIND_BY_PATH
 from router.app.cli import cli
-from router.app.metrics_page import feed_families, render
+from router.app.metrics_page import build_feed_families, render_metrics
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
 
@@ -53,7 +53,7 @@ def test_every_counter_of_event_streams_is_explained() -> None:
     row = next(row for row in PAGE.splitlines() if row.startswith("| `events_NAME_total`"))
     for name in StreamCounters.__slots__:
         assert re.search(rf"\b{name}\b", row), name
-    page = render(feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
+    page = render_metrics(build_feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
     assert "blockcast_router_events_stored_total" in page
 
 

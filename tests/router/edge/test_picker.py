@@ -112,7 +112,7 @@ async def picker(
         guard=lambda *_: None,
         make_exchange=PickExchange,
     )
-    server = PickerServer(app, picking, ready=edge.admin.unready_reason)
+    server = PickerServer(app, picking, ready=edge.admin.find_unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
     port = server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()

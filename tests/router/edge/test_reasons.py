@@ -15,7 +15,7 @@ import xxhash
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.app.metrics_page import families, render
+from router.app.metrics_page import build_page_families, render_metrics
 from router.decide.workers import ServedModel
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.miss_reasons.analyzer import MissAnalyzer
@@ -128,8 +128,16 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         part = next(part for part in edited["uncached_ranges"] if part["reason"] == "edited")
         assert part["message"] == 1
         assert part["group"] == "workload"
-        page = render(
-            families(edge.metrics, edge.admin.report(), edge.core.snapshot(0.0), edge.core.index.stats(), (), {}, {})
+        page = render_metrics(
+            build_page_families(
+                edge.metrics,
+                edge.admin.make_metrics_report(),
+                edge.core.snapshot(0.0),
+                edge.core.index.stats(),
+                (),
+                {},
+                {},
+            )
         )
         assert b'blockcast_router_cache_miss_requests_total{reason="new_session"} 1.0' in page
         assert b'blockcast_router_cache_miss_tokens_total{group="workload",reason="edited"}' in page
