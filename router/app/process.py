@@ -241,7 +241,7 @@ class RouterProcess:
             self._metrics,
             now=self._now,
             version=self._version,
-            feed_totals=self._feed.totals,
+            feed_totals=self._feed.sum_counters,
             feed_fault=self._feed.events.describe_fault,
             event_faults=lambda: self._feed.events.fault_count,
             events_ignored=lambda: self._feed.events.ignored_message_count,
@@ -256,7 +256,7 @@ class RouterProcess:
             self._core, proxy, self._admin.describe_workers, version=self._version, why=self._reasons.get_explanation
         )
         self._admin.add_dashboard(self._dashboard)
-        routes = PeerRoutes(self._index.seed, self._feed.snapshot, peer_client.outcomes)
+        routes = PeerRoutes(self._index.seed, self._feed.make_snapshot, peer_client.outcomes)
         self._admin.routes.add("GET", "/peer", routes.get_seed, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
@@ -418,8 +418,10 @@ class RouterProcess:
                 self._core.clear_worker_cache(worker_id, at_s)
         self._emptied_s = now
         for worker_id in self._core.workers:
-            self._core.watchdog.record_events(worker_id, self._feed.stored_blocks(worker_id))
-        self._core.record_cache_sizes({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
+            self._core.watchdog.record_events(worker_id, self._feed.count_stored_blocks(worker_id))
+        self._core.record_cache_sizes(
+            {worker_id: self._feed.measure_capacities(worker_id) for worker_id in self._core.workers}
+        )
 
     def _on_stream_change(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""

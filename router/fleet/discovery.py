@@ -97,12 +97,12 @@ class WorkerFacts:
     is_asleep: bool = False
 
 
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One part of a host's name; with underscores, as containers have them."""
-_ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
-_ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
+_ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
+_WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "prefill_order", "reannounce",
+_FLAG_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "prefill_order", "reannounce",
          "send_key", "model", "root", "block_size")  # fmt: skip
 """The last three instead of `url`."""
 
@@ -115,71 +115,71 @@ def parse_worker_flag(text: str) -> WorkerFlag:
 
     Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
     """
-    values: dict[str, str] = {}
+    value_by_key: dict[str, str] = {}
     if re.match(r"[a-z_]+=", text) is None:
-        values["url"] = text
+        value_by_key["url"] = text
     else:
         for part in text.split(","):
             key, separator, value = part.partition("=")
             if not separator:
                 raise ConfigError(f"worker: got {part!r} in {text!r}, expected key=value")
-            if key in values:
+            if key in value_by_key:
                 raise ConfigError(f"worker: {key} is given twice in {text!r}")
-            values[key] = value
-    return worker_flag(values)
+            value_by_key[key] = value
+    return make_worker_flag(value_by_key)
 
 
-def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
+def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     """The same from its parts. Raises ConfigError."""
-    unknown = next((key for key in values if key not in _KEYS), None)
+    unknown = next((key for key in value_by_key if key not in _FLAG_KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_KEYS)}")
-    is_external = {"model", "root", "block_size"} & values.keys()
-    if is_external and "url" in values:
+        raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_FLAG_KEYS)}")
+    is_external = {"model", "root", "block_size"} & value_by_key.keys()
+    if is_external and "url" in value_by_key:
         raise ConfigError(f"worker: {min(is_external)}= and url=: expected one of them, a worker with a URL is asked")
     required_keys = ("model", "events", "id") if is_external else ("url",)
-    missing = next((key for key in required_keys if not values.get(key)), None)
-    if missing is not None:
-        raise ConfigError(f"worker: {missing}= is missing")
-    url = "" if is_external else normalise_url(values["url"])
-    events, replay = values.get("events", ""), values.get("replay", "")
+    missing_key = next((key for key in required_keys if not value_by_key.get(key)), None)
+    if missing_key is not None:
+        raise ConfigError(f"worker: {missing_key}= is missing")
+    url = "" if is_external else normalise_url(value_by_key["url"])
+    events, replay = value_by_key.get("events", ""), value_by_key.get("replay", "")
     endpoints = () if events in ("", "none") else tuple(events.split(";"))
-    replays = tuple(replay.split(";")) if replay else ()
-    for endpoint in (*endpoints, *replays):
-        if _ENDPOINT.fullmatch(endpoint) is None:
+    replay_endpoints = tuple(replay.split(";")) if replay else ()
+    for endpoint in (*endpoints, *replay_endpoints):
+        if _ENDPOINT_PATTERN.fullmatch(endpoint) is None:
             raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
-    if replays and len(replays) != len(endpoints):
-        raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
+    if replay_endpoints and len(replay_endpoints) != len(endpoints):
+        raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
     if is_external and not endpoints:
         raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
-    capacity, seats, block_size = (values.get(key) for key in ("cache_tokens", "seats", "block_size"))
+    capacity, seats, block_size = (value_by_key.get(key) for key in ("cache_tokens", "seats", "block_size"))
     for key, value in (("cache_tokens", capacity), ("seats", seats), ("block_size", block_size)):
         if value is not None and not parse_number(value):
             raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
     for key in ("reannounce", "send_key"):
-        if values.get(key, "0") not in ("0", "1"):
-            raise ConfigError(f"worker: {key}={values[key]!r}, expected 0 or 1")
-    order = values.get("prefill_order")
-    if order not in (None, "arrival", "shortest"):
-        raise ConfigError(f"worker: prefill_order={order!r}, expected arrival or shortest")
-    worker_id = values.get("id") or worker_id_of(url)
-    if _ID.fullmatch(worker_id) is None:
+        if value_by_key.get(key, "0") not in ("0", "1"):
+            raise ConfigError(f"worker: {key}={value_by_key[key]!r}, expected 0 or 1")
+    prefill_order = value_by_key.get("prefill_order")
+    if prefill_order not in (None, "arrival", "shortest"):
+        raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
+    worker_id = value_by_key.get("id") or derive_worker_id(url)
+    if _WORKER_ID_PATTERN.fullmatch(worker_id) is None:
         raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
     return WorkerFlag(
         url=url,
         worker_id=worker_id,
         events=endpoints,
-        replay=replays,
-        topic=values.get("topic", ""),
+        replay=replay_endpoints,
+        topic=value_by_key.get("topic", ""),
         no_events=events == "none",
-        roles=frozenset(filter(None, values.get("roles", "").split(";"))),
+        roles=frozenset(filter(None, value_by_key.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
         seats=int(seats) if seats is not None else None,
-        is_shortest_first=None if order is None else order == "shortest",
-        reannounces=values.get("reannounce") == "1",
-        sends_api_key=values.get("send_key", "1") == "1",
-        model=values.get("model", ""),
-        root=values.get("root", ""),
+        is_shortest_first=None if prefill_order is None else prefill_order == "shortest",
+        reannounces=value_by_key.get("reannounce") == "1",
+        sends_api_key=value_by_key.get("send_key", "1") == "1",
+        model=value_by_key.get("model", ""),
+        root=value_by_key.get("root", ""),
         block_size=int(block_size) if block_size is not None else None,
     )
 
@@ -216,18 +216,18 @@ def _is_host(host: str) -> bool:
         labels = host.rstrip(".").encode("idna").decode().split(".")
     except UnicodeError:
         return False
-    return all(_LABEL.fullmatch(label) for label in labels)
+    return all(_HOST_LABEL_PATTERN.fullmatch(label) for label in labels)
 
 
-def worker_id_of(url: str) -> str:
+def derive_worker_id(url: str) -> str:
     """host:port of a normalised URL: short, stable, unique."""
     parts = urlsplit(url)
-    default = 443 if parts.scheme == "https" else 80
+    default_port = 443 if parts.scheme == "https" else 80
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
-    return f"{host}:{parts.port or default}{parts.path}"
+    return f"{host}:{parts.port or default_port}{parts.path}"
 
 
-def configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
+def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
     """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
     return tuple(
         EventSource(
@@ -240,7 +240,7 @@ def configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
     )
 
 
-def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
+def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
     """What the core is told of a worker that was probed."""
     return WorkerSpec(
         worker_id=flag.worker_id,
@@ -298,7 +298,7 @@ class Prober:
         """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
         if not flag.url:
             roots = {flag.model: flag.root} if flag.root else {}
-            sources = await self.sources(flag)
+            sources = await self.discover_sources(flag)
             return WorkerFacts(
                 True, "", (ServedModel(flag.model, flag.model),), sources, flag.cache_tokens, flag.block_size, roots
             )
@@ -307,9 +307,11 @@ class Prober:
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
             models, roots, engine = read_models(body), read_roots(body), read_engine(body)
-            sources = await self.sources(flag, previous)
-            metrics = await self._metrics(flag)
-            capacity = read_cache_capacity(metrics, reserved_blocks=int(engine == VLLM)) or await self._capacity(flag)
+            sources = await self.discover_sources(flag, previous)
+            metrics = await self._fetch_metrics(flag)
+            capacity = read_cache_capacity(metrics, reserved_blocks=int(engine == VLLM)) or await self._fetch_capacity(
+                flag
+            )
         except (FetchError, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
@@ -319,7 +321,7 @@ class Prober:
             block_size = sources[0].block_size or read_block_size(metrics)
         # vLLM's label of that name is of its swap space.
         host_tokens = read_host_capacity(metrics) if engine == BLOCKCAST else None
-        shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
+        is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         is_engine_asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
         return WorkerFacts(
             True,
@@ -331,11 +333,11 @@ class Prober:
             roots,
             engine,
             host_tokens,
-            shortest_first,
+            is_shortest_first,
             is_engine_asleep,
         )
 
-    async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
+    async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
         """What the worker serves now: models, and what each was loaded from. Raises FetchError, DecodeError."""
         if not flag.url:
             return (ServedModel(flag.model, flag.model),), {flag.model: flag.root} if flag.root else {}
@@ -347,7 +349,7 @@ class Prober:
             raise DecodeError("/v1/models lists no model")
         return models, read_roots(body)
 
-    async def sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
+    async def discover_sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
         sources = await self._find_sources(flag, previous)
         if not flag.reannounces:
@@ -358,7 +360,7 @@ class Prober:
         if flag.no_events:
             return ()
         if flag.events:
-            return configured_sources(flag)
+            return make_configured_sources(flag)
         status, body = await self._get(flag, "/kv_event_sources")
         if status == 200:
             sources = read_sources(body, flag.url)
@@ -389,11 +391,11 @@ class Prober:
                         "--trust-event-endpoints, allows it"
                     )
 
-    async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+    async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
         """What each rank says of its load."""
-        return read_loads(await self._metrics(flag), ranks)
+        return read_loads(await self._fetch_metrics(flag), ranks)
 
-    async def _metrics(self, flag: WorkerFlag) -> str:
+    async def _fetch_metrics(self, flag: WorkerFlag) -> str:
         """The lines of the worker's `/metrics` that are read; empty where there are none."""
         if not flag.url:
             return ""
@@ -401,13 +403,13 @@ class Prober:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except FetchError:
             return ""
-        lines_read = []
-        for lines in select_metric_lines(body if status == 200 else b""):
-            lines_read.append(lines)
+        metric_chunks = []
+        for metric_chunk in select_metric_lines(body if status == 200 else b""):
+            metric_chunks.append(metric_chunk)
             await asyncio.sleep(0)
-        return b"\n".join(lines_read).decode("utf-8", "replace")
+        return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
-    async def _capacity(self, flag: WorkerFlag) -> int | None:
+    async def _fetch_capacity(self, flag: WorkerFlag) -> int | None:
         status, body = await self._get(flag, "/server_info")
         return read_server_info(body) if status == 200 else None
 

@@ -74,19 +74,19 @@ class IndexFeed:
         index_bytes_max: int = 8 << 30,
     ) -> None:
         """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
-        self._streams_max = streams_max
+        self._max_streams = streams_max
         self._index_bytes_max = index_bytes_max
-        self._stored_since = 0
+        self._blocks_stored_since_measured = 0
         """Blocks stored since the index was last measured."""
         self._index = index
         self._on_connection = on_connection
         self._lock = threading.Lock()
-        self._streams: dict[str, WorkerStream] = {}
+        self._stream_by_id: dict[str, WorkerStream] = {}
         """stream id -> stream."""
-        self._workers: dict[str, list[WorkerStream]] = {}
+        self._streams_by_worker: dict[str, list[WorkerStream]] = {}
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
-        self._generation = itertools.count()
+        self._stream_generation = itertools.count()
         self.last_emptied_s: OrderedDict[str, float] = OrderedDict()
         """worker -> when what it held was last forgotten as a whole: it died, restarted, said so, or a gap was not
         repaired. Of `time.monotonic`; the last EMPTIED_WORKERS_MAX workers."""
@@ -121,10 +121,12 @@ class IndexFeed:
         `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
         `blocks_max`: that each rank may announce.
         """
-        streams = self._workers.get(worker_id, [])
-        pairs = list(zip(sources, holders))
-        if len(streams) == len(pairs) and all(s.has_same_address(source, h) for s, (source, h) in zip(streams, pairs)):
-            for stream, (source, _) in zip(streams, pairs):
+        streams = self._streams_by_worker.get(worker_id, [])
+        sources_with_holders = list(zip(sources, holders))
+        if len(streams) == len(sources_with_holders) and all(
+            s.has_same_address(source, h) for s, (source, h) in zip(streams, sources_with_holders)
+        ):
+            for stream, (source, _) in zip(streams, sources_with_holders):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
                 if source.epoch is not None:
@@ -133,49 +135,58 @@ class IndexFeed:
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
-        self._workers[worker_id] = [
-            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), is_only_rank=len(pairs) == 1)
-            for rank, (source, holder) in enumerate(pairs)
+        self._streams_by_worker[worker_id] = [
+            self._add(
+                worker_id,
+                rank,
+                source,
+                holder,
+                (snapshots or {}).get(rank),
+                is_only_rank=len(sources_with_holders) == 1,
+            )
+            for rank, (source, holder) in enumerate(sources_with_holders)
         ]
-        for stream in self._workers[worker_id]:
+        for stream in self._streams_by_worker[worker_id]:
             stream.blocks_max = blocks_max
         self.events.rematch_topics()
 
-    def room_for(self, worker_id: str) -> int:
+    def count_free_streams(self, worker_id: str) -> int:
         """How many streams of this worker can be followed."""
-        return self._streams_max - sum(len(streams) for name, streams in self._workers.items() if name != worker_id)
+        return self._max_streams - sum(
+            len(streams) for name, streams in self._streams_by_worker.items() if name != worker_id
+        )
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
         self._record_emptied(worker_id)
         self._drop(worker_id)
-        self._workers.pop(worker_id, None)
+        self._streams_by_worker.pop(worker_id, None)
         for key in [key for key in self._counters if key[0] == worker_id]:
             del self._counters[key]
 
     def clear_worker(self, worker_id: str) -> None:
         """The worker's cache is empty, although its events do not say so, or not yet: it gave its memory back. Its
         streams go on from where they are."""
-        for stream in self._workers.get(worker_id, []):
+        for stream in self._streams_by_worker.get(worker_id, []):
             with self._lock:
                 self._clear(stream)
                 stream.complete_from = 0  # what comes now is all there is
 
     def restart_streams(self, worker_id: str) -> None:
         """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
-        streams = self._workers.get(worker_id, [])
+        streams = self._streams_by_worker.get(worker_id, [])
         positions = [stream.position or stream.position_before_restart for stream in streams]
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)
-        self._workers[worker_id] = [
+        self._streams_by_worker[worker_id] = [
             self._add(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
         ]
-        for stream, position in zip(self._workers[worker_id], positions):
+        for stream, position in zip(self._streams_by_worker[worker_id], positions):
             stream.position_before_restart = position if stream.source.epoch is None else None  # else a new epoch tells
         self.events.rematch_topics()
 
-    def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
+    def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
         the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,
         and without those that could confirm none."""
@@ -183,7 +194,7 @@ class IndexFeed:
             return {}
         return {
             stream.rank: (stream.last_seq or 0) + 1 if stream.complete_from is None else stream.complete_from
-            for stream in self._workers[worker_id]
+            for stream in self._streams_by_worker[worker_id]
             if stream.last_seq is not None
             and stream.complete_from != 0
             and stream.source.replay_endpoint is not None
@@ -197,30 +208,32 @@ class IndexFeed:
         Exact for the same reason as at the first join: the stream is followed from batch `seq` on, and if the worker's
         own replay does not begin with that very batch, everything is forgotten and the ring is replayed.
         """
-        if snapshot.complete_from >= self.incomplete_ranks(worker_id).get(rank, 0):
+        if snapshot.complete_from >= self.find_incomplete_ranks(worker_id).get(rank, 0):
             return False
-        streams = self._workers[worker_id]
-        old = streams[rank]
-        self.events.remove(old.stream_id)
+        streams = self._streams_by_worker[worker_id]
+        old_stream = streams[rank]
+        self.events.remove(old_stream.stream_id)
         with self._lock:
-            self._streams.pop(old.stream_id, None)
-        self._clear(old)
-        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot, is_only_rank=old.is_only_rank)
+            self._stream_by_id.pop(old_stream.stream_id, None)
+        self._clear(old_stream)
+        streams[rank] = self._add(
+            worker_id, rank, old_stream.source, old_stream.holder, snapshot, is_only_rank=old_stream.is_only_rank
+        )
         return True
 
     # Seeing --------------------------------------------------------------------------------------------------------
-    def stored_blocks(self, worker_id: str) -> int:
+    def count_stored_blocks(self, worker_id: str) -> int:
         """Blocks the worker announced so far: what the drift watchdog wants to know."""
-        return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
+        return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
 
-    def capacities(self, worker_id: str) -> list[int | None]:
+    def measure_capacities(self, worker_id: str) -> list[int | None]:
         """By rank, how many tokens its cache holds, as far as its events show that."""
-        return [stream.full_cache.tokens for stream in self._workers.get(worker_id, [])]
+        return [stream.full_cache.tokens for stream in self._streams_by_worker.get(worker_id, [])]
 
-    def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
+    def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
         thread makes it slice by slice, before anything else of this stream and between the turns of the others."""
-        streams = self._workers.get(worker_id, [])
+        streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
         stream = streams[rank]
@@ -228,10 +241,14 @@ class IndexFeed:
         chunks: list[bytes] = []
         results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
 
-        def step() -> bool:
+        def make_next_slice() -> bool:
             nonlocal dump
             with self._lock:
-                if stream.position is None or stream.complete_from is None or stream.stream_id not in self._streams:
+                if (
+                    stream.position is None
+                    or stream.complete_from is None
+                    or stream.stream_id not in self._stream_by_id
+                ):
                     results.put(None)
                     return False
                 try:
@@ -245,33 +262,33 @@ class IndexFeed:
                     results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, chunks))
             return False
 
-        self.events.schedule_work(stream.stream_id, step)
-        end = time.monotonic() + SNAPSHOT_S_MAX
-        while time.monotonic() < end and stream.position is not None:
+        self.events.schedule_work(stream.stream_id, make_next_slice)
+        deadline_s = time.monotonic() + SNAPSHOT_S_MAX
+        while time.monotonic() < deadline_s and stream.position is not None:
             with contextlib.suppress(Empty):
                 return results.get(timeout=0.1)
         return None
 
-    def details(self, worker_id: str) -> dict[str, Any]:
+    def describe_streams(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
-        streams = self._workers.get(worker_id, [])
+        streams = self._streams_by_worker.get(worker_id, [])
         return {
             "streams": [s.to_json(self.events.get_stream_state(s.stream_id), self._groups(s.holder)) for s in streams]
         }
 
-    def totals(self) -> dict[str, dict[str, int]]:
+    def sum_counters(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
-        totals: dict[str, dict[str, int]] = {}
-        for worker_id, streams in list(self._workers.items()):
-            sums = totals.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
+        sums_by_worker: dict[str, dict[str, int]] = {}
+        for worker_id, streams in list(self._streams_by_worker.items()):
+            sums = sums_by_worker.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
             for stream in streams:
                 for name in sums:
                     sums[name] += getattr(stream.counters, name)
-        return totals
+        return sums_by_worker
 
     def is_synced(self, worker_id: str) -> bool:
         """Whether every stream of the worker is connected and has caught up."""
-        streams = self._workers.get(worker_id, [])
+        streams = self._streams_by_worker.get(worker_id, [])
         return bool(streams) and all(
             s.is_up and (state := self.events.get_stream_state(s.stream_id)) is not None and state.phase.value == "live"
             for s in streams
@@ -294,12 +311,12 @@ class IndexFeed:
         *,
         is_only_rank: bool,
     ) -> WorkerStream:
-        stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
+        stream_id = f"{worker_id}#{rank}@{next(self._stream_generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
         stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, is_only_rank, topic=source.topic)
         self._declare_groups(stream)
         with self._lock:
-            self._streams[stream_id] = stream
+            self._stream_by_id[stream_id] = stream
         self.events.add(stream.feed_source(self._apply_snapshot(stream, snapshot)))
         if source.epoch is not None:
             self.events.report_epoch(stream_id, source.epoch)
@@ -326,10 +343,10 @@ class IndexFeed:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
 
     def _drop(self, worker_id: str) -> None:
-        for stream in self._workers.get(worker_id, []):
+        for stream in self._streams_by_worker.get(worker_id, []):
             self.events.remove(stream.stream_id)
             with self._lock:
-                self._streams.pop(stream.stream_id, None)
+                self._stream_by_id.pop(stream.stream_id, None)
 
     def _record_emptied(self, worker_id: str) -> None:
         self.last_emptied_s[worker_id] = time.monotonic()
@@ -348,11 +365,11 @@ class IndexFeed:
     def _find_stream(self, topic: str) -> StreamSource | None:
         """The stream of a publisher that connected to us (feed's thread)."""
         with self._lock:
-            streams = list(self._streams.values())
-        names = topic.split("@")[1:2]
+            streams = list(self._stream_by_id.values())
+        topic_names = topic.split("@")[1:2]
         for stream in streams:
             host = stream.worker_id.rpartition(":")[0]
-            if stream.source.topic == topic or (names and names[0] in (stream.worker_id, host)):
+            if stream.source.topic == topic or (topic_names and topic_names[0] in (stream.worker_id, host)):
                 stream.topic = topic
                 return stream.feed_source()
         return None
@@ -364,33 +381,35 @@ class IndexFeed:
             stream.stored_since = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
-        self._stored_since += stored_blocks
-        if self._stored_since >= MEASURE_EVERY:
-            self._stored_since = 0
+        self._blocks_stored_since_measured += stored_blocks
+        if self._blocks_stored_since_measured >= MEASURE_EVERY:
+            self._blocks_stored_since_measured = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
-                streams = list(self._streams.values())
-                worst = max(
+                streams = list(self._stream_by_id.values())
+                largest_stream = max(
                     streams,
                     key=lambda candidate: (
                         self._count_blocks(candidate) / candidate.blocks_max,
                         self._count_blocks(candidate),
                     ),
                 )
-                self._drop_blocks(worst, "most for its cache, and the index is full (--index-memory)")
+                self._drop_blocks(largest_stream, "most for its cache, and the index is full (--index-memory)")
 
     def _count_blocks(self, stream: WorkerStream) -> int:
         return sum(int(str(group["blocks"])) for group in self._groups(stream.holder))
 
     def _drop_blocks(self, stream: WorkerStream, reason: str) -> None:
-        blocks = self._count_blocks(stream)
+        block_count = self._count_blocks(stream)
         if not stream.counters.forgotten:
-            log.warning("worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, blocks)
-        stream.counters.forgotten += blocks
+            log.warning(
+                "worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, block_count
+            )
+        stream.counters.forgotten += block_count
         self._clear(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
     def connection_changed(self, stream_id: str, up: bool) -> None:
-        stream = self._streams.get(stream_id)
+        stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.is_up = up
             if self._on_connection is not None:
@@ -399,7 +418,7 @@ class IndexFeed:
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
         """Apply one instruction of a stream, or its first slice: then the rest is handed back."""
         with self._lock:
-            stream = self._streams.get(stream_id)
+            stream = self._stream_by_id.get(stream_id)
             if stream is None:
                 return None
             counters = stream.counters
@@ -436,7 +455,7 @@ class IndexFeed:
     def _continue_ingest(self, stream: WorkerStream, apply: Apply, task: IngestTask) -> bool:
         """The next slice of a long payload; False where there is no other."""
         with self._lock:
-            if self._streams.get(stream.stream_id) is not stream:
+            if self._stream_by_id.get(stream.stream_id) is not stream:
                 return False
             try:
                 if task.step():

@@ -25,7 +25,14 @@ from options import ConfigError, Flag, Seconds, Size
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
-from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
+from router.fleet.discovery import (
+    Prober,
+    WorkerFacts,
+    WorkerFlag,
+    make_worker_flag,
+    make_worker_spec,
+    parse_worker_flag,
+)
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
@@ -171,7 +178,7 @@ class Fleet:
         invalid_key = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
         if invalid_key is not None:
             raise ConfigError(f"worker: {invalid_key} is {settings[invalid_key]!r}, expected a string")
-        flag = worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
+        flag = make_worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
         self.watch(flag, origin="operator")
         return flag.worker_id
 
@@ -249,7 +256,7 @@ class Fleet:
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's events, for `/workers`."""
         member = self._members.get(worker_id)
-        details = self._feed.details(worker_id)
+        details = self._feed.describe_streams(worker_id)
         if member is not None and member.problem:
             details["problem"] = member.problem
         return details
@@ -365,7 +372,7 @@ class Fleet:
         ):
             return
         worker_id = member.flag.worker_id
-        missing_from = self._feed.incomplete_ranks(worker_id)
+        missing_from = self._feed.find_incomplete_ranks(worker_id)
         if not missing_from:
             member.peers_pause_s = 0.0
             return
@@ -380,7 +387,7 @@ class Fleet:
         worker_id, is_silent = member.flag.worker_id, True
         in_flight = self._core.count_in_flight_by_rank(worker_id)
         try:
-            loads = await self._prober.loads(member.flag, len(in_flight))
+            loads = await self._prober.fetch_loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
             is_engine_asleep = is_asleep(loads)
             is_silent = is_engine_asleep is None
@@ -416,7 +423,7 @@ class Fleet:
         """Does the worker serve other models than before? Adapters are loaded while it runs, and another process may
         have taken its place."""
         try:
-            models, roots = await self._prober.models(member.flag)
+            models, roots = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
             member.problem = str(error)[:REASON_CHARS_MAX]
             self.failed_checks[member.flag.worker_id] += 1
@@ -448,7 +455,7 @@ class Fleet:
         )
         if self._members.get(member.flag.worker_id) is not member:
             return False  # it was removed meanwhile
-        stream_room = self._feed.room_for(member.flag.worker_id)
+        stream_room = self._feed.count_free_streams(member.flag.worker_id)
         if len(facts.sources) > stream_room:
             if not member.lacks_room:
                 log.warning(
@@ -468,7 +475,7 @@ class Fleet:
         return True
 
     def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
-        spec = worker_spec(member.flag, facts)
+        spec = make_worker_spec(member.flag, facts)
         worker = self._core.add_worker(spec, self._now(), is_up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
@@ -489,7 +496,7 @@ class Fleet:
             await self._join(member)
             return
         try:
-            sources = await self._prober.sources(member.flag, member.facts)
+            sources = await self._prober.discover_sources(member.flag, member.facts)
         except (FetchError, EventsError, ConfigError) as error:
             member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
             self.failed_checks[member.flag.worker_id] += 1

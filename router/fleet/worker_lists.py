@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from options import ConfigError
-from router.fleet.discovery import WorkerFlag, parse_worker_flag, worker_id_of
+from router.fleet.discovery import WorkerFlag, derive_worker_id, parse_worker_flag
 
 log = logging.getLogger("router")
 
@@ -82,5 +82,5 @@ async def watch_name(flag: WorkerFlag, every_s: float, update: WorkerListCallbac
                 log.warning("%s has %d addresses; the first %d are taken", parts.hostname, len(hosts), NAME_HOSTS_MAX)
                 del hosts[NAME_HOSTS_MAX:]
             urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
-            update([replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls])
+            update([replace(flag, url=url, worker_id=derive_worker_id(url)) for url in urls])
         await asyncio.sleep(every_s)

@@ -16,8 +16,8 @@ from router.decide.workers import CacheView, ServedModel
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
+    make_worker_spec,
     parse_worker_flag,
-    worker_spec,
 )
 from router.fleet.worker_responses import (
     MODELS_MAX,
@@ -190,14 +190,14 @@ def test_a_worker_with_sources_is_followed_by_events() -> None:
     assert facts.is_alive
     assert [s.endpoint for s in facts.sources] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
     assert [s.epoch for s in facts.sources] == ["e", "e"]
-    spec = worker_spec(parse_worker_flag(url), facts)
+    spec = make_worker_spec(parse_worker_flag(url), facts)
     assert (spec.ranks, spec.cache_view, spec.cache_tokens) == (2, CacheView.EVENTS, 1600)
 
 
 def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> None:
     metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
     facts, url = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
-    spec = worker_spec(parse_worker_flag(f"url={url}"), facts)
+    spec = make_worker_spec(parse_worker_flag(f"url={url}"), facts)
     assert (spec.cache_view, spec.cache_tokens) == (CacheView.APPROXIMATE, 1600)
 
 
@@ -320,7 +320,7 @@ def test_whatever_a_worker_answers_is_a_fact_or_a_reason(answer_name: str) -> No
     usual = {"/v1/models": MODELS, "/kv_event_sources": (200, source()), "/server_info": (200, "{}")}
     for path in (*usual, "/metrics"):
         facts, url = probe({**usual, path: (200, body)})
-        spec = worker_spec(parse_worker_flag(url), facts)
+        spec = make_worker_spec(parse_worker_flag(url), facts)
         assert facts.is_alive or facts.reason
         assert 0 <= (spec.cache_tokens or 0) < 2**63
         assert 0 <= (spec.block_size or 0) < 2**31

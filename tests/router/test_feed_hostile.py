@@ -543,7 +543,7 @@ def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIn
     holders = [index.add_holder(name, "m") for name in ("a", "b")]
     for name, holder in zip(("a", "b"), holders):
         index_feed.follow(name, [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
-    large, small = list(index_feed._streams)
+    large, small = list(index_feed._stream_by_id)
     payload = msgspec.msgpack.encode([0.0, [["x"]] * 1_000_000, 0])
     from events.stream_types import Origin
 
@@ -556,7 +556,7 @@ def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIn
             assert index_feed.handle(small, Apply(0, batch, Origin.LIVE), b"") is None
             assert count_cached_tokens(index, holders[1]) == 8
     assert 10 < slices < 200
-    assert index_feed.totals()["a"]["unknown_events"] == 1_000_000
+    assert index_feed.sum_counters()["a"]["unknown_events"] == 1_000_000
 
 
 def test_what_is_done_about_an_error_may_raise_too(

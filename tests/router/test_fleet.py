@@ -219,10 +219,10 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         async def check_health(self, flag: WorkerFlag) -> None:
             self.health_checks += 1
 
-        async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
+        async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
             return (ServedModel("m", "m"),), {}
 
-        async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+        async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
             self.load_polls += 1
             return await self.answers.get()
 

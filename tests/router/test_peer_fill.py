@@ -131,7 +131,7 @@ class IncompleteFeed:
         self.fetch_count = 0
         self.resume_calls: list[tuple[str, int, PeerSnapshot]] = []
 
-    def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
+    def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
         return self.lacking
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:

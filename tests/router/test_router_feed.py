@@ -81,11 +81,11 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "a live batch is applied")
     pub.publish([BlockRemoved([5], "GPU")])
     wait_until(lambda: count_cached_tokens(index, holder) == 16, "a removal is applied")
-    (row,) = feed.details("a")["streams"]
+    (row,) = feed.describe_streams("a")["streams"]
     assert row["up"]
     assert row["phase"] == "live"
-    assert feed.stored_blocks("a") == 5
-    assert feed.totals()["a"]["removed"] == 1
+    assert feed.count_stored_blocks("a") == 5
+    assert feed.sum_counters()["a"]["removed"] == 1
     pub.close()
 
 
@@ -101,12 +101,14 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
     honest.publish(block_events(0, 20))
     for turn in range(12):
         liar.publish(block_events(2 * turn, 2))
-    wait_until(lambda: feed.totals()["a"]["stored"] == 24 and feed.totals()["b"]["stored"] == 20, "all is read")
-    assert feed.totals()["a"]["forgotten"] > 20
-    assert feed.totals()["b"]["forgotten"] == 0
+    wait_until(
+        lambda: feed.sum_counters()["a"]["stored"] == 24 and feed.sum_counters()["b"]["stored"] == 20, "all is read"
+    )
+    assert feed.sum_counters()["a"]["forgotten"] > 20
+    assert feed.sum_counters()["b"]["forgotten"] == 0
     assert count_cached_tokens(index, liar_holder) < 20 * 4
     assert count_cached_tokens(index, honest_holder) == 20 * 4
-    assert feed.snapshot("a", 0) is None or count_cached_tokens(index, liar_holder) == 0
+    assert feed.make_snapshot("a", 0) is None or count_cached_tokens(index, liar_holder) == 0
     liar.publish([AllBlocksCleared()])
     liar.publish(block_events(0, 3))
     wait_until(lambda: count_cached_tokens(index, liar_holder) == 12, "it is followed all the same")
@@ -123,7 +125,7 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     small, large = publisher(), publisher()
     small_holder, large_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
     feed.follow("b", [source_of(large)], [large_holder], blocks_max=1000)
-    assert (feed.room_for("a"), feed.room_for("b")) == (2, 3)
+    assert (feed.count_free_streams("a"), feed.count_free_streams("b")) == (2, 3)
     feed.follow("a", [source_of(small)], [small_holder], blocks_max=10)
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
     small.publish(block_events(0, 3))
@@ -131,7 +133,7 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     large.publish(block_events(0, 9))
     wait_until(lambda: count_cached_tokens(index, large_holder) == 36, "the large one's")
     assert count_cached_tokens(index, small_holder) == 0
-    assert (feed.totals()["a"]["forgotten"], feed.totals()["b"]["forgotten"]) == (3, 0)
+    assert (feed.sum_counters()["a"]["forgotten"], feed.sum_counters()["b"]["forgotten"]) == (3, 0)
     feed.close()
     index.check_invariants()
     small.close()
@@ -152,7 +154,7 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     )
     restarted_pub.publish(block_events(0, 2))
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "the second life")
-    assert feed.totals()["a"]["restarts"] >= 1
+    assert feed.sum_counters()["a"]["restarts"] >= 1
     restarted_pub.close()
 
 
@@ -164,16 +166,16 @@ def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex
     wait_until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
         if i < 10 + EVICTIONS_MIN:  # fewer evictions than that were published so far
-            assert feed.capacities("a") == [None]
+            assert feed.measure_capacities("a") == [None]
         pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
-    wait_until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
+    wait_until(lambda: feed.measure_capacities("a") == [40], "ten blocks of four tokens")
     pub.close()
     assert source.replay_endpoint is not None
     restarted_pub = publisher(
         *(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint))
     )
     restarted_pub.publish(block_events(0, 2))
-    wait_until(lambda: feed.capacities("a") == [None], "the next process may have more memory")
+    wait_until(lambda: feed.measure_capacities("a") == [None], "the next process may have more memory")
     restarted_pub.close()
 
 
@@ -188,10 +190,10 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
     feed.clear_worker("a")
     assert count_cached_tokens(index, holder) == 0
     assert "a" in feed.last_emptied_s
-    assert feed.incomplete_ranks("a") == {}, "nothing is missing"
+    assert feed.find_incomplete_ranks("a") == {}, "nothing is missing"
     pub.publish([AllBlocksCleared(), *block_events(0, 2)])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "awake again")
-    assert feed.totals()["a"]["gaps"] == 0
+    assert feed.sum_counters()["a"]["gaps"] == 0
     feed.clear_worker("unknown")
     pub.close()
 
@@ -205,7 +207,7 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, fe
     feed.restart_streams("a")
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "it was alive after all: the snapshot brings it back")
     pub.close()
-    wait_until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+    wait_until(lambda: not feed.describe_streams("a")["streams"][0]["up"], "its end is seen")
     feed.restart_streams("a")
     assert count_cached_tokens(index, holder) == 0
 
@@ -238,22 +240,22 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
 
     source = source_of(pub)
     feed.follow("a", [make_source(pub)], [holder])
-    wait_until(lambda: feed.details("a")["streams"][0]["up"], "followed")
-    wait_until(after_another_event(lambda: feed.stored_blocks("a") >= 3), "the first life")
+    wait_until(lambda: feed.describe_streams("a")["streams"][0]["up"], "followed")
+    wait_until(after_another_event(lambda: feed.count_stored_blocks("a") >= 3), "the first life")
     for life in (1, 2):
         pub.close()
-        wait_until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+        wait_until(lambda: not feed.describe_streams("a")["streams"][0]["up"], "its end is seen")
         feed.restart_streams("a")
         assert source.replay_endpoint is not None
         pub = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
         feed.follow("a", [make_source(pub)], [holder])
         wait_until(lambda: feed.is_synced("a"), "it is back")
-        wait_until(after_another_event(lambda life=life: feed.totals()["a"]["restarts"] == life), "counted")
+        wait_until(after_another_event(lambda life=life: feed.sum_counters()["a"]["restarts"] == life), "counted")
     feed.restart_streams("a")
-    wait_until(lambda: feed.details("a")["streams"][0]["up"], "it was alive after all")
-    before = feed.totals()["a"]["batches"]
-    wait_until(after_another_event(lambda: feed.totals()["a"]["batches"] > before), "it goes on")
-    assert feed.totals()["a"]["restarts"] == 2, "each was counted once"
+    wait_until(lambda: feed.describe_streams("a")["streams"][0]["up"], "it was alive after all")
+    before = feed.sum_counters()["a"]["batches"]
+    wait_until(after_another_event(lambda: feed.sum_counters()["a"]["batches"] > before), "it goes on")
+    assert feed.sum_counters()["a"]["restarts"] == 2, "each was counted once"
     pub.close()
 
 
@@ -267,8 +269,10 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
         wait_until(lambda: feed.is_synced("a"), "followed")
         for pub in pubs:
             pub.publish(block_events(0, 1))
-        wait_until(lambda: all(row["last_seq"] is not None for row in feed.details("a")["streams"]), "both spoke")
-        assert [row["wrong_rank"] for row in feed.details("a")["streams"]] == wrong
+        wait_until(
+            lambda: all(row["last_seq"] is not None for row in feed.describe_streams("a")["streams"]), "both spoke"
+        )
+        assert [row["wrong_rank"] for row in feed.describe_streams("a")["streams"]] == wrong
     assert "events of rank 1 come from the address of rank 0" in caplog.text
     for pub in pubs:
         pub.close()
@@ -284,7 +288,7 @@ def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: Ind
     index.remove_holder(holder)
     pub.publish(block_events(1, 1))
     time.sleep(0.1)
-    assert feed.details("a") == {"streams": []}
+    assert feed.describe_streams("a") == {"streams": []}
     pub.close()
 
 
@@ -295,7 +299,7 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
     pub.publish(block_events(0, 2))
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "announced")
     feed.follow("a", [source_of(pub)], [holder])
-    assert feed.totals()["a"]["batches"] >= 1
+    assert feed.sum_counters()["a"]["batches"] >= 1
     assert count_cached_tokens(index, holder) == 8
     other = publisher()
     feed.follow("a", [source_of(other)], [holder])
@@ -326,10 +330,10 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
 
     holder = index.add_holder("a", "m")
     feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
-    stream_id = next(iter(feed._streams))
+    stream_id = next(iter(feed._stream_by_id))
     feed.handle(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
     feed.handle(stream_id, MalformedMessage("a frame of two parts"), b"")
-    (row,) = feed.details("a")["streams"]
+    (row,) = feed.describe_streams("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
 
@@ -343,8 +347,8 @@ def test_messages_without_a_sequence_number_are_counted_and_shown(index: Referen
         assert pub.poll(10_000)
         for frames in ([b"payload"], [b"topic", b"payload"], [b"topic", b"7", b"payload"]):
             pub.send_multipart(frames)
-        wait_until(lambda: feed.totals()["a"]["malformed"] == 3, "all are counted")
-        (row,) = feed.details("a")["streams"]
+        wait_until(lambda: feed.sum_counters()["a"]["malformed"] == 3, "all are counted")
+        (row,) = feed.describe_streams("a")["streams"]
         assert [problem[:12] for problem in row["problems"]] == ["live message", "live message", "sequence fra"]
     finally:
         pub.close(0)
@@ -367,14 +371,14 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     for i in range(6):
         pub.publish(block_events(i, 1))
     wait_until(lambda: count_cached_tokens(old, holders[0]) == 24, "the first router knows all")
-    snapshot = first.snapshot("a", 0)
+    snapshot = first.make_snapshot("a", 0)
     assert snapshot is not None
-    assert (snapshot.seq, first.snapshot("a", 1), first.snapshot("b", 0)) == (5, None, None)
+    assert (snapshot.seq, first.make_snapshot("a", 1), first.make_snapshot("b", 0)) == (5, None, None)
     pub.publish(block_events(6, 1))  # after the snapshot, before it is used
     second.follow("a", [source], holders[1:2], {0: snapshot})
     wait_until(lambda: second.is_synced("a"), "the late router follows")
     assert count_cached_tokens(late, holders[1]) == 28
-    (row,) = second.details("a")["streams"]
+    (row,) = second.describe_streams("a")["streams"]
     assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.chunks), 1, 0)
     pub.publish([BlockRemoved([7], "GPU")])
     wait_until(lambda: count_cached_tokens(late, holders[1]) == 24, "it goes on from there")
@@ -416,7 +420,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "both are followed")
     big.publish(block_events(0, 3))
     wait_until(lambda: count_cached_tokens(index, holders[0]) == 12, "what was before the snapshot")
-    snapshot = feed.snapshot("a", 0)
+    snapshot = feed.make_snapshot("a", 0)
     assert snapshot is not None
     assert (snapshot.seq, len(snapshot.chunks), count_cached_tokens(index, holders[1])) == (0, 1, 8)
     assert 1 < SlowDumpIndex.slices <= 1_000_000
@@ -440,8 +444,8 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     first.follow("a", [source_of(pub)], [old.add_holder("a", "m")])
     wait_until(lambda: first.is_synced("a"), "the first router follows")
     pub.publish(block_events(5, 1))
-    wait_until(lambda: first.snapshot("a", 0) is not None, "the first router is in step")
-    snapshot = first.snapshot("a", 0)
+    wait_until(lambda: first.make_snapshot("a", 0) is not None, "the first router is in step")
+    snapshot = first.make_snapshot("a", 0)
     assert snapshot is not None
     empty = publisher()
     follow = {"another history": other, "another seed": pub, "restarted": empty}[fault]
@@ -470,9 +474,9 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     for _ in range(3):
         pub.publish(block_events(0, 2))
     pub.publish([BlockRemoved([2], "GPU")])
-    wait_until(lambda: feed.totals()["a"]["removed"] == 1, "the removal is applied")
+    wait_until(lambda: feed.sum_counters()["a"]["removed"] == 1, "the removal is applied")
     assert count_cached_tokens(index, holder) == (4 if reannounces else 8)
-    (row,) = feed.details("a")["streams"]
+    (row,) = feed.describe_streams("a")["streams"]
     assert row["reannounces"] is reannounces
     pub.close()
 
@@ -520,11 +524,11 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: RouterPair) 
     for i in range(6):
         pair.pub.publish(block_events(i, 1))
     wait_until(lambda: pair.tokens() == [24, 24], "both know all")
-    assert (first.incomplete_ranks("a"), second.incomplete_ranks("a")) == ({}, {})
+    assert (first.find_incomplete_ranks("a"), second.find_incomplete_ranks("a")) == ({}, {})
     second.restart_streams("a")
-    wait_until(lambda: second.incomplete_ranks("a") == {0: 4}, "it knows the ring's two batches")
+    wait_until(lambda: second.find_incomplete_ranks("a") == {0: 4}, "it knows the ring's two batches")
     assert pair.tokens() == [24, 0]
-    snapshot = first.snapshot("a", 0)
+    snapshot = first.make_snapshot("a", 0)
     assert snapshot is not None
     assert (snapshot.complete_from, snapshot.seq) == (0, 5)
     pair.pub.publish(block_events(6, 1))  # after the snapshot, before it is used
@@ -532,7 +536,7 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: RouterPair) 
     wait_until(lambda: second.is_synced("a") and pair.tokens() == [28, 28], "both know all again")
     pair.pub.publish([BlockRemoved([6], "GPU")])
     wait_until(lambda: pair.tokens() == [20, 20], "and go on")
-    assert second.incomplete_ranks("a") == {}
+    assert second.find_incomplete_ranks("a") == {}
     assert not second.resume("a", 0, snapshot), "what is whole is not replaced"
 
 
@@ -541,7 +545,7 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: RouterPair) 
     for i in range(6):
         pair.pub.publish(block_events(i, 1))
     wait_until(lambda: pair.tokens() == [24, 24], "both know all")
-    (stream,) = second._streams.values()
+    (stream,) = second._stream_by_id.values()
     pub = pair.pub  # the second router's connection loses three batches; the ring keeps two
     second.events.remove(stream.stream_id)
     for i in range(6, 9):
@@ -549,8 +553,8 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: RouterPair) 
     wait_until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
     second.events.add(stream.feed_source(stream.position))  # it comes back where it was
-    wait_until(lambda: second.incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
-    snapshot = pair.feeds[0].snapshot("a", 0)
+    wait_until(lambda: second.find_incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
+    snapshot = pair.feeds[0].make_snapshot("a", 0)
     assert snapshot is not None
     assert second.resume("a", 0, snapshot)
     wait_until(lambda: second.is_synced("a") and pair.tokens() == [36, 36], "both know all again")
@@ -562,14 +566,14 @@ def test_a_peer_that_knows_no_more_is_not_used(pair: RouterPair) -> None:
     wait_until(lambda: pair.tokens() == [24, 24], "both know all")
     for feed in pair.feeds:
         feed.restart_streams("a")
-    wait_until(lambda: all(feed.incomplete_ranks("a") == {0: 4} for feed in pair.feeds), "both know the ring")
-    snapshot = pair.feeds[0].snapshot("a", 0)
+    wait_until(lambda: all(feed.find_incomplete_ranks("a") == {0: 4} for feed in pair.feeds), "both know the ring")
+    snapshot = pair.feeds[0].make_snapshot("a", 0)
     assert snapshot is not None
     assert snapshot.complete_from == 4
     assert not pair.feeds[1].resume("a", 0, snapshot)
     pair.pub.publish([AllBlocksCleared()])
     wait_until(
-        lambda: all(feed.incomplete_ranks("a") == {} for feed in pair.feeds), "nothing is resident: that is whole"
+        lambda: all(feed.find_incomplete_ranks("a") == {} for feed in pair.feeds), "nothing is resident: that is whole"
     )
 
 
@@ -579,7 +583,7 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: RouterPair) 
     for i in range(6):
         pair.pub.publish(block_events(i, 1))
     wait_until(lambda: pair.tokens() == [24, 24], "both know all")
-    snapshot = first.snapshot("a", 0)
+    snapshot = first.make_snapshot("a", 0)
     assert snapshot is not None
     other = publisher()
     for i in range(7):
@@ -587,11 +591,11 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: RouterPair) 
     restarted_source = msgspec.structs.replace(source_of(other), snapshot=False)
     second.follow("a", [restarted_source], pair.holders[1:])
     wait_until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the other life is followed")
-    (stream,) = second._streams.values()
+    (stream,) = second._stream_by_id.values()
     stream.complete_from = 5  # as if the ring had lost the beginning
     assert second.resume("a", 0, snapshot)
     wait_until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
-    (row,) = second.details("a")["streams"]
+    (row,) = second.describe_streams("a")["streams"]
     assert row["restarts"] == 1
     other.close()
 
@@ -603,6 +607,6 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
         source = EventSource(endpoint=f"tcp://127.0.0.1:{bound_socket.getsockname()[1]}")
         holder = index.add_holder("a", "m")
         feed.follow("a", [source], [holder])
-        (row,) = feed.details("a")["streams"]
+        (row,) = feed.describe_streams("a")["streams"]
     assert (row["up"], row["phase"]) == (False, "disconnected")
     assert not feed.is_synced("a")

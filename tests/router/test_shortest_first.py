@@ -17,7 +17,7 @@ from router.decide.policy import KvCost
 from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.discovery import WorkerFacts, parse_worker_flag, worker_spec
+from router.fleet.discovery import WorkerFacts, make_worker_spec, parse_worker_flag
 from router.fleet.worker_responses import read_shortest_first
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
@@ -202,7 +202,7 @@ def test_the_engine_tells_and_an_operator_knows_better() -> None:
         ("url=http://a,prefill_order=shortest", False, True),
     ):
         facts = WorkerFacts(True, is_shortest_first=reported_order)
-        assert worker_spec(parse_worker_flag(flag), facts).is_shortest_first is expected
+        assert make_worker_spec(parse_worker_flag(flag), facts).is_shortest_first is expected
     with pytest.raises(ConfigError, match="prefill_order='longest', expected arrival or shortest"):
         parse_worker_flag("url=http://a,prefill_order=longest")
 
