@@ -253,8 +253,8 @@ def test_what_a_comparison_raises_ends_its_own_reasons_only(
         compared = reasons.analyzer.record_compared
 
         def raises(prompt: Any, *args: Any, **more: Any) -> Any:
-            if prompt.id == "n1":
-                raise KeyError(prompt.id)
+            if prompt.request_id == "n1":
+                raise KeyError(prompt.request_id)
             return compared(prompt, *args, **more)
 
         monkeypatch.setattr(reasons.analyzer, "record_compared", raises)
