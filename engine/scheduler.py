@@ -249,11 +249,11 @@ class Scheduler:
         """A plan that is out from now on."""
         plan = StepPlan(chunks=chunks, continues_previous=decode_batch is not None and chunks[0].token_on_device)
         self.cache.fill_plan(plan)
-        self._plan_count = number = self._plan_count + 1
+        self._plan_count = plan_number = self._plan_count + 1
         for entry in entries:
-            entry.last_plan_number = number
+            entry.last_plan_number = plan_number
         for entry in loading_entries:
-            entry.last_plan_number = number
+            entry.last_plan_number = plan_number
         self._plans_in_flight.append(_InFlightPlan(plan, entries, loading_entries, decode_batch))
         return plan
 
@@ -264,7 +264,7 @@ class Scheduler:
     def _is_all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
         return len(chunks) == len(self._running_entries) and all(
-            c.should_sample and c.end - c.start == 1 for c in chunks
+            chunk.should_sample and chunk.end - chunk.start == 1 for chunk in chunks
         )
 
     def _repeat_decode(self, decode_batch: DecodeBatch) -> Items[Chunk] | None:
@@ -276,10 +276,10 @@ class Scheduler:
         if self._ended_sequences or host_loads or self._can_admit or self._running_entries != decode_batch.entries:
             return None
         for entry in decode_batch.entries_to_grow:
-            start = entry.seq.computed_tokens
-            if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
+            position = entry.seq.computed_tokens
+            if position == entry.length_max - 1 or not self.cache.grow(entry.seq, position + 1):
                 return None
-            entry.set_next_check(start, self.cache.block_size)
+            entry.set_next_check(position, self.cache.block_size)
         entries_to_check = decode_batch.finish_growing()
         if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in entries_to_check):
             return None

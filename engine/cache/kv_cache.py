@@ -222,9 +222,9 @@ class KVCache:
         self._increment_table_version(seq)
         for g in self._group_indices:
             window = self._windows.window_blocks[g]
-            start = 0 if window is None else max(0, len(nodes) - window)
-            group_blocks: list[Block[Node] | None] = [None] * start
-            for node in nodes[start:]:
+            first_block_index = 0 if window is None else max(0, len(nodes) - window)
+            group_blocks: list[Block[Node] | None] = [None] * first_block_index
+            for node in nodes[first_block_index:]:
                 block = node.blocks[g]
                 if block is None:
                     assert self.host_tier is not None
@@ -233,7 +233,7 @@ class KVCache:
                     self.pool.acquire(block)
                 group_blocks.append(block)
             seq_blocks.blocks_by_group[g] = group_blocks
-            seq_blocks.window_starts[g] = start
+            seq_blocks.window_starts[g] = first_block_index
         if self._checkpoints is not None:  # holds the source before anything is allocated
             state_loads = self._create_state(
                 seq, source_checkpoint, nodes[-1] if nodes else None, should_copy=should_copy_state
@@ -266,28 +266,28 @@ class KVCache:
         """
         if not self.enable_prefix_caching or self._blocks_by_sequence[seq].is_detached:
             return 0
-        shared_blocks, shared_blocks_max = (
+        shared_block_count, max_shared_blocks = (
             1,
             min(len(seq.token_ids) - 1, len(waiting_seq.token_ids) - 1) // self.block_size,
         )
         running_keys, waiting_keys = (
-            self._hasher.block_keys(seq, shared_blocks_max),
-            self._hasher.block_keys(waiting_seq, shared_blocks_max),
+            self._hasher.block_keys(seq, max_shared_blocks),
+            self._hasher.block_keys(waiting_seq, max_shared_blocks),
         )
-        if not shared_blocks_max or running_keys[0].hash != waiting_keys[0].hash:
+        if not max_shared_blocks or running_keys[0].hash != waiting_keys[0].hash:
             return 0
         while (
-            shared_blocks < shared_blocks_max
+            shared_block_count < max_shared_blocks
         ):  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
-            middle = (shared_blocks + shared_blocks_max + 1) // 2
-            shared_blocks, shared_blocks_max = (
-                (middle, shared_blocks_max)
-                if running_keys[middle - 1].hash == waiting_keys[middle - 1].hash
-                else (shared_blocks, middle - 1)
+            middle_block_count = (shared_block_count + max_shared_blocks + 1) // 2
+            shared_block_count, max_shared_blocks = (
+                (middle_block_count, max_shared_blocks)
+                if running_keys[middle_block_count - 1].hash == waiting_keys[middle_block_count - 1].hash
+                else (shared_block_count, middle_block_count - 1)
             )
         if self._checkpoints is not None:
-            self._checkpoints.plan_checkpoint(seq, shared_blocks, running_keys[shared_blocks - 1].hash)
-        return 0 if waiting_seq.request.params.prompt_logprobs is not None else shared_blocks * self.block_size
+            self._checkpoints.plan_checkpoint(seq, shared_block_count, running_keys[shared_block_count - 1].hash)
+        return 0 if waiting_seq.request.params.prompt_logprobs is not None else shared_block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Where a chunk of `seq` that could go to `end` must stop, so that a planned checkpoint can be taken."""
@@ -333,17 +333,17 @@ class KVCache:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
-        step, self._planning_step = self._planning_step, PendingStep()
-        step.chunks = plan.chunks
+        pending_step, self._planning_step = self._planning_step, PendingStep()
+        pending_step.chunks = plan.chunks
         plan.table_version = self._table_version
         if self.host_tier is not None and self.host_loads is not None:
             self.host_tier.plan_copies(self.host_loads.unplanned_blocks)
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
         if self.host_tier is not None:
-            step.host_stores, self.host_tier.planned_stores = self.host_tier.planned_stores, []
+            pending_step.host_stores, self.host_tier.planned_stores = self.host_tier.planned_stores, []
         if self.host_loads is not None:
-            step.host_loads = self.host_loads.take_planned()
+            pending_step.host_loads = self.host_loads.take_planned()
         if isinstance(plan.chunks, LazyDecodeChunks):
             for seq in plan.chunks.sequences:
                 seq.computed_tokens += 1
@@ -352,7 +352,7 @@ class KVCache:
                 chunk.seq.computed_tokens = chunk.end
         if self._checkpoints is not None:
             self._checkpoints.fill_plan(plan)
-        self._steps_in_flight.append(step)
+        self._steps_in_flight.append(pending_step)
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
         """The oldest step's compute is done: announce what it finished, merge what it finished twice.
@@ -360,17 +360,17 @@ class KVCache:
         Of the `ended_sequences` nothing is named any more. Most chunks of a step are decodes that finish no block: only
         those that do are looked at, but for what windows leave and states.
         """
-        step = self._steps_in_flight.popleft()
-        assert step.chunks is chunks
+        oldest_step = self._steps_in_flight.popleft()
+        assert oldest_step.chunks is chunks
         committed_load_count = 0
-        for seq, start, end, load_count in step.finished_blocks:
+        for seq, start, end, load_count in oldest_step.finished_blocks:
             if load_count > committed_load_count:
-                self._commit_loads(step.host_loads[committed_load_count:load_count])
+                self._commit_loads(oldest_step.host_loads[committed_load_count:load_count])
                 committed_load_count = load_count
             self._commit_blocks(seq, start, end)
-        if step.host_loads:
-            self._commit_loads(step.host_loads[committed_load_count:])
-        for seq, end in step.unnamed_blocks:
+        if oldest_step.host_loads:
+            self._commit_loads(oldest_step.host_loads[committed_load_count:])
+        for seq, end in oldest_step.unnamed_blocks:
             seq_blocks = self._blocks_by_sequence[seq]
             start, full_count = len(seq_blocks.nodes), end // self.block_size
             if seq not in ended_sequences and not seq_blocks.is_detached:
@@ -390,25 +390,25 @@ class KVCache:
 
         All its sequences must be released, once the steps before it are abandoned too.
         """
-        step = self._steps_in_flight.pop()
-        self._untrusted_blocks += step.moved_blocks
+        newest_step = self._steps_in_flight.pop()
+        self._untrusted_blocks += newest_step.moved_blocks
         if self._checkpoints is not None:
-            for chunk in reversed(step.chunks):
+            for chunk in reversed(newest_step.chunks):
                 self._checkpoints.rollback(chunk.seq, chunk.end)
-        remaining_load_count = len(step.host_loads)
-        for seq, start, end, load_count in reversed(step.finished_blocks):
+        remaining_load_count = len(newest_step.host_loads)
+        for seq, start, end, load_count in reversed(newest_step.finished_blocks):
             if load_count < remaining_load_count:
-                self._rollback_loads(step.host_loads[load_count:remaining_load_count])
+                self._rollback_loads(newest_step.host_loads[load_count:remaining_load_count])
                 remaining_load_count = load_count
             seq_blocks = self._blocks_by_sequence[seq]
             for block in reversed(list(seq_blocks.iter_pending_blocks(start, end))):
                 self.tree.detach_pending(block)
             del seq_blocks.nodes[start:]
         if remaining_load_count:
-            self._rollback_loads(step.host_loads[:remaining_load_count])
-        for seq, start, _, _ in step.finished_blocks:  # behind what hangs from them
+            self._rollback_loads(newest_step.host_loads[:remaining_load_count])
+        for seq, start, _, _ in newest_step.finished_blocks:  # behind what hangs from them
             self._blocks_by_sequence[seq].drop_merges(self.pool, start)
-        self._untrusted_host_blocks += step.host_stores
+        self._untrusted_host_blocks += newest_step.host_stores
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
