@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine.api.choice import Choice, ChoiceDelta
-from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, blocks_of_choice
+from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.api.generation import Generation
 from prompts.errors import RequestError
 
@@ -102,7 +102,7 @@ class MessagesFormatter:
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def format_response(self) -> bytes:
-        return _encoder.encode(self._make_message(blocks_of_choice(self._choice)))
+        return _encoder.encode(self._make_message(make_blocks_of_choice(self._choice)))
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
         action, block, text = event
@@ -130,7 +130,7 @@ class MessagesFormatter:
         )  # fmt: skip
 
     def _make_usage(self) -> MessageUsage:
-        usage = self._generation.usage()
+        usage = self._generation.compute_usage()
         cached_tokens = usage.prompt_tokens_details.cached_tokens
         return MessageUsage(usage.prompt_tokens - cached_tokens, usage.completion_tokens, cached_tokens)
 

@@ -85,7 +85,7 @@ class ContentBlocks:
             self._current_block = None
 
 
-def blocks_of_choice(choice: Choice) -> list[ContentBlock]:
+def make_blocks_of_choice(choice: Choice) -> list[ContentBlock]:
     """The blocks of a choice that was kept whole."""
     blocks = ContentBlocks()
     blocks.push(ChoiceDelta(choice.text, [], [], reasoning=choice.reasoning, tool_calls=choice.tool_calls))

@@ -41,14 +41,14 @@ class Generation:
     def __post_init__(self) -> None:
         self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
 
-    def common_fields(self) -> dict[str, Any]:
+    def make_common_fields(self) -> dict[str, Any]:
         """What every answer and every chunk of one begins with."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
-    def prompt_of_choice(self, choice: Choice) -> list[int]:
+    def get_choice_prompt(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 
-    def usage(self) -> Usage:
+    def compute_usage(self) -> Usage:
         """Of all choices so far. A prompt counts once, however many samples continue it."""
         return make_usage(
             sum(map(len, self.prompts)),
@@ -57,11 +57,11 @@ class Generation:
             sum(choice.reasoning_tokens for choice in self.choices) if self.parser_config.reasoning_format else None,
         )
 
-    def usage_of_choice(self, choice: Choice) -> Usage:
+    def compute_choice_usage(self, choice: Choice) -> Usage:
         """Of one choice, for `continuous_usage_stats`."""
         reasoning_tokens = choice.reasoning_tokens if self.parser_config.reasoning_format else None
         return make_usage(
-            len(self.prompt_of_choice(choice)), choice.completion_tokens, choice.cached_tokens, reasoning_tokens
+            len(self.get_choice_prompt(choice)), choice.completion_tokens, choice.cached_tokens, reasoning_tokens
         )
 
 
@@ -113,7 +113,7 @@ def make_generation(
 
 def make_sample_requests(
     request_prefix: str,
-    first_number: int,
+    first_choice_index: int,
     prompt: list[int],
     params: SamplingParams,
     cache_salt: str | None,
@@ -123,11 +123,11 @@ def make_sample_requests(
     """The n sequences of one prompt, numbered from `first_number`: of a seed, each sample takes the next."""
     return [
         Request(
-            request_id=f"{request_prefix}-{first_number + sample}",
+            request_id=f"{request_prefix}-{first_choice_index + sample}",
             token_ids=prompt,
             params=params
             if params.seed is None
-            else msgspec.structs.replace(params, seed=_next_seed(params.seed, sample)),
+            else msgspec.structs.replace(params, seed=_compute_sample_seed(params.seed, sample)),
             cache_salt=cache_salt,
             priority=priority,
             resumed_output_len=answered_tokens,
@@ -136,6 +136,6 @@ def make_sample_requests(
     ]
 
 
-def _next_seed(seed: int, sample: int) -> int:
+def _compute_sample_seed(seed: int, sample: int) -> int:
     """Samplers look at 64 bits: after the largest seed comes the smallest."""
     return (seed + sample + 2**63) % 2**64 - 2**63

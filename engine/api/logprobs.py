@@ -14,7 +14,7 @@ from engine.api.detokenizer import DetokenizerFactory
 from engine.api.response_types import CompletionLogprobs
 from engine.types import TokenLogprobs
 
-FLOOR = -9999.0
+LOGPROB_FLOOR = -9999.0
 """JSON has no minus infinity; OpenAI's and vLLM's stand-in for "impossible"."""
 SLICE_POSITIONS = 64
 """Positions that are formatted at a time: some milliseconds."""
@@ -34,12 +34,14 @@ class PendingLogprobs:
 
     def flush(self) -> CompletionLogprobs:
         """Return what is here, and begin anew behind it."""
-        logprobs = CompletionLogprobs(self.text_offset, self.token_logprobs, self.tokens, json_list(self.top_logprobs))
+        logprobs = CompletionLogprobs(
+            self.text_offset, self.token_logprobs, self.tokens, join_json_list(self.top_logprobs)
+        )
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
         return logprobs
 
 
-def json_list(items: list[bytes]) -> msgspec.Raw:
+def join_json_list(items: list[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % b",".join(items))
 
 
@@ -61,8 +63,10 @@ class LogprobFormatter:
 
     def format_chat(self, position: TokenLogprobs) -> bytes:
         """JSON of OpenAI's chat form."""
-        top_entries = [b"%b}" % self._chat_entry(token_id, logprob) for token_id, logprob in position.top_logprobs]
-        entry = self._chat_entry(position.token_id, position.logprob)
+        top_entries = [
+            b"%b}" % self._format_chat_entry(token_id, logprob) for token_id, logprob in position.top_logprobs
+        ]
+        entry = self._format_chat_entry(position.token_id, position.logprob)
         return b'%b,"top_logprobs":[%b]}' % (entry, b",".join(top_entries))
 
     def add_completion(self, position: TokenLogprobs | None, token_id: int, scores: PendingLogprobs) -> None:
@@ -75,7 +79,7 @@ class LogprobFormatter:
             scores.token_logprobs.append(None)
             scores.top_logprobs.append(b"null")
             return
-        scores.token_logprobs.append(_at_least_floor(position.logprob))
+        scores.token_logprobs.append(_clamp_to_floor(position.logprob))
         top = {self._encode_token(token_id): _encode_logprob(position.logprob)}
         top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top_logprobs)
         scores.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
@@ -93,7 +97,7 @@ class LogprobFormatter:
         ]
         return b"{%b}" % b",".join(items)
 
-    def _chat_entry(self, token_id: int, logprob: float) -> bytes:
+    def _format_chat_entry(self, token_id: int, logprob: float) -> bytes:
         token_bytes = self._bytes_json.get(token_id)
         if token_bytes is None:
             token_bytes = self._bytes_json[token_id] = _encode(list(self._factory.token_bytes(token_id)))
@@ -111,8 +115,8 @@ class LogprobFormatter:
 
 
 def _encode_logprob(logprob: float) -> bytes:
-    return repr(_at_least_floor(logprob)).encode()
+    return repr(_clamp_to_floor(logprob)).encode()
 
 
-def _at_least_floor(logprob: float) -> float:
-    return logprob if logprob > FLOOR else FLOOR
+def _clamp_to_floor(logprob: float) -> float:
+    return logprob if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from engine.api.choice import Choice, ChoiceDelta
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation
-from engine.api.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, json_list
+from engine.api.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, join_json_list
 from engine.api.response_types import (
     ChatChoice,
     ChatChunk,
@@ -100,7 +100,8 @@ class _OpenAIFormatter:
         if not self._includes_usage:
             return SSE_DONE
         return (
-            encode_sse(self.chunk_type(**generation.common_fields(), choices=[], usage=generation.usage())) + SSE_DONE
+            encode_sse(self.chunk_type(**generation.make_common_fields(), choices=[], usage=generation.compute_usage()))
+            + SSE_DONE
         )
 
     def format_error(self, error: RequestError) -> bytes:
@@ -109,8 +110,10 @@ class _OpenAIFormatter:
 
     def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
         generation = self._generation
-        usage = generation.usage_of_choice(choice) if self._has_continuous_usage else UNSET
-        return encode_sse(self.chunk_type(**generation.common_fields(), choices=[chunk_choice], usage=usage, **fields))
+        usage = generation.compute_choice_usage(choice) if self._has_continuous_usage else UNSET
+        return encode_sse(
+            self.chunk_type(**generation.make_common_fields(), choices=[chunk_choice], usage=usage, **fields)
+        )
 
     def _format_text_chunk(self, choice: Choice, text: str, *, is_reasoning: bool = False) -> bytes:
         """The chunk of a text, the empty one's being empty."""
@@ -176,10 +179,12 @@ class ChatFormatter(_OpenAIFormatter):
         generation = self._generation
         first_choice = generation.choices[0]
         response = ChatCompletion(
-            **generation.common_fields(),
+            **generation.make_common_fields(),
             choices=[self._make_choice(choice) for choice in generation.choices],
-            usage=generation.usage(),
-            prompt_logprobs=json_list(self._prompt_logprobs[first_choice.index]) if self._prompt_logprobs else UNSET,
+            usage=generation.compute_usage(),
+            prompt_logprobs=join_json_list(self._prompt_logprobs[first_choice.index])
+            if self._prompt_logprobs
+            else UNSET,
             prompt_token_ids=self._get_visible_ids(generation.prompts[0]),
         )
         return _encoder.encode(response)
@@ -231,7 +236,7 @@ class ChatFormatter(_OpenAIFormatter):
         """What was formatted since the last call."""
         if not self._body.logprobs or self._hides_tokens:
             return None
-        return ChatLogprobs(json_list(self._logprobs_by_choice.pop(choice.index, [])))
+        return ChatLogprobs(join_json_list(self._logprobs_by_choice.pop(choice.index, [])))
 
 
 class CompletionFormatter(_OpenAIFormatter):
@@ -265,16 +270,16 @@ class CompletionFormatter(_OpenAIFormatter):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._get_visible_ids(delta.token_ids),
-            prompt_token_ids=self._get_visible_ids(self._generation.prompt_of_choice(choice)) if is_first else UNSET,
+            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)) if is_first else UNSET,
         )
         return self._format_chunk(choice, chunk_choice)
 
     def format_response(self) -> bytes:
         generation = self._generation
         response = Completion(
-            **generation.common_fields(),
+            **generation.make_common_fields(),
             choices=[self._make_choice(choice) for choice in generation.choices],
-            usage=generation.usage(),
+            usage=generation.compute_usage(),
             system_fingerprint=None,
         )
         return _encoder.encode(response)
@@ -288,9 +293,9 @@ class CompletionFormatter(_OpenAIFormatter):
             logprobs=self._flush_logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            prompt_logprobs=UNSET if prompt_logprobs is None else json_list(prompt_logprobs),
+            prompt_logprobs=UNSET if prompt_logprobs is None else join_json_list(prompt_logprobs),
             token_ids=self._get_visible_ids(choice.token_ids),
-            prompt_token_ids=self._get_visible_ids(self._generation.prompt_of_choice(choice)),
+            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)),
         )
 
     def _prepend_prompt(self, choice: Choice, text: str) -> str:
@@ -314,7 +319,7 @@ class CompletionFormatter(_OpenAIFormatter):
     def _add_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         logprobs = self._logprobs_by_choice[choice.index]
         for position in positions:
-            token_id = self._generation.prompt_of_choice(choice)[0] if position is None else position.token_id
+            token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id
             self._logprobs.add_completion(position, token_id, logprobs)
 
     def _flush_logprobs(self, choice: Choice) -> CompletionLogprobs | None:

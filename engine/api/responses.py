@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine.api.choice import Choice, ChoiceDelta
-from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, blocks_of_choice
+from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.api.custom_input import CustomInputDecoder
 from engine.api.generation import Generation
 from prompts.errors import RequestError
@@ -264,7 +264,7 @@ class ResponsesFormatter:
     # Whole ------------------------------------------------------------------------------------------------------------
 
     def format_response(self) -> bytes:
-        self._blocks.blocks = blocks_of_choice(self._choice)
+        self._blocks.blocks = make_blocks_of_choice(self._choice)
         for block in self._blocks.blocks:
             custom = self._get_custom_input(block)
             if custom is not None:
@@ -315,7 +315,7 @@ class ResponsesFormatter:
         return make_item_id(prefix, self._generation.id, block.index)
 
     def _make_usage(self) -> ResponseUsage:
-        usage, reasoning_tokens = self._generation.usage(), self._choice.reasoning_tokens
+        usage, reasoning_tokens = self._generation.compute_usage(), self._choice.reasoning_tokens
         cached_tokens = usage.prompt_tokens_details.cached_tokens
         return ResponseUsage(
             usage.prompt_tokens, InputDetails(cached_tokens), usage.completion_tokens, OutputDetails(reasoning_tokens),

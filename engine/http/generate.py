@@ -224,7 +224,7 @@ class DeltaStream:
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
             self._clock.record_finish(
-                "error", len(self._generation.prompt_of_choice(choice)), choice.completion_tokens, now_s
+                "error", len(self._generation.get_choice_prompt(choice)), choice.completion_tokens, now_s
             )
             raise _make_sequence_error(output, choice.params.constraint)
         delta = choice.push(output)
@@ -232,7 +232,7 @@ class DeltaStream:
         if delta.should_abort:
             self._stream.close(output.request_id)
         if delta.finish_reason is not None:
-            prompt_tokens = len(self._generation.prompt_of_choice(choice))
+            prompt_tokens = len(self._generation.get_choice_prompt(choice))
             self._clock.record_finish(delta.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
         return choice, delta
 

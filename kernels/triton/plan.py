@@ -90,8 +90,8 @@ def make_fixed_decode_plan(
     sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
-    step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
-    buffer = torch.zeros(3, step, dtype=torch.int32, device=device)
+    padded_sequence_count = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
+    buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
     return AttentionPlan(
         slots=buffer[0, :sequences],
@@ -108,17 +108,17 @@ def make_fixed_decode_plan(
 
 def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
     """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
-    size, count, width = plan.decode_count, batch.decode_count, table.width(batch, kv)
-    assert count == len(batch.context_lens) <= size, "only decoding sequences fit a fixed plan"
+    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, table.width(batch, kv)
+    assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
     assert width <= plan.table.shape[0], f"{width} blocks in a table of {plan.table.shape[0]}"
     assert plan.refill_buffer is not None, "not a fixed plan"
     host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
     host_buffer[0] = -1
-    host_buffer[0, :count] = table.slot_rows(batch, kv)
-    host_buffer[1, :count] = batch.context_lens
-    host_buffer[2, :count] = table.rows
+    host_buffer[0, :sequence_count] = table.slot_rows(batch, kv)
+    host_buffer[1, :sequence_count] = batch.context_lens
+    host_buffer[2, :sequence_count] = table.rows
     overwrite(plan.refill_buffer.view(-1), host_buffer)
-    torch.index_select(table.block_start_rows[:width], 1, plan.refill_buffer[2, :size], out=plan.table[:width])
+    torch.index_select(table.block_start_rows[:width], 1, plan.refill_buffer[2, :max_sequences], out=plan.table[:width])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation, make_generation
-from engine.api.logprobs import FLOOR
+from engine.api.logprobs import LOGPROB_FLOOR
 from engine.api.params import ModelLimits
 from engine.api.response_formatters import ChatFormatter, CompletionFormatter
 from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream
@@ -41,7 +41,7 @@ def token_text(token_id: int) -> str:
 
 
 def floor_logprob(logprob: float) -> float:
-    return max(logprob, FLOOR)
+    return max(logprob, LOGPROB_FLOOR)
 
 
 def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
