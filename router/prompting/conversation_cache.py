@@ -114,19 +114,19 @@ class CachedConversation(msgspec.Struct, eq=False):
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
-        size = (
+        size_bytes = (
             len(self.body)
             + self.token_ids.itemsize * len(self.token_ids)
             + len(self.message_fingerprints)
             + len(self.tool_fingerprints)
         )
-        size += _CHECKPOINT_BYTES * len(self.checkpoints) + sum(
+        size_bytes += _CHECKPOINT_BYTES * len(self.checkpoints) + sum(
             [len(checkpoint.tail_text) for checkpoint in self.checkpoints]
         )
         if self.bare_request is not None:
-            size += _DECODED_BYTES_A_BYTE * (self.messages_start + len(self.body) - self.messages_end)
+            size_bytes += _DECODED_BYTES_A_BYTE * (self.messages_start + len(self.body) - self.messages_end)
         return (
-            size
+            size_bytes
             + self.prompt_memory_bytes
             + 1000
             + sum([len(str(message.get("content"))) for message in self.opening_messages])
@@ -171,18 +171,18 @@ class ConversationCache:
 
     def is_recurring(self, body: bytes) -> bool:
         """Whether a quarter of the body began an earlier body that was asked about here."""
-        digests = self._prefix_digests(body)
-        longest = len(digests) - 1
+        prefix_digests = self._prefix_digests(body)
+        longest_index = len(prefix_digests) - 1
         while (
-            longest >= 0
-            and digests[longest] not in self._recent_digests
-            and digests[longest] not in self._older_digests
+            longest_index >= 0
+            and prefix_digests[longest_index] not in self._recent_digests
+            and prefix_digests[longest_index] not in self._older_digests
         ):
-            longest -= 1
-        if len(self._recent_digests) + len(digests) > RECENT_DIGESTS_MAX // 2:
+            longest_index -= 1
+        if len(self._recent_digests) + len(prefix_digests) > RECENT_DIGESTS_MAX // 2:
             self._older_digests, self._recent_digests = self._recent_digests, set()
-        self._recent_digests.update(digests)
-        return longest >= 0 and 4 * _prefix_bytes(longest) >= len(body)
+        self._recent_digests.update(prefix_digests)
+        return longest_index >= 0 and 4 * _prefix_bytes(longest_index) >= len(body)
 
     def _prefix_digests(self, body: bytes, end: int = BODY_BYTES_MAX) -> list[_Key]:
         return digests(body, BODY_BYTES_MIN, self._seed, end)
@@ -198,11 +198,11 @@ class ConversationCache:
         """Store a conversation; it replaces `predecessor`, which it continues."""
         if predecessor is not None:
             self._drop(predecessor)
-        size, keys = conversation.memory_bytes, self._keys_of(conversation)
-        if size > self.max_bytes // 4 or not keys:
+        size_bytes, keys = conversation.memory_bytes, self._keys_of(conversation)
+        if size_bytes > self.max_bytes // 4 or not keys:
             return
-        self._entries[id(conversation)] = conversation, size, keys
-        self.used_bytes += size
+        self._entries[id(conversation)] = conversation, size_bytes, keys
+        self.used_bytes += size_bytes
         for key in keys:
             candidates = self._by_digest.setdefault(key, [])
             candidates.append(conversation)
@@ -215,8 +215,8 @@ class ConversationCache:
         entry = self._entries.pop(id(conversation), None)
         if entry is None:
             return
-        _, size, keys = entry
-        self.used_bytes -= size
+        _, size_bytes, keys = entry
+        self.used_bytes -= size_bytes
         for key in keys:
             candidates = self._by_digest[key]
             candidates[:] = [candidate for candidate in candidates if candidate is not conversation]

@@ -282,16 +282,16 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
     checkpoint_end, messages_end = span.last_start + removed_bytes, span.end + removed_bytes
     if checkpoint_end <= checkpoint.body_end or _depends_on_template(suffix.request):
         return None
-    new_count = len(suffix.new_messages) - volatile_messages
+    new_message_count = len(suffix.new_messages) - volatile_messages
     if not is_chat:
         last_suffix = _read_suffix(conversation.kind, conversation.messages_start, checkpoint_end, body, tokenizer)
         if last_suffix is None or last_suffix.template_digest != conversation.template_digest:
             return None
-        new_count = len(suffix.new_messages) - len(last_suffix.new_messages)
-        if new_count < 1 or suffix.new_messages[new_count:] != last_suffix.new_messages:
+        new_message_count = len(suffix.new_messages) - len(last_suffix.new_messages)
+        if new_message_count < 1 or suffix.new_messages[new_message_count:] != last_suffix.new_messages:
             return None
     message_count, tail_messages = (
-        checkpoint.message_count + new_count,
+        checkpoint.message_count + new_message_count,
         [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages],
     )
     char_count = checkpoint.char_count + len(result.suffix_text)
@@ -303,7 +303,7 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
         suffix,
         first_message,
         message_count,
-        tail_messages[new_count:],
+        tail_messages[new_message_count:],
         result.suffix_text,
         result.token_ids,
         char_count,
@@ -312,7 +312,7 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
         return None
     message_fingerprints = (
         conversation.message_fingerprints[: FINGERPRINT_BYTES * checkpoint.message_count]
-        + result.new_fingerprints[: FINGERPRINT_BYTES * new_count]
+        + result.new_fingerprints[: FINGERPRINT_BYTES * new_message_count]
     )
     if not _starts_with_tail(
         tokenizer, result.suffix_text, checkpoint.tail_text
@@ -504,10 +504,12 @@ def _locate_last_messages(body: bytes, message_count: int, messages_start: int |
         messages_start = body.find(raw_messages[:256])
     if not body.startswith(raw_messages, messages_start):
         return None  # the same beginning twice
-    end = messages_end = messages_start + len(raw_messages) - 1
-    for item in reversed(message_items[-message_count:]):
-        end = _skip_white_space_back(body, _skip_white_space_back(body, end) - len(bytes(item))) - 1
-    return MessagesSpan(messages_start, _skip_white_space_back(body, end), messages_end)
+    message_end = messages_end = messages_start + len(raw_messages) - 1
+    for raw_message in reversed(message_items[-message_count:]):
+        message_end = (
+            _skip_white_space_back(body, _skip_white_space_back(body, message_end) - len(bytes(raw_message))) - 1
+        )
+    return MessagesSpan(messages_start, _skip_white_space_back(body, message_end), messages_end)
 
 
 def _skip_white_space_back(body: bytes, position: int) -> int:
