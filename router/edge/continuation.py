@@ -20,9 +20,9 @@ from router.edge.token_recorder import TokenRecorder
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 
-_COMPLETIONS: Final = b"/v1/completions"
-_CHAT: Final = "/v1/chat/completions"
-_DONE: Final = b"data: [DONE]\n\n"
+_COMPLETIONS_PATH: Final = b"/v1/completions"
+_CHAT_PATH: Final = "/v1/chat/completions"
+_DONE_EVENT: Final = b"data: [DONE]\n\n"
 NEW_TOKENS_MIN: Final = 32
 """Tokens that a worker must have added to another one's answer before a third goes on."""
 _DEFAULT_TOKENS_MAX: Final = 16
@@ -60,40 +60,40 @@ _MALFORMED_EVENT_ERRORS = (
 """What events of another form than that of these engines raise."""
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
-_fields = msgspec.json.Decoder(_Fields)
-_MEDIA = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
+_fields_decoder = msgspec.json.Decoder(_Fields)
+_MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
 def build_continuation(request: HttpRequest) -> StreamContinuation | None:
     """For a streamed request that could go on elsewhere; None for any other."""
-    chat = request.path == _CHAT
+    is_chat = request.path == _CHAT_PATH
     if request.is_http_1_0 or len(request.pieces) > 1:
         return None
-    if not chat and request.path != _COMPLETIONS.decode():
+    if not is_chat and request.path != _COMPLETIONS_PATH.decode():
         return None
     try:
-        fields = _fields.decode(request.body)
+        fields = _fields_decoder.decode(request.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not all(_is_continuable_field(name, bytes(value), chat) for name, value in fields.items()):
+    if not all(_is_continuable_field(name, bytes(value), is_chat) for name, value in fields.items()):
         return None
-    return StreamContinuation(fields, request.body, chat) if bytes(fields.get("stream", b"")) == b"true" else None
+    return StreamContinuation(fields, request.body, is_chat) if bytes(fields.get("stream", b"")) == b"true" else None
 
 
-def _is_continuable_field(name: str, value: bytes, chat: bool) -> bool:
+def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
     if name in ("n", "best_of"):
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         return value.isdigit() or value == b"null"
     if name == "messages":
-        return not any(part in value for part in _MEDIA)
+        return not any(part in value for part in _MEDIA_MARKERS)
     if name == "prompt":
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":
         return b"continuous_usage_stats" not in value
     if value in _EMPTY_VALUES or name in _RESENT_FIELDS or name in _PROMPT_FIELDS:
         return True
-    return chat and name in _CHAT_OUTPUT_FIELDS
+    return is_chat and name in _CHAT_OUTPUT_FIELDS
 
 
 class StreamContinuation:
@@ -101,27 +101,27 @@ class StreamContinuation:
 
     __slots__ = (
         "_body",
-        "_chat",
         "_engine",
         "_event_template",
         "_fields",
         "_has_restarted",
-        "_tokens_sent",
+        "_is_chat",
+        "_sent_token_count",
         "_wants_token_ids",
         "_wants_usage",
         "continuation_body",
         "recorder",
     )  # fmt: skip
 
-    def __init__(self, fields: _Fields, body: bytes, chat: bool) -> None:
-        self._fields, self._body, self._chat = fields, body, chat
+    def __init__(self, fields: _Fields, body: bytes, is_chat: bool) -> None:
+        self._fields, self._body, self._is_chat = fields, body, is_chat
         self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
         self._wants_usage = b"true" in bytes(fields.get("stream_options", b""))
         self._engine = ""
         self._has_restarted = False
         self._event_template: dict[str, Any] | None = None
         """Of the first answer's events, once another worker goes on."""
-        self._tokens_sent = 0
+        self._sent_token_count = 0
         """Tokens that the client had when the last worker died."""
         self.continuation_body: bytes | None = None
         """What the other worker is asked."""
@@ -133,12 +133,12 @@ class StreamContinuation:
     @property
     def _continues_as_chat(self) -> bool:
         """The other worker is asked the same chat again."""
-        return self._chat and self._engine == BLOCKCAST
+        return self._is_chat and self._engine == BLOCKCAST
 
     @property
     def path(self) -> bytes | None:
         """Where the body of `request_body_for` is to be sent; None: where the client sent its own."""
-        return None if self.continuation_body is None or self._continues_as_chat else _COMPLETIONS
+        return None if self.continuation_body is None or self._continues_as_chat else _COMPLETIONS_PATH
 
     @property
     def is_continued(self) -> bool:
@@ -150,14 +150,14 @@ class StreamContinuation:
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
-        self.recorder = TokenRecorder(not self._wants_token_ids) if self._is_exact() else None
+        self.recorder = TokenRecorder(not self._wants_token_ids) if self._is_exactly_continuable() else None
         if self.recorder is None or self._wants_token_ids:
             return (self._body,)
         if "return_token_ids" in self._fields:  # of one name said twice the last counts
             return (msgspec.json.encode({**self._fields, "return_token_ids": True}),)
         return (self._body.replace(b"{", b'{"return_token_ids":true,', 1),)
 
-    def _is_exact(self) -> bool:
+    def _is_exactly_continuable(self) -> bool:
         """Whether this engine's answers go on exactly. Ours takes back all of its state; vLLM counts the tokens that
         were sent as a prompt, begins the seed's numbers and what the answer must match anew, looks for stop strings in
         the new text only, and reads no calls out of a completion."""
@@ -189,22 +189,22 @@ class StreamContinuation:
             return None
         if recorder.event_count == 0:  # the client has a head, and nothing of the answer: the whole of it, once
             return None if self._has_restarted else route
-        prompt, answer = recorder.prompt_ids, recorder.output_ids
+        prompt_ids, output_ids = recorder.prompt_ids, recorder.output_ids
         if self._engine == VLLM and recorder.text_token_count < len(
-            answer
+            output_ids
         ):  # of the last ones the text is not complete
             if self._wants_token_ids:
                 return None
-            answer = answer[: recorder.text_token_count]
-        if not prompt or (self._event_template or _event_template(recorder.last_event)) is None:
+            output_ids = output_ids[: recorder.text_token_count]
+        if not prompt_ids or (self._event_template or _build_event_template(recorder.last_event)) is None:
             return None
-        if self._event_template is not None and len(answer) < self._tokens_sent + NEW_TOKENS_MIN:
+        if self._event_template is not None and len(output_ids) < self._sent_token_count + NEW_TOKENS_MIN:
             return None  # it ended soon after it went on: this may be a request that kills its workers
-        ids = prompt + answer
-        if self._build_body(ids, len(answer), tokens_max) is None:
+        ids = prompt_ids + output_ids
+        if self._build_body(ids, len(output_ids), tokens_max) is None:
             return None
-        remaining_tokens_max = max(route.output_tokens_max - len(answer), 1) if route.output_tokens_max else 0
-        remaining_tokens_min = max(route.output_tokens_min - len(answer), 0)
+        remaining_tokens_max = max(route.output_tokens_max - len(output_ids), 1) if route.output_tokens_max else 0
+        remaining_tokens_min = max(route.output_tokens_min - len(output_ids), 0)
         return route.replace(
             token_ids=ids,
             prompt_tokens=len(ids),
@@ -222,10 +222,10 @@ class StreamContinuation:
             self._has_restarted = True
             return
         if self._event_template is None:
-            self._event_template = _event_template(recorder.last_event)
-        ids, self._tokens_sent = continuation_route.token_ids, len(recorder.output_ids)
+            self._event_template = _build_event_template(recorder.last_event)
+        ids, self._sent_token_count = continuation_route.token_ids, len(recorder.output_ids)
         assert isinstance(ids, array)
-        self.continuation_body = msgspec.json.encode(self._build_body(ids, self._tokens_sent, tokens_max))
+        self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
         """The body for the worker that goes on; None where it would not be exact."""
@@ -235,30 +235,30 @@ class StreamContinuation:
                 for name, value in self._fields.items()
                 if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
             }
-            last = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
+            last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
             extra_fields = {
                 "prompt_token_ids": ids.tolist(),
                 "answered_tokens": answered_tokens,
                 "return_token_ids": True,
             }
-            return {**resent_fields, "messages": last, **extra_fields}
+            return {**resent_fields, "messages": last_message, **extra_fields}
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
-        limit = self._field_value("max_completion_tokens") if self._chat else None
-        if limit is None:
-            limit = self._field_value("max_tokens")
-        if limit is None and not self._chat:
-            limit = _DEFAULT_TOKENS_MAX
+        output_tokens_max = self._field_value("max_completion_tokens") if self._is_chat else None
+        if output_tokens_max is None:
+            output_tokens_max = self._field_value("max_tokens")
+        if output_tokens_max is None and not self._is_chat:
+            output_tokens_max = _DEFAULT_TOKENS_MAX
         if self._engine == BLOCKCAST:
-            return body | {"max_tokens": limit, "answered_tokens": answered_tokens}
-        if limit is not None:
-            limit -= answered_tokens
+            return body | {"max_tokens": output_tokens_max, "answered_tokens": answered_tokens}
+        if output_tokens_max is not None:
+            output_tokens_max -= answered_tokens
         elif tokens_max is not None:
-            limit = tokens_max - len(ids)
-        if limit is None or limit < 1:
+            output_tokens_max = tokens_max - len(ids)
+        if output_tokens_max is None or output_tokens_max < 1:
             return None
         remaining_tokens_min = max((self._field_value("min_tokens") or 0) - answered_tokens, 0)
-        return body | {"max_tokens": limit, "min_tokens": remaining_tokens_min}
+        return body | {"max_tokens": output_tokens_max, "min_tokens": remaining_tokens_min}
 
     def _field_value(self, name: str) -> Any:
         raw = self._fields.get(name)
@@ -280,12 +280,12 @@ class StreamContinuation:
 
     # Answering ----------------------------------------------------------------------------------------------------
 
-    def convert_content(self, content: bytes, *, ends: bool) -> bytes:
+    def convert_content(self, content: bytes, *, is_last: bool) -> bytes:
         """What the client gets for the next bytes of a worker's answer, which may be its last. Raises ProtocolError
         where it is no answer."""
         assert self.recorder is not None
         events = self.recorder.feed(content)
-        if ends:
+        if is_last:
             events += self.recorder.finish()
         if self._event_template is None or not events:
             return events
@@ -302,62 +302,66 @@ class StreamContinuation:
         if event.startswith(b":"):
             return event + b"\n\n"  # a comment, which keeps connections alive
         data = event.removeprefix(b"data:").strip()
-        if data == _DONE[6:-2]:
-            return _DONE
+        if data == _DONE_EVENT[6:-2]:
+            return _DONE_EVENT
         event_fields = msgspec.json.decode(data)
         assert self._event_template is not None
         converted, choices = dict(self._event_template), []
         for choice in event_fields["choices"]:
-            delta, reason = _delta_of(choice, self._continues_as_chat), choice.get("finish_reason")
-            if "role" in delta or (not any(delta.values()) and reason is None and not self._wants_token_ids):
+            delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
+            if "role" in delta or (not any(delta.values()) and finish_reason is None and not self._wants_token_ids):
                 return b""
             converted_choice = dict(self._event_template["choices"][0])
-            converted_choice |= {"delta": delta} if self._chat else {"text": delta.get("content") or ""}
-            if reason is not None:
-                converted_choice |= {"finish_reason": reason, "stop_reason": choice.get("stop_reason")}
+            converted_choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content") or ""}
+            if finish_reason is not None:
+                converted_choice |= {"finish_reason": finish_reason, "stop_reason": choice.get("stop_reason")}
             if self._wants_token_ids:
                 converted_choice["token_ids"] = choice.get("token_ids")
             choices.append(converted_choice)
         converted["choices"] = choices
         if event_fields.get("usage") is not None:
-            converted["usage"] = self._total_usage(event_fields["usage"])
+            converted["usage"] = self._convert_usage(event_fields["usage"])
         return b"data: " + msgspec.json.encode(converted) + b"\n\n"
 
-    def _total_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer."""
         converted = dict(usage)
         if self._engine == VLLM:
-            converted["prompt_tokens"] -= self._tokens_sent
-            converted["completion_tokens"] += self._tokens_sent
+            converted["prompt_tokens"] -= self._sent_token_count
+            converted["completion_tokens"] += self._sent_token_count
         details = converted.get("prompt_tokens_details")
         if details and details.get("cached_tokens") is not None:
             cached = min(details["cached_tokens"], converted["prompt_tokens"])
             converted["prompt_tokens_details"] = {**details, "cached_tokens": cached}
         return converted
 
-    def build_missing_end(self, *, usage_sent: bool) -> bytes | None:
+    def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
         """What is missing of an answer whose last token has been sent; None where it has not."""
         recorder = self.recorder
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
-        if not self._wants_usage or usage_sent:
-            return _DONE
-        prompt, answer = len(recorder.prompt_ids), len(recorder.output_ids)
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
-        shape = self._event_template or _event_template(recorder.last_event)
-        if shape is None:
+        if not self._wants_usage or is_usage_sent:
+            return _DONE_EVENT
+        prompt_tokens, completion_tokens = len(recorder.prompt_ids), len(recorder.output_ids)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+        }
+        event_template = self._event_template or _build_event_template(recorder.last_event)
+        if event_template is None:
             return None
-        converted = {**shape, "choices": [], "usage": usage}
-        return b"data: " + msgspec.json.encode(converted) + b"\n\n" + _DONE
+        converted = {**event_template, "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(converted) + b"\n\n" + _DONE_EVENT
 
 
-def _delta_of(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:
+def _get_delta(choice: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """What an event of the worker that goes on says, as a chat's. Some frontends leave out what is null or empty."""
-    delta: dict[str, Any] = choice.get("delta") or {} if as_chat else {"content": choice.get("text") or ""}
+    delta: dict[str, Any] = choice.get("delta") or {} if is_chat else {"content": choice.get("text") or ""}
     return delta
 
 
-def _event_template(event: bytes) -> dict[str, Any] | None:
+def _build_event_template(event: bytes) -> dict[str, Any] | None:
     """An event without what is its own; None where it is none of one choice."""
     try:
         event_fields: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())

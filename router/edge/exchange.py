@@ -368,7 +368,7 @@ class Exchange:
             data = bytes(content)
             content.clear()
         if stream is not None:
-            data = stream.convert_content(data, ends=body.is_complete)
+            data = stream.convert_content(data, is_last=body.is_complete)
         if redactor is not None:
             data = redactor.feed(data, ends=body.is_complete)
         if self._rechunks:
@@ -563,7 +563,7 @@ class Exchange:
         missing_end = (
             None
             if stream is None
-            else stream.build_missing_end(usage_sent=self.progress.find_reported_usage() is not None)
+            else stream.build_missing_end(is_usage_sent=self.progress.find_reported_usage() is not None)
         )
         if missing_end is not None:
             services.record_broken_stream(self.trace_id, "completed", reason)

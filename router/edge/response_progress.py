@@ -18,12 +18,12 @@ TAIL_READS: Final = 4
 FIRST_BYTES: Final = 2048
 """Holds the event that starts a message, whose usage may be all that is told of the prompt."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_USAGE_PATTERN = re.compile(rb'"usage"\s*:\s*\{')
 _FINAL_EVENT = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"
 _BLANK_LINE = rb"\n\r?\n(?:\r\n)?\Z"
 """The end of an event that is the end of what came, with the end of its chunk."""
-_EVENT_END = re.compile(_BLANK_LINE)
-_FINAL = re.compile(
+_EVENT_END_PATTERN = re.compile(_BLANK_LINE)
+_FINAL_EVENT_PATTERN = re.compile(
     rb"(?:\A|\n)(?:data: ?\[DONE\][\r\n]*\Z|(?:event: ?"
     + _FINAL_EVENT
     + rb'\r?\ndata:|data: ?\{"type": ?"'
@@ -32,10 +32,15 @@ _FINAL = re.compile(
     + _BLANK_LINE
     + rb")"
 )
-_COUNTS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
-_OTHER_COUNTS = (b'"input_tokens"', b'"cache_read_input_tokens"', b'"output_tokens"', b'"cache_creation_input_tokens"')
+_OPENAI_COUNT_KEYS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
+_ANTHROPIC_COUNT_KEYS = (
+    b'"input_tokens"',
+    b'"cache_read_input_tokens"',
+    b'"output_tokens"',
+    b'"cache_creation_input_tokens"',
+)
 """Of Anthropic's Messages, whose first does not hold the second and the last."""
-_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
+_COUNT_PATTERN = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 """A count of more digits is not believed."""
 
 
@@ -70,49 +75,63 @@ class ResponseProgress:
     def find_reported_usage(self) -> ReportedUsage | None:
         """Return what the answer cost, as its end says, or of its prompt as its beginning says: Messages may tell that
         once, in the event that starts the message."""
-        last = find_usage(b"".join(self._tail))
-        if last is not None and last.prompt_tokens:
-            return last
-        match = _USAGE.search(self.first_bytes)
-        first = None if match is None else _read_usage(self.first_bytes, match.end())
-        if first is None or not first.prompt_tokens:
-            return last
+        last_usage = find_usage(b"".join(self._tail))
+        if last_usage is not None and last_usage.prompt_tokens:
+            return last_usage
+        match = _USAGE_PATTERN.search(self.first_bytes)
+        first_usage = None if match is None else _read_usage(self.first_bytes, match.end())
+        if first_usage is None or not first_usage.prompt_tokens:
+            return last_usage
         is_start = b'"message_start"' in self.first_bytes  # what it says of the answer is not the end of it
-        output = last.completion_tokens if last is not None else None if is_start else first.completion_tokens
-        return ReportedUsage(first.prompt_tokens, first.cached_tokens, output)
+        completion_tokens = (
+            last_usage.completion_tokens
+            if last_usage is not None
+            else None
+            if is_start
+            else first_usage.completion_tokens
+        )
+        return ReportedUsage(first_usage.prompt_tokens, first_usage.cached_tokens, completion_tokens)
 
     def has_final_event(self, path: str) -> bool:
         """Whether the last event of a stream to a request for `path` was passed on, by its API's rules."""
         tail = b"".join(self._tail)
-        if _FINAL.search(tail) is not None:
+        if _FINAL_EVENT_PATTERN.search(tail) is not None:
             return True
         # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end.
-        return path == "/v1/responses" and _EVENT_END.search(tail) is not None and find_usage(tail) is not None
+        return path == "/v1/responses" and _EVENT_END_PATTERN.search(tail) is not None and find_usage(tail) is not None
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
     position = tail.rfind(b'"usage"')
-    while position >= 0 and (match := _USAGE.match(tail, position)) is None:
+    while position >= 0 and (match := _USAGE_PATTERN.match(tail, position)) is None:
         position = tail.rfind(b'"usage"', 0, position)
     return None if position < 0 or match is None else _read_usage(tail, match.end())
 
 
 def _read_usage(text: bytes, start: int) -> ReportedUsage:
     """The `usage` object that has its first key from `start` on."""
-    prompt, cached, completion = [_count(text, start, key) for key in _COUNTS]
-    if prompt is None:
-        uncached, cache_read, output, cache_written = [_count(text, start, key) for key in _OTHER_COUNTS]
-        if uncached is not None or output is not None:
-            prompt_total = None if uncached is None else uncached + (cache_read or 0) + (cache_written or 0)
-            return ReportedUsage(
-                prompt_total, cached if cache_read is None else cache_read, completion if output is None else output
+    prompt_tokens, cached_tokens, completion_tokens = [_read_count(text, start, key) for key in _OPENAI_COUNT_KEYS]
+    if prompt_tokens is None:
+        uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [
+            _read_count(text, start, key) for key in _ANTHROPIC_COUNT_KEYS
+        ]
+        if uncached_tokens is not None or output_tokens is not None:
+            prompt_total = (
+                None
+                if uncached_tokens is None
+                else uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
             )
-    return ReportedUsage(prompt, cached, completion)
+            return ReportedUsage(
+                prompt_total,
+                cached_tokens if cache_read_tokens is None else cache_read_tokens,
+                completion_tokens if output_tokens is None else output_tokens,
+            )
+    return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
 
 
-def _count(tail: bytes, position: int, key: bytes) -> int | None:
+def _read_count(tail: bytes, position: int, key: bytes) -> int | None:
     """The whole number that `key` has after `at`; None where it has none, or where `tail` may have cut it off."""
     position = tail.find(key, position)
-    match = _NUMBER.match(tail, position + len(key)) if position >= 0 else None
+    match = _COUNT_PATTERN.match(tail, position + len(key)) if position >= 0 else None
     return int(match[1]) if match is not None else None

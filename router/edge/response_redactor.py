@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-KEYS: Final = (
+REDACTED_KEYS: Final = (
     "kv_transfer_params", "ec_transfer_params", "kv_hints", "remote_engine_id", "remote_block_ids", "remote_host",
     "remote_port", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank",
     "disaggregated_params", "worker_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank",
@@ -18,7 +18,7 @@ KEYS: Final = (
 """Those that engines answer. `request_id` and the like are the client's own."""
 KEY_START_BYTES_MAX: Final = 64
 """End of a read that may be the beginning of such a key."""
-_KEY_START = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
+_KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
 _KEY_START_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
 """Last bytes of what `_BEGUN` finds: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
@@ -35,13 +35,13 @@ class ResponseRedactor:
         "_is_escaped",
         "_is_in_number",
         "_is_in_string",
-        "_key",
+        "_key_pattern",
         "_pending",
     )
 
-    def __init__(self, key: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
+    def __init__(self, key_pattern: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
         """`is_chunked`: what is fed has the chunks of HTTP in it, and a value that is cut by one stays as it is."""
-        self._key = key
+        self._key_pattern = key_pattern
         self._is_chunked = is_chunked
         self._pending = b""
         self._is_blanking = False
@@ -54,7 +54,7 @@ class ResponseRedactor:
         """Take the next bytes of the content; return what may be passed on, in all as long as what came."""
         data, out = self._pending + content, bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
-        while (match := self._key.search(data, position)) is not None:
+        while (match := self._key_pattern.search(data, position)) is not None:
             out += data[position : match.end()]
             position = self._blank_value(data, match.end(), out)
             if self._is_chunked and (self._is_blanking or b"\r" in data[match.end() : position]):
@@ -69,12 +69,16 @@ class ResponseRedactor:
 
     def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
         """Begin with the first byte of a value, which stays: an empty object, array or text, or 0, is left of it."""
-        first = data[position]
-        self._depth, self._is_in_string, self._is_in_number = int(first in _OPENING), first == _QUOTE, first in _NUMBER
+        first_byte = data[position]
+        self._depth, self._is_in_string, self._is_in_number = (
+            int(first_byte in _OPENING),
+            first_byte == _QUOTE,
+            first_byte in _NUMBER,
+        )
         self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
         if not self._is_blanking:
             return position  # true, false, null
-        out.append(ord("0") if self._is_in_number else first)
+        out.append(ord("0") if self._is_in_number else first_byte)
         return self._blank(data, position + 1, out)
 
     def _blank(self, data: bytes, position: int, out: bytearray) -> int:
@@ -106,15 +110,17 @@ def _end_before_key(data: bytes, start: int) -> int:
     """Return where a key begins that may go on in the next read; the end of `data` where none does."""
     if data[-1:] not in _KEY_START_ENDS:
         return len(data)
-    key_start = _KEY_START.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
+    key_start = _KEY_START_PATTERN.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
     return len(data) if key_start is None else key_start.start()
 
 
 def build_key_pattern(allowed_fields: frozenset[str]) -> re.Pattern[bytes] | None:
     """What finds these keys with the first byte of a value behind them, but for those that are `passed`."""
-    names = [name for name in KEYS if name not in allowed_fields]
+    names = [name for name in REDACTED_KEYS if name not in allowed_fields]
     if not names:
         return None
     # Most keys of an answer begin with another letter, which is looked at once and not for every name.
-    letters = "".join(sorted({name[0] for name in names}))
-    return re.compile(rb'"(?=[%b])(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % (letters.encode(), "|".join(names).encode()))
+    first_letters = "".join(sorted({name[0] for name in names}))
+    return re.compile(
+        rb'"(?=[%b])(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % (first_letters.encode(), "|".join(names).encode())
+    )

@@ -77,8 +77,8 @@ def build_request_head(
     if body_bytes or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
         length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
-        request.method.encode(), target.prefix, request.target if path is None else path, target.authority, trace_id,
-        request.headers.exclude(removed_headers), added_lines, length_line,
+        request.method.encode(), target.path_prefix, request.target if path is None else path,
+        target.authority, trace_id, request.headers.exclude(removed_headers), added_lines, length_line,
     )  # fmt: skip
 
 

@@ -18,17 +18,17 @@ EVENT_BYTES_MAX: Final = 4 << 20
 IDS_MAX: Final = 2 << 20
 """Ids noted of an answer, and of its prompt; no worker goes on with a longer one."""
 
-_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
 _KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
-_IDS = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
+_TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 """With the comma before the key, or where it is the first one, the comma behind its value."""
 _BEFORE_KEY: Final = len(',,"prompt_')
-_FAILURE = (b'data: {"error"', b'data:{"error"')
-_FINISH = re.compile(rb'"finish_reason" *: *"')
-_DONE = (b"data: [DONE]", b"data:[DONE]")
+_FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
+_FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
+_DONE_PREFIXES = (b"data: [DONE]", b"data:[DONE]")
 _PLAIN_DELTAS = (b"}", b'"content"', b'"role"')
-_list_of_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
+_token_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
 
 
 class TokenRecorder:
@@ -87,16 +87,16 @@ class TokenRecorder:
             return self._record_event(content)
         pending = self._pending
         pending += content
-        complete_events, consumed = [], 0
-        if not self.has_worker_failed and _BLANK_LINE.search(pending, self._search_start):
-            for blank_line in _BLANK_LINE.finditer(bytes(pending)):
-                event = bytes(pending[consumed : blank_line.end()])
-                if event.startswith(_FAILURE):
+        complete_events, event_start = [], 0
+        if not self.has_worker_failed and _BLANK_LINE_PATTERN.search(pending, self._search_start):
+            for blank_line in _BLANK_LINE_PATTERN.finditer(bytes(pending)):
+                event = bytes(pending[event_start : blank_line.end()])
+                if event.startswith(_FAILURE_PREFIXES):
                     self.has_worker_failed = True
                     break
                 complete_events.append(self._record_event(event))
-                consumed = blank_line.end()
-            del pending[:consumed]
+                event_start = blank_line.end()
+            del pending[:event_start]
         self._search_start = max(len(pending) - _BLANK_LINE_BYTES, 0)
         if len(pending) > EVENT_BYTES_MAX:
             self.is_unrecognized = True
@@ -108,7 +108,7 @@ class TokenRecorder:
         event = bytes(self._pending)
         if not event or self.has_worker_failed:
             return b""
-        self.has_worker_failed = event.startswith(_FAILURE)
+        self.has_worker_failed = event.startswith(_FAILURE_PREFIXES)
         if self.has_worker_failed:
             return b""
         self._pending.clear()
@@ -128,9 +128,9 @@ class TokenRecorder:
             self.is_unrecognized or self.has_finish_reason or self.is_done or self._is_passthrough
         )
 
-    def rewind(self, exact: bool) -> None:
+    def rewind(self, drops_incomplete_text: bool) -> None:
         """Another worker goes on: forget the event that never ended, and if `exact` tokens whose text is incomplete."""
-        if exact:
+        if drops_incomplete_text:
             del self.output_ids[self.text_token_count :]
         self._pending.clear()
         self._search_start = 0
@@ -140,26 +140,26 @@ class TokenRecorder:
         """Note what an event says; return what is passed on of it."""
         self.event_count += 1
         if b'"' not in event:
-            self.is_done = self.is_done or event.startswith(_DONE)
+            self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
             return event  # a comment, or [DONE]
-        before = len(self.output_ids)
+        old_token_count = len(self.output_ids)
         position = event.find(b'token_ids"')
         if position >= 0:
             position = max(position - _BEFORE_KEY, 0)
-            event = event[:position] + _IDS.sub(self._record_ids, event[position:])
-        delta, text = event.find(b'"delta":{'), b'"text":"'
-        if delta >= 0:
-            text = b'"content":"'
+            event = event[:position] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[position:])
+        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
+        if delta_position >= 0:
+            text_key = b'"content":"'
             if b'"reasoning' in event or b'"tool_calls":[{' in event:
                 self.has_parsed_output = True
-            elif not event.startswith(_PLAIN_DELTAS, delta + 9):
+            elif not event.startswith(_PLAIN_DELTAS, delta_position + 9):
                 self.is_unrecognized = True
-        if _FINISH.search(event) is not None:
+        if _FINISH_REASON_PATTERN.search(event) is not None:
             self.has_finish_reason = True
-        position = event.find(text)
-        if position >= 0 and event[position + len(text) : position + len(text) + 1] not in (b'"', b""):
+        position = event.find(text_key)
+        if position >= 0 and event[position + len(text_key) : position + len(text_key) + 1] not in (b'"', b""):
             self.text_token_count = len(self.output_ids)
-            if self.text_token_count == before and not self.has_finish_reason:
+            if self.text_token_count == old_token_count and not self.has_finish_reason:
                 self.is_unrecognized = True
         if b'"choices":[{' in event:
             self.last_event = event
@@ -169,19 +169,21 @@ class TokenRecorder:
         """Note ids; return what is left of them in the event."""
         value = match[2] or match[4]
         try:
-            ids = [] if value == b"null" else _list_of_ids.decode(value or b"")
+            token_ids = [] if value == b"null" else _token_ids_decoder.decode(value or b"")
         except msgspec.MsgspecError:
             self.is_unrecognized = True  # not what was asked for: no worker goes on from here
             return match[0]
-        if len(self.output_ids) + len(ids) > IDS_MAX:
+        if len(self.output_ids) + len(token_ids) > IDS_MAX:
             self.is_unrecognized = True
         elif not (match[1] or match[3]):
-            self.output_ids.extend(ids)
+            self.output_ids.extend(token_ids)
         elif not self.prompt_ids:
-            self.prompt_ids = array("I", ids)
+            self.prompt_ids = array("I", token_ids)
         return b"" if self._removes_ids else match[0]
 
 
 def _is_single_event(content: bytes) -> bool:
     """Whether an event of one line that says of no failure is all there is."""
-    return 0 < content.find(b"\n") == len(content) - 2 and content[-1] == 10 and not content.startswith(_FAILURE)
+    return (
+        0 < content.find(b"\n") == len(content) - 2 and content[-1] == 10 and not content.startswith(_FAILURE_PREFIXES)
+    )

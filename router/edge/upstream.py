@@ -32,10 +32,10 @@ class Endpoint:
 
     host: str
     port: int
-    tls: bool
+    is_tls: bool
     authority: bytes
     """Value of the `Host` header."""
-    prefix: bytes
+    path_prefix: bytes
     """Path that stands before every request's path, without its last slash; usually empty."""
 
     @classmethod
@@ -43,12 +43,12 @@ class Endpoint:
         """From `http(s)://host[:port][/path]`, as router/fleet/discovery.py normalises it."""
         parts = urlsplit(url)
         assert parts.hostname is not None
-        tls = parts.scheme == "https"
-        port = parts.port or (443 if tls else 80)
+        is_tls = parts.scheme == "https"
+        port = parts.port or (443 if is_tls else 80)
         return cls(
             parts.hostname,
             port,
-            tls,
+            is_tls,
             parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii"),
             parts.path.rstrip("/").encode(),
         )
@@ -240,21 +240,21 @@ class UpstreamPool:
         connect_s_max: float = 5.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._idle: dict[Endpoint, list[UpstreamConnection]] = {}
-        self._all: set[UpstreamConnection] = set()
+        self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
+        self._connections: set[UpstreamConnection] = set()
         self._idle_s_max = idle_s_max
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
-        self._tls = tls if tls is not None else ssl.create_default_context()
+        self._ssl_context = tls if tls is not None else ssl.create_default_context()
         self.connections_opened = 0
         """Connections made since the start."""
         self.scheduler = FairScheduler()
 
     def acquire(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""
-        idle = self._idle.get(target)
-        while idle:
-            connection = idle.pop()
+        idle_connections = self._idle_connections.get(target)
+        while idle_connections:
+            connection = idle_connections.pop()
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection
         return None
@@ -284,10 +284,12 @@ class UpstreamPool:
         def factory() -> UpstreamConnection:
             return UpstreamConnection(self, target)
 
-        connecting = loop.create_connection(factory, target.host, target.port, ssl=self._tls if target.tls else None)
+        connecting = loop.create_connection(
+            factory, target.host, target.port, ssl=self._ssl_context if target.is_tls else None
+        )
         _, connection = await asyncio.wait_for(connecting, self._connect_s_max)
         if connection.transport is not None:  # else it was closed at once, and is forgotten already
-            self._all.add(connection)
+            self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
         self.connections_opened += 1
         return connection
@@ -301,50 +303,52 @@ class UpstreamPool:
         if connection.has_unread:
             connection.close()
             return
-        idle = self._idle.setdefault(connection.target, [])
-        if len(idle) >= self._idle_max:
+        idle_connections = self._idle_connections.setdefault(connection.target, [])
+        if len(idle_connections) >= self._idle_max:
             connection.close()
             return
         connection.idle_since_s = now
-        idle.append(connection)
+        idle_connections.append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:
-        self._all.discard(connection)
-        idle = self._idle.get(connection.target)
-        if idle and connection in idle:
-            idle.remove(connection)
-            if not idle:
-                del self._idle[connection.target]
+        self._connections.discard(connection)
+        idle_connections = self._idle_connections.get(connection.target)
+        if idle_connections and connection in idle_connections:
+            idle_connections.remove(connection)
+            if not idle_connections:
+                del self._idle_connections[connection.target]
 
     def close_idle(self, now: float) -> None:
         """Close what was idle for too long; call every second or so."""
-        for target in list(self._idle):
-            idle = self._idle[target]
-            expired = [connection for connection in idle if now - connection.idle_since_s > self._idle_s_max]
-            for connection in expired:
-                idle.remove(connection)
+        for target in list(self._idle_connections):
+            idle_connections = self._idle_connections[target]
+            expired_connections = [
+                connection for connection in idle_connections if now - connection.idle_since_s > self._idle_s_max
+            ]
+            for connection in expired_connections:
+                idle_connections.remove(connection)
                 connection.close()
-            if not idle:
-                self._idle.pop(target, None)
+            if not idle_connections:
+                self._idle_connections.pop(target, None)
 
     def close(self) -> None:
-        for connection in list(self._all):
+        for connection in list(self._connections):
             connection.close()
-        self._idle.clear()
+        self._idle_connections.clear()
 
-    def counts(self) -> tuple[int, int]:
+    def count_connections(self) -> tuple[int, int]:
         """(open connections, idle ones)."""
-        return len(self._all), sum(map(len, self._idle.values()))
+        return len(self._connections), sum(map(len, self._idle_connections.values()))
 
 
 def _enable_keepalive(sock: Any) -> None:
     """Have the kernel ask the other side of a silent connection whether it is there: a machine that lost its power or
     its network sends nothing, an end of the connection least of all."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
+    for option_name, option_value in (
         ("TCP_KEEPIDLE", SILENT_S_MAX // 2),
         ("TCP_KEEPINTVL", SILENT_S_MAX // 6),
         ("TCP_KEEPCNT", 3),
     ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, option_name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option_name), option_value)

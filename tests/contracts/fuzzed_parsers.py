@@ -176,7 +176,7 @@ def _stream(data: bytes) -> None:
         answer._event_template = shape  # as where another worker goes on
         for piece in _pieces(data):
             if answer.recorder is not None:
-                answer.convert_content(piece, ends=False)
+                answer.convert_content(piece, is_last=False)
         if answer.recorder is not None:
             answer.convert_content(b"", ends=True)
         answer.release_failure_event()

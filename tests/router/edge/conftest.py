@@ -375,7 +375,7 @@ class Edge:
         except asyncio.TimeoutError:
             raise AssertionError(
                 f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
-                f"(open, idle) upstream connections {self.pool.counts()}"
+                f"(open, idle) upstream connections {self.pool.count_connections()}"
             ) from None
 
     def _is_settled(self) -> bool:
@@ -385,7 +385,7 @@ class Edge:
             and not self.index.pins
             and not self.tenants.requests_in_flight
             and not self.metrics.request_buffer_bytes
-            and self.pool.counts()[0] == self.pool.counts()[1]
+            and self.pool.count_connections()[0] == self.pool.count_connections()[1]
         )
 
     async def _stop(self) -> None:
@@ -398,7 +398,7 @@ class Edge:
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()
-        ended = until(lambda: not self.listener.connections and not self.pool.counts()[0])
+        ended = until(lambda: not self.listener.connections and not self.pool.count_connections()[0])
         await asyncio.wait_for(ended, SETTLE_S_MAX)
         await let_loop_read()  # uvloop cannot be closed while transports of clients are being closed
 
