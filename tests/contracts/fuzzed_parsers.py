@@ -178,7 +178,7 @@ def _stream(data: bytes) -> None:
             if answer.recorder is not None:
                 answer.convert_content(piece, is_last=False)
         if answer.recorder is not None:
-            answer.convert_content(b"", ends=True)
+            answer.convert_content(b"", is_last=True)
         answer.release_failure_event()
 
 
