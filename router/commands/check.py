@@ -121,16 +121,16 @@ class WorkerCheck:
             subscriber = stack.enter_context(Subscriber(self._stream_sources(listening_sources, StartMode.LIVE)))
             is_bound = _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
-            first = await self._complete("request", {"prompt": ids})
-            yield first[0]
-            if first[0].is_ok is not True:
+            first_answer = await self._complete("request", {"prompt": ids})
+            yield first_answer[0]
+            if first_answer[0].is_ok is not True:
                 return
             await self._collect_events(subscriber, ids, is_bound)
             if self._facts.sources:
                 for finding in self._check_events(ids, silent_sources):
                     yield finding
-            second = await self._complete("again", {"prompt": ids})
-            yield self._check_cached(ids, second)
+            second_answer = await self._complete("again", {"prompt": ids})
+            yield self._check_cached(ids, second_answer)
             yield await self._check_salt(ids)
             async for finding in self._check_adapters(ids, subscriber, is_bound):
                 yield finding

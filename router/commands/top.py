@@ -1,7 +1,7 @@
 """`router top`: the fleet in a terminal, as `GET /workers` tells it.
 
-`rows` and `summary` are pure: two answers of the route and the seconds between them become text. The rest asks and
-draws.
+`make_table_rows` and `format_summary` are pure: two answers of the route and the seconds between them become text. The
+rest asks and draws.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from router.commands.client import AdminClient, router_options
 COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
 SORTS = ("name", "load", "requests")
 
-Page = dict[str, Any]
+WorkersPage = dict[str, Any]
 """The body of `GET /workers`."""
 
 
-def rows(now: Page, before: Page | None, seconds: float, sort: str = "name") -> list[list[str]]:
+def make_table_rows(
+    now: WorkersPage, before: WorkersPage | None, seconds: float, sort: str = "name"
+) -> list[list[str]]:
     """One a target, in the order of COLUMNS. "-" where nothing was measured."""
     earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
     scored_rows = []
@@ -45,7 +47,7 @@ def rows(now: Page, before: Page | None, seconds: float, sort: str = "name") -> 
     return [cells for cells, _, _ in sorted(scored_rows, key=keys[sort])]
 
 
-def summary(now: Page, before: Page | None, seconds: float) -> str:
+def format_summary(now: WorkersPage, before: WorkersPage | None, seconds: float) -> str:
     """One line on the whole router."""
     states = [row["state"] for row in now["workers"]]
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
@@ -65,7 +67,7 @@ def _tokens(count: int) -> str:
     return f"{count:,}" if count else "-"
 
 
-def fetch_workers(router: AdminClient) -> Page:
+def fetch_workers(router: AdminClient) -> WorkersPage:
     """Raises click.ClickException."""
     status, page = router.get("/workers", seconds=5)
     if status != 200 or not isinstance(page, dict) or "workers" not in page:
@@ -91,9 +93,9 @@ def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
     except ImportError:
         raise click.ClickException("the package `rich` is missing: install blockcast[top]") from None
 
-    def make_table(now: Page, before: Page | None, seconds: float) -> Table:
-        table = Table(*COLUMNS, title=summary(now, before, seconds), title_justify="left", expand=False)
-        for cells in rows(now, before, seconds, sort):
+    def make_table(now: WorkersPage, before: WorkersPage | None, seconds: float) -> Table:
+        table = Table(*COLUMNS, title=format_summary(now, before, seconds), title_justify="left", expand=False)
+        for cells in make_table_rows(now, before, seconds, sort):
             up = cells[1] in ("up", "draining")
             table.add_row(*cells, style=None if up and not cells[-1] else "yellow" if up else "red")
         return table

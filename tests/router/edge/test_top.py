@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from router.app.cli import cli
-from router.commands.top import COLUMNS, rows, summary
+from router.commands.top import COLUMNS, format_summary, make_table_rows
 
 GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 
@@ -28,12 +28,12 @@ def worker(name: str, **values: Any) -> dict[str, Any]:
 def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
     before = told(worker("a", routed_requests=10), routed=10)
     now = told(worker("a", routed_requests=30, predicted_cached_tokens=4096), worker("b", routed_requests=7), routed=37)
-    first, second = rows(now, before, 2.0)
+    first, second = make_table_rows(now, before, 2.0)
     assert dict(zip(COLUMNS, first))["requests/s"] == "10.0"
     assert dict(zip(COLUMNS, first))["predicted"] == "4,096"
     assert dict(zip(COLUMNS, first))["reported"] == "-"
     assert dict(zip(COLUMNS, second))["requests/s"] == "-", "it was not there before"
-    assert summary(now, before, 2.0).startswith(
+    assert format_summary(now, before, 2.0).startswith(
         "2 up; 13.5 requests/s, 3 in flight, 1 queued, index 12,345 blocks in 3 MiB"
     )
 
@@ -42,8 +42,8 @@ def test_the_busiest_come_first_where_that_is_asked_for() -> None:
     now = told(
         worker("a", queue_s=0.1, routed_requests=9), worker("b", queue_s=2.0), {"worker_id": "c", "state": "starting"}
     )
-    assert [row[0] for row in rows(now, None, 0.0, "load")] == ["b", "a", "c"]
-    assert rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
+    assert [row[0] for row in make_table_rows(now, None, 0.0, "load")] == ["b", "a", "c"]
+    assert make_table_rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
 
 
 def test_it_reads_what_the_route_says(edge: Any) -> None:
@@ -56,10 +56,10 @@ def test_it_reads_what_the_route_says(edge: Any) -> None:
         answers.append(json.loads((await edge.exchange(GET)).partition(b"\r\n\r\n")[2]))
 
     edge.run(scenario())
-    up, never = sorted(rows(answers[0], None, 0.0), key=lambda row: row[1], reverse=True)
+    up, never = sorted(make_table_rows(answers[0], None, 0.0), key=lambda row: row[1], reverse=True)
     assert up[:2] == ["w0", "up"]
     assert never == ["never", "starting", *["-"] * 6, "refused"]
-    assert summary(answers[0], None, 0.0).startswith("1 up, 1 starting; - requests/s")
+    assert format_summary(answers[0], None, 0.0).startswith("1 up, 1 starting; - requests/s")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-url"])
