@@ -26,7 +26,7 @@ class Copies:
         decision = self.core.explain(route, self.at)
         assert isinstance(decision, Decision)
         exchange: Any = SimpleNamespace(
-            route=route, decision=decision, outcome=MIRRORED, asked=None, started_s=self.at, trace_id=name.encode(),
+            route=route, decision=decision, outcome=MIRRORED, asked=None, started_at_s=self.at, trace_id=name.encode(),
         )  # fmt: skip
         self.recorder.record_copy(exchange)
 
