@@ -259,7 +259,7 @@ class _WorkerHttpServer(Upstream):
         super().__init__({}, port=owner.port)
         self._worker = owner
 
-    def respond(self, method: str, path: str, body: bytes) -> Steps:
+    def response_steps(self, method: str, path: str, body: bytes) -> Steps:
         self._worker.request_lines.append(f"{method} {path}")
         response = (
             self._worker.get_response(path)
