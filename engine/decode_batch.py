@@ -83,7 +83,7 @@ class DecodeBatch:
         return self._entries_to_check.get(self._steps_made, [])
 
     def make_chunks(self, *, token_on_device: bool) -> Items[Chunk]:
-        """Of the next step. `fed`: as Chunk has it."""
+        """Chunks of the next step. `token_on_device`: as in Chunk."""
         self.entries_to_grow = self._entries_to_check.pop(self._steps_made, [])
         step_index, self._steps_made = self._steps_made, self._steps_made + 1
         if token_on_device:

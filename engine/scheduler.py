@@ -517,8 +517,8 @@ class Scheduler:
         self.totals.prompt_tokens += sign * seq.prompt_len
 
     def _admit_waiting(self, draft: _PlanDraft, started_entry: RequestEntry | None = None) -> None:
-        """Start waiting requests, in order, while budget, seats and memory last; only those whose turn is `before`
-        this one's.
+        """Start waiting requests, in order, while budget, seats and memory last; only those
+        whose turn is before that of `started_entry`.
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
         """

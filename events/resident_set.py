@@ -146,7 +146,7 @@ def _is_partial_attention(block: ResidentBlock) -> bool:
 
 
 def _replace_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
-    """`run` with these blocks instead of its own."""
+    """The event with these `blocks` instead of its own."""
     return msgspec.structs.replace(
         event,
         block_hashes=[block.name for block in blocks],

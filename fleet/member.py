@@ -97,7 +97,7 @@ class MemberActor:
             threading.Thread(target=target, daemon=True).start()
 
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
-        """Where it is, at once where that is not what is `known`, else after a while."""
+        """Return the status of the program: at once if it differs from `last_status`, else after a while."""
         with self._status_changed:
             self._status_changed.wait_for(lambda: self._status != last_status, STATUS_WAIT_S_MAX)
             return self._status

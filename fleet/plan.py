@@ -199,8 +199,8 @@ def _plan_starts(
 
 
 def least_occupied_node(capacities: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
-    """The node for the next member of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
-    where nobody is; `placed`: where its kind sits. None where none is known to have room for one."""
+    """The node for the next member of a kind: that with the fewest of them a unit of room. `capacities`: how many
+    would fit where nobody is; `occupied_nodes`: where its kind sits. None where none is known to have room for one."""
     room_by_node = {node: room for node, room in capacities.items() if room >= 1}
     return (
         min(room_by_node, key=lambda node: (occupied_nodes.count(node), -room_by_node[node], node))

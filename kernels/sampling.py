@@ -135,7 +135,7 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[rows]: where the running sum of the weights [rows, n] passes `at` of it all; one that weighs something.
+    """Index [rows] where the running sum of the weights [rows, n] passes the share `uniforms` of the whole sum.
 
     Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
     """

@@ -36,7 +36,7 @@ def split_annotated(kind: Any) -> tuple[Any, list[Any]]:
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
-    """How many times `base` bytes, rounded up; None for what is no size.
+    """How many times `unit_bytes` bytes, rounded up; None for what is no size.
 
     GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
     """

@@ -62,7 +62,7 @@ def describe_context_overflow(
     path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
 ) -> str:
     """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
-    `answer_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
+    `output_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
     number; else the prompt has more."""
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):

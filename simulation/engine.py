@@ -68,7 +68,7 @@ class SimCache:
         return block in self.reference_counts or block in self.idle_blocks or block in self.host_blocks
 
     def match(self, block_ids: list[int], blocks_max: int) -> int:
-        """Blocks of the longest resident prefix, at most `limit`."""
+        """Blocks of the longest resident prefix, at most `blocks_max`."""
         reference_counts, idle_blocks, host_blocks = self.reference_counts, self.idle_blocks, self.host_blocks
         matching_blocks = 0
         for block in block_ids:
@@ -84,7 +84,8 @@ class SimCache:
         return 0.0 if self.capacity is None else (len(self.reference_counts) + self.unnamed_pages) / self.capacity
 
     def reserve(self, block_ids: list[int], hit_blocks: int, pages: int, *, force: bool = False) -> bool:
-        """Take references on the first `hits` blocks and `pages - hits` private pages; False where there is no room.
+        """Take references on the first `hit_blocks` blocks and `pages - hits` private pages; False where there is no
+        room.
 
         `force`: go over the capacity rather than leave a worker idle, where others hold all pages of a shared cache.
         """

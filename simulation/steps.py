@@ -32,7 +32,7 @@ class StepTimes:
     """[m] a token that comes back from host memory."""
 
     def prefill_s(self, tokens: int, context_tokens: int) -> float:
-        """A chunk of so many tokens after `computed` ones."""
+        """A chunk of so many tokens after `context_tokens` ones."""
         return self.prefill_s_per_token * tokens * (1.0 + (context_tokens + tokens / 2.0) / self.quadratic_tokens)
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:

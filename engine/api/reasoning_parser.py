@@ -53,7 +53,8 @@ def detect_reasoning_format(template: str) -> ReasoningFormat | None:
 
 
 def initial_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
-    """Where an answer begins. `prompt`: its end, at least; `continued`: the message that the answer goes on with."""
+    """Where an answer begins. `prompt`: its end, at least; `continued_text`: the message that the answer goes on
+    with."""
     if continued_text:
         open_position = max(continued_text.rfind(marker) for marker in format.open_markers)
         close_position = max(continued_text.rfind(marker) for marker in format.close_markers)

@@ -108,6 +108,6 @@ class AdaptiveEviction(Generic[EvictableT]):
         self._host_queue.clear()
 
     def check_invariants(self, device_nodes: Iterable[EvictableT], host_leaves: Iterable[EvictableT] = ()) -> None:
-        """`below`: the ends of paths that only host memory has, and no step reads."""
+        """`host_leaves`: the ends of paths that only host memory has, and no step reads."""
         self._device_queue.check_invariants({node for node in device_nodes if not node.cached_child_count})
         self._host_queue.check_invariants(set(host_leaves))

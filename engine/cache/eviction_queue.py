@@ -132,7 +132,7 @@ class EvictionQueue(Generic[EvictableT]):
             self.requeue(parent)
 
     def requeue(self, node: EvictableT) -> None:
-        """The state at `place`, which may be the end of a path, is in use, or has come or gone."""
+        """The state at `node`, which may be the end of a path, is in use, or has come or gone."""
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)
         if path is not None and path.queue_key is not None and path.queue_key.value_log2 != self._value_log2(node):

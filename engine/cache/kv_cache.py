@@ -192,8 +192,8 @@ class KVCache:
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
         """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed_tokens`.
 
-        False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
-        Once it is admitted, its known tokens find their memory.
+        False, and nothing changed, when all its known tokens and `reserve_blocks` more would not fit beside what is
+        live. Once it is admitted, its known tokens find their memory.
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self.match_prefix(seq)
@@ -260,7 +260,7 @@ class KVCache:
         return True
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
-        """Tokens that the waiting `other` can have of the running `seq`, up to where their prompts part.
+        """Tokens that `waiting_seq` can have of the running `seq`, up to where their prompts part.
 
         If a state is needed there, a checkpoint of `seq` is planned.
         """

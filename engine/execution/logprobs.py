@@ -18,7 +18,8 @@ LOGPROB_TENSORS = 5
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
-    """Each row's token, its logprob and rank, [rows] each; logprobs and ids of the `most` likeliest, [rows, most] each.
+    """Each row's token, its logprob and rank, [rows] each; logprobs and ids of the `top_count` likeliest,
+    [rows, top_count] each.
 
     logits: [rows, vocab]; tokens: [rows].
     """

@@ -41,7 +41,7 @@ class PenaltyStep:
 def penalty_rows(
     params: Rows[SamplingParams], batch_rows: list[int], rows: list[int], device: torch.device
 ) -> PenaltyRows:
-    """Of the sequences `at` among the params, whose counts are in `rows`."""
+    """Penalties of the sequences at `batch_rows` among the params; their counts are in `rows`."""
     row_params = [params[i] for i in batch_rows]
 
     def column(values: list[float]) -> Tensor:

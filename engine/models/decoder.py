@@ -134,7 +134,7 @@ class CausalLM:
     def forward(self, token_ids: Tensor, step: Step, selected_tokens: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
-        `wanted`: the rows that are returned, and computed where tokens no longer see each other; None: all.
+        `selected_tokens`: the rows that are returned, and computed where tokens no longer see each other; None: all.
         """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:

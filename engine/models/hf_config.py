@@ -99,7 +99,7 @@ class HfConfig:
 
 
 def layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """What `known` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
+    """What `choices` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
     kinds = config.strings(key) or default
     if not kinds or (default and len(kinds) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"

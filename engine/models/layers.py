@@ -253,7 +253,7 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: Step, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`kept`: the rows that go on behind the mixer; None: all."""
+        """`selected_tokens`: the rows that go on behind the mixer; None: all."""
         if residual is None:
             residual, x = x, self.mixer_norm(x, step)
         else:

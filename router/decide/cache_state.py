@@ -172,8 +172,8 @@ class CacheState:
         similar_prompt: PromptMemory | None = None,
         common_tokens: int | None = None,
     ) -> PromptQuery:
-        """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike, `alike`:
-        with so many tokens, where that is known."""
+        """Prepare a prompt of so many tokens for the questions below. `similar_prompt`: of one that may begin alike,
+        `common_tokens`: with so many tokens, where that is known."""
         return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
 
     def make_shortlist(
@@ -326,7 +326,7 @@ class CacheState:
         return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, live_request_ids: set[str]) -> None:
-        """Releases are in order; only what is in flight (`live`) is pinned without an end."""
+        """Releases are in order; only what is in flight (`live_request_ids`) is pinned without an end."""
         release_times_s = [entry.release_s for entry in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
         assert set(self._pins) <= live_request_ids

@@ -325,8 +325,8 @@ class Target:
         self.shortest_prefill_since_s = now
 
     def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
-        """(what of Q = `wait_s` is computed before a prompt of P = `own_s`, how many it overtakes), where who has the
-        least left goes first."""
+        """(what of Q = `wait_s` is computed before a prompt of P = `prefill_s`, how many it overtakes), where who
+        has the least left goes first."""
         before_s, overtaken_count, sorted_remaining_s, peer = 0.0, 0, self.sorted_remaining_prefill_s, self.peer_load
         if sorted_remaining_s:
             first_s = sorted_remaining_s[0] - (self.total_pending_prefill_s - wait_s)  # it has made progress
@@ -347,7 +347,7 @@ class Target:
         return before_s, overtaken_count
 
     def estimate_wait_before_s(self, prefill_s: float, now: float) -> float:
-        """What is computed before a prompt of P = `own_s`."""
+        """What is computed before a prompt of P = `prefill_s`."""
         wait_s = self.estimate_queue_s(now)
         return self.estimate_shortest_first_wait(prefill_s, wait_s)[0] if wait_s and self.is_shortest_first else wait_s
 

@@ -449,8 +449,8 @@ class LoadTracker:
         )
 
     def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, is_full: bool = True) -> None:
-        """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
-        about targets that are known only: of the rest a full message will tell."""
+        """What `router` has in flight, by target name. `is_full`: nothing on others, so that {} forgets the router;
+        else about targets that are known only: of the rest a full message will tell."""
         previous_loads = self._peer_loads_by_router.pop(router, {})
         other_loads = {} if is_full else previous_loads
         new_loads = {**other_loads, **{name: load for name, load in loads.items() if is_full or name in self.targets}}

@@ -123,7 +123,7 @@ class Watchdog:
     ) -> None:
         """One answer's usage. None: not counted here, or not said by the engine.
 
-        `resident`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
+        `resident_tokens`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
         """
         window = self._windows.get(worker_id)
         if window is None:

@@ -140,7 +140,7 @@ class CircuitBreaker:
         return was_up and worker.health is WorkerState.DOWN
 
     def open(self, worker: Worker, now: float, reason: str, *, is_longer: bool = False) -> None:
-        """Open the breaker: nothing is sent until its pause is over. `longer`: a probe failed, the pause doubles."""
+        """Open the breaker: nothing is sent until its pause is over. `is_longer`: a probe failed, the pause doubles."""
         first_s = worker.open_s or self._config.open_s
         worker.open_s = min(first_s * 2, self._config.open_s_max) if is_longer else first_s
         worker.open_until_s = now + worker.open_s

@@ -555,7 +555,7 @@ class Exchange:
         return True
 
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
-        """Have another worker complete the answer; False where that cannot be. `moves`: the connection to this one is
+        """Have another worker complete the answer; False where that cannot be. `is_move`: the connection to this one is
         there, so without another worker the answer stays."""
         stream, head, route, services = self._continuation, self._response_head, self.route, self._services
         if head is None or route is None or not self.is_in_core or self.is_done:

@@ -115,7 +115,7 @@ def _end_before_key(data: bytes, start: int) -> int:
 
 
 def build_key_pattern(allowed_fields: frozenset[str]) -> re.Pattern[bytes] | None:
-    """What finds these keys with the first byte of a value behind them, but for those that are `passed`."""
+    """Build the pattern of the keys of workers, with the first byte of a value, but not of `allowed_fields`."""
     names = [name for name in REDACTED_KEYS if name not in allowed_fields]
     if not names:
         return None

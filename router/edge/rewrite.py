@@ -91,8 +91,8 @@ def build_response_head(
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
-    """The head of a worker's answer for the client. `chunks`: the client understands a chunked body. `cors_headers`:
-    lines that stand in for the worker's own of their kind."""
+    """The head of a worker's answer for the client. `allows_chunked`: the client understands a chunked body.
+    `cors_headers`: lines that stand in for the worker's own of their kind."""
     cache_lines = framing = b""
     if decision is not None:
         cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (

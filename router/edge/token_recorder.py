@@ -129,7 +129,8 @@ class TokenRecorder:
         )
 
     def rewind(self, drops_incomplete_text: bool) -> None:
-        """Another worker goes on: forget the event that never ended, and if `exact` tokens whose text is incomplete."""
+        """Another worker goes on: forget the event that never ended, and if `drops_incomplete_text` tokens whose
+        text is incomplete."""
         if drops_incomplete_text:
             del self.output_ids[self.text_token_count :]
         self._pending.clear()

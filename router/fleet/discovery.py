@@ -295,7 +295,7 @@ class Prober:
         return None if status == 200 else f"/health answers {status}"
 
     async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
-        """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
+        """Everything about a worker: models, event sources, capacity. `previous`: what an earlier probe found."""
         if not flag.url:
             roots = {flag.model: flag.root} if flag.root else {}
             sources = await self.discover_sources(flag)

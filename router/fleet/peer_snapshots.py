@@ -136,7 +136,7 @@ class PeerClient:
     ) -> dict[int, PeerSnapshot]:
         """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves.
 
-        `below`: only these ranks, and only what goes back further than the batch given for each.
+        `only_before`: only these ranks, and only what goes back further than the batch given for each.
         """
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):

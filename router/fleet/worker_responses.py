@@ -141,7 +141,7 @@ def read_server_info(body: bytes) -> int | None:
 
 def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:
     """Cache capacity in tokens from the labels of `vllm:cache_config_info` (ours has the same), summed over ranks, of
-    each of which some blocks are `unused`."""
+    each of which has `reserved_blocks` that no prompt can use."""
     total = 0
     for labels in _cache_configs(metrics):
         blocks, size = parse_number(labels.get("num_gpu_blocks", "")), parse_number(labels.get("block_size", ""))

@@ -355,7 +355,8 @@ class ClientConnection(asyncio.Protocol):
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _handle_requests(self, received_bytes: int = 0) -> None:
-        """Hand over complete requests until one is answered later. `received`: bytes of the read that this is for."""
+        """Hand over complete requests until one is answered later. `received_bytes`: bytes of the read that this is
+        for."""
         self._is_handling = True
         try:
             for _ in range(REQUESTS_PER_TURN):

@@ -54,7 +54,7 @@ def build_response_head(
 
 
 def iter_error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:
-    """What an error brings besides the headers it was `given`."""
+    """Headers of an error besides those of `present_headers`."""
     if error.status == 401:
         yield b"www-authenticate", b"Bearer"
     elif isinstance(error, MethodNotAllowed):

@@ -136,7 +136,7 @@ class PromptHistory:
         )
 
     def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
-        """It was computed; `instead` of the one it goes on from."""
+        """Record a prompt that was computed. `replaces`: the prompt that it goes on from."""
         if replaces is not None and replaces.session == prompt.session:
             self._drop(replaces)
         if prompt.size_bytes > self._bytes_max:

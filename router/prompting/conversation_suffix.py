@@ -492,7 +492,8 @@ def _make_checkpoint(
 
 
 def _locate_last_messages(body: bytes, message_count: int, messages_start: int | None = None) -> MessagesSpan | None:
-    """Locate the last `count` messages of a body. None where it has no more. `start`: of the array, if known."""
+    """Locate the last `message_count` messages of a body. None where it has no more. `start`: of the array, if
+    known."""
     try:
         raw_messages = bytes(_fields_decoder.decode(body).get("messages", b""))
         message_items = _items_decoder.decode(raw_messages)

@@ -72,8 +72,8 @@ class PrefixLinks:
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """For each of `seen`, in the order of arrival, the place of the one whose end it waited for; None: it came when it
-    came."""
+    """For each of `requests`, in the order of arrival, the place of the one whose end it waited for; None: it came
+    when it came."""
     position: Mapping[int, int] = {request.serial: i for i, request in enumerate(requests)}
     last = _sequential_predecessors(requests)
     predecessors: list[int | None] = []

@@ -35,8 +35,8 @@ class ModelNames:
         self.has_canaries = bool(self._canaries)
 
     def resolve(self, requested_model: str, conversation: Callable[[], str], is_served: Callable[[str], bool]) -> str:
-        """The model that is to answer. `serves`: whether somebody who may answer this takes requests for a model. Where
-        nobody does, the name that was asked for, an alias aside: what is said of it is what the client knows."""
+        """The model that is to answer. `is_served`: whether somebody who may answer this takes requests for a model.
+        Where nobody does, the name that was asked for, an alias aside: what is said of it is what the client knows."""
         model = self.aliases.get(requested_model) or self._match_pattern(requested_model, is_served) or requested_model
         canaries = self._canaries.get(model)
         if canaries is not None:

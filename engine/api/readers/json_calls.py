@@ -58,8 +58,8 @@ class CallReader:
         return self.has_begun
 
     def read(self, text: str, pos: int) -> int:
-        """Take text from `at`; where it stopped. What is left while MORE may be the beginning of a mark: it comes again
-        with more behind it."""
+        """Take text from `pos`; where it stopped. What is left while MORE may be the beginning of a mark: it comes
+        again with more behind it."""
         while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
             end = self._read_part(text, pos)
             if end is None:
