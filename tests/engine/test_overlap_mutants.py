@@ -180,5 +180,7 @@ def test_the_machine_catches(mutant: Callable[[Patch], None], monkeypatch: Patch
     mutant(monkeypatch)
     overlapping = Bench.__init__
     monkeypatch.setattr(Bench, "__init__", lambda self, *args, overlap: overlapping(self, *args, overlap=True))
-    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ValueError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ValueError)) as caught:
         run_state_machine_as_test(machine.CoreMachine, settings=SEARCH)
+    is_stale = isinstance(caught.value, AttributeError) and "NoneType" not in str(caught.value)
+    assert not is_stale, f"the mutant names what no longer exists: {caught.value}"
