@@ -246,7 +246,7 @@ def lose_batches(s: Play) -> list[Probe]:
 case("a gap that replay covers", rounds=1)(lose_batches)
 case("a gap that replay of an older vLLM covers (no topic in replies)", rounds=1,
      publisher={"replies_with_topic": False})(lose_batches)  # fmt: skip
-case("a gap without replay", rounds=1, publisher={"replays": False})(lose_batches)
+case("a gap without replay", rounds=1, publisher={"has_replay": False})(lose_batches)
 
 
 @case("a gap that the ring no longer covers", rounds=1)
@@ -299,7 +299,9 @@ def restart_idle(s: Play) -> list[Probe]:
 
 
 case("a restart of an idle worker", rounds=1, is_silent=True)(restart_idle)
-case("a restart of an idle worker without replay", rounds=1, is_silent=True, publisher={"replays": False})(restart_idle)
+case("a restart of an idle worker without replay", rounds=1, is_silent=True, publisher={"has_replay": False})(
+    restart_idle
+)
 
 
 @case("a worker dies and comes back empty", rounds=1)
@@ -349,4 +351,4 @@ def probe_joined(s: Play) -> list[Probe]:
 case("a late join that the ring covers", rounds=1, before=join_covered)(probe_joined)
 case("a late join with a snapshot", rounds=1, before=join_with_snapshot)(probe_joined)
 case("a late join that the ring no longer covers", rounds=1, before=join_uncovered)(probe_joined)
-case("a late join without replay", rounds=1, before=join_uncovered, publisher={"replays": False})(probe_joined)
+case("a late join without replay", rounds=1, before=join_uncovered, publisher={"has_replay": False})(probe_joined)

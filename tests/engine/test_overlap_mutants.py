@@ -180,7 +180,7 @@ def test_the_machine_catches(mutant: Callable[[Patch], None], monkeypatch: Patch
     mutant(monkeypatch)
     overlapping = Bench.__init__
     monkeypatch.setattr(Bench, "__init__", lambda self, *args, overlap: overlapping(self, *args, overlap=True))
-    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ValueError)) as caught:
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ValueError)) as failure:
         run_state_machine_as_test(machine.CoreMachine, settings=SEARCH)
-    is_stale = isinstance(caught.value, AttributeError) and "NoneType" not in str(caught.value)
-    assert not is_stale, f"the mutant names what no longer exists: {caught.value}"
+    is_stale = isinstance(failure.value, AttributeError) and "NoneType" not in str(failure.value)
+    assert not is_stale, f"the mutant names what no longer exists: {failure.value}"

@@ -71,7 +71,7 @@ def test_what_is_predicted_is_what_comes_back_from_either(fleet: tuple[str, list
         assert all(f[name] > 0 for f in engine_metrics), name
     assert all(0 < f["cpu_cache_usage_perc"] < 1 for f in engine_metrics)
     explanation = call(f"{url}/route", {"model": model, "messages": talks[0]})[2]
-    assert explanation["candidates"][0]["load_s"] > 0, "the oldest conversation lies in host memory"
+    assert explanation["candidates"][0]["tier_load_s"] > 0, "the oldest conversation lies in host memory"
 
 
 def _has_settled(url: str, engines: list[str], looked_up: int) -> bool:

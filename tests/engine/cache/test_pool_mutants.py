@@ -420,10 +420,10 @@ def test_the_lockstep_catches(mutant: Callable[[Patch], None], patch: Patch) -> 
     machine = lockstep.CrampedMachine if cramped else lockstep.PoolMachine
     if mutant is state_gone_once_it_is_read:
         machine = lockstep.RoomyMachine
-    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError)) as caught:
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError)) as failure:
         run_state_machine_as_test(machine, settings=SEARCH)
-    is_stale = isinstance(caught.value, AttributeError) and "NoneType" not in str(caught.value)
-    assert not is_stale, f"the mutant names what no longer exists: {caught.value}"
+    is_stale = isinstance(failure.value, AttributeError) and "NoneType" not in str(failure.value)
+    assert not is_stale, f"the mutant names what no longer exists: {failure.value}"
 
 
 def test_the_real_thing_survives_colliding_hashes(patch: Patch) -> None:
