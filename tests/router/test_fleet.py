@@ -310,8 +310,8 @@ async def wait_until(holds: Callable[[], object]) -> None:
 
 
 def feed_of(**methods: Any) -> Any:
-    default_methods = {"follow": lambda *_, **__: None, "incomplete_ranks": lambda _: {}, "forget": lambda _: None,
-               "clear_worker": lambda _: None, "room_for": lambda _: 100}  # fmt: skip
+    default_methods = {"follow": lambda *_, **__: None, "find_incomplete_ranks": lambda _: {}, "forget": lambda _: None,
+               "clear_worker": lambda _: None, "count_free_streams": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**default_methods, **methods})
 
 
@@ -329,7 +329,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         core = RouterCore(make_index(seed=1), CoreConfig())
         prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         feed = feed_of(
-            room_for=lambda _: 2,
+            count_free_streams=lambda _: 2,
             follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
         )
         now = asyncio.get_running_loop().time
