@@ -31,10 +31,10 @@ CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
-FINAL = """crash client_gone _release _end _notify_lost notify_end ended aborted record_crash abort_response abort close
-_drop_connection _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error finish write
-_close counts check_invariants expire sweep tick _handle_requests _start_request connection_made connection_lost
-data_received eof_received record_failed_attempt attempt_failed _execute _open"""
+FINAL = """crash client_gone _release _end _notify_lost notify_end record_crash abort_response abort close
+_drop_connection _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
+finish write _close count_connections check_invariants expire sweep tick _handle_requests _start_request
+connection_made connection_lost data_received eof_received record_failed_attempt _execute _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
 
 
