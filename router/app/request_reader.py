@@ -91,7 +91,7 @@ class RoutingHeaders:
         self.worker = _decode_header(request.header(b"x-blockcast-worker"))
         self.role = _decode_header(request.header(b"x-blockcast-role"))
         self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
-        self.session: NamesByMeaning = names.read_headers(request.headers)
+        self.session: NamesByMeaning = names.read_headers(request.headers.get)
 
 
 class ResolvedModel(NamedTuple):

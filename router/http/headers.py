@@ -1,13 +1,13 @@
-"""A header block as one piece of bytes: looked into by search, passed on by cutting out what must not be.
+"""A header block as the lines that were sent, found by name; lines that must not be forwarded are left out.
 
-A proxy reads a handful of headers and forwards the rest unchanged: only the names are taken out of the lines.
+A proxy reads a handful of headers and forwards the others unchanged, so only names are taken out of the lines.
 Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, which both parsers see to.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -49,10 +49,6 @@ class HeaderBlock:
         """From names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
-    def __iter__(self) -> Iterator[bytes]:
-        """The names, in lower case, each once."""
-        return iter(self._first_lines)
-
     def __contains__(self, name: bytes) -> bool:
         return name in self._first_lines
 
@@ -63,11 +59,6 @@ class HeaderBlock:
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
-        value = self.get(name)
-        if value is None:
-            return []
-        if len(self._first_lines) == len(self._lines):  # no name comes twice, as nearly always
-            return [value]
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def exclude(self, names: frozenset[bytes]) -> bytes:

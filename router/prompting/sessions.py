@@ -7,8 +7,8 @@ at most NAME_CHARS_MAX characters long, whatever came in.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from prompts.routing import RoutingRequest
 
@@ -52,14 +52,6 @@ NAME_SOURCES = (
 """Of several that tell the same, the first that is there counts."""
 
 
-class Headers(Protocol):
-    """Headers of a request, by names in lower case."""
-
-    def __iter__(self) -> Iterator[bytes]: ...
-
-    def get(self, name: bytes, /) -> bytes | None: ...
-
-
 class Session(NamedTuple):
     """The session of a request, as its client names it."""
 
@@ -87,15 +79,12 @@ class SessionNames:
         extra_rows = [_row(text) for text in extra_headers]
         rows = [*extra_rows, *NAME_SOURCES]
         self._headers = [(row.name.lower().encode(), row.meaning) for row in rows if row.source == "header"]
-        self._names = frozenset(name for name, _ in self._headers)
 
-    def read_headers(self, headers: Headers) -> NamesByMeaning:
-        """Read the names in headers."""
+    def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NamesByMeaning:
+        """Read the names in headers. `get_header` returns the value of a lower-case name."""
         values: NamesByMeaning = {}
-        if self._names.isdisjoint(headers):
-            return values
         for name, meaning in self._headers:
-            if meaning not in values and (value := headers.get(name)):
+            if meaning not in values and (value := get_header(name)):
                 values[meaning] = value.decode("latin-1")
         return values
 

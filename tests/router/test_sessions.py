@@ -27,7 +27,7 @@ SCOPE = Scope("m")
 def read(headers: dict[str, str], body: bytes = b"{}", extra_headers: tuple[str, ...] = ()) -> Session:
     encoded_headers = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     return SessionNames.session_of(
-        SessionNames(extra_headers).read_headers(encoded_headers), parse_routing("/v1/chat/completions", body)
+        SessionNames(extra_headers).read_headers(encoded_headers.get), parse_routing("/v1/chat/completions", body)
     )
 
 
