@@ -181,10 +181,8 @@ def measure_decision() -> Result:
 
     routed_s = []
     for i in range(200):
-        request, now = (
-            RouteRequest("r", "m", SCOPE, shared_prompt.token_ids, len(shared_prompt.token_ids)),
-            1.0 + i * 1e-3,
-        )
+        request = RouteRequest("r", "m", SCOPE, shared_prompt.token_ids, len(shared_prompt.token_ids))
+        now = 1.0 + i * 1e-3
         start_s = time.thread_time()
         decision = core.route(request, now)
         routed_s.append(time.thread_time() - start_s)

@@ -106,10 +106,8 @@ def generate_users(number: int, requests_max: int, seed: int) -> Workload:
             turns_left[user], turns[user] = rng.randint(1, 8), list(rng.choice(systems))
         turns_left[user] -= 1
         ids = turns[user] + [next(block_ids) for _ in range(rng.randint(2, 20))]
-        wait_s, output_tokens = (
-            rng.expovariate(1.0) + 5.0 * (last_requests[user] is None) * rng.random(),
-            rng.randint(20, 300),
-        )
+        wait_s = rng.expovariate(1.0) + 5.0 * (last_requests[user] is None) * rng.random()
+        output_tokens = rng.randint(20, 300)
         tokens, i = len(ids) * block, len(requests)
         requests.append(SimRequest(i, user, wait_s, tokens, output_tokens, ids, last_requests[user], block, list(ids)))
         last_requests[user], turns[user] = i, ids + [next(block_ids) for _ in range(output_tokens // block)]

@@ -230,10 +230,8 @@ class Scheduler:
         if not chunks_by_entry:
             return StepPlan(chunks=[])
         entries, chunks = list(chunks_by_entry), list(chunks_by_entry.values())
-        previous_decode_entries, self._last_decode_entries = (
-            self._last_decode_entries,
-            entries if self._is_all_decode(chunks) else [],
-        )
+        previous_decode_entries = self._last_decode_entries
+        self._last_decode_entries = entries if self._is_all_decode(chunks) else []
         plan = self._issue_plan(chunks, entries, self._find_loading_entries(chunks_by_entry))
         if previous_decode_entries and previous_decode_entries == self._last_decode_entries and not self._can_admit:
             self._decode_batch = DecodeBatch(entries)
@@ -419,10 +417,8 @@ class Scheduler:
 
     def _prefill_budget(self, decode_count: int) -> int:
         """Tokens of prompts that a step beside so many decodes is meant to compute at most."""
-        token_budget, target_tokens = (
-            self.config.max_num_batched_tokens - decode_count,
-            self.config.target_prefill_tokens,
-        )
+        token_budget = self.config.max_num_batched_tokens - decode_count
+        target_tokens = self.config.target_prefill_tokens
         return token_budget if target_tokens is None else min(token_budget, target_tokens)
 
     def _plan_decodes(self, draft: _PlanDraft) -> list[RequestEntry]:

@@ -97,10 +97,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             self._predicted_prefill_s[_request_id(pending_request)] = {
                 worker: prefill_s for worker, (_, prefill_s) in prices.items()
             }
-        unseen_prefill_s, requests_in_flight = (
-            self._unseen_prefill_s(),
-            Counter(worker for worker, _, _ in self._sent_requests.values()),
-        )
+        unseen_prefill_s = self._unseen_prefill_s()
+        requests_in_flight = Counter(worker for worker, _, _ in self._sent_requests.values())
 
         def price(replica: RunningReplica) -> tuple[bool, float, int, float]:
             name = _worker_id(replica)

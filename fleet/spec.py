@@ -90,11 +90,9 @@ def plan_launch(
     url_host = f"[{host}]" if ":" in host else host
     if kind is MemberKind.ROUTER:
         port = spec.router_port + slot if spec.router_port else allocate_ports(1)
-        admin, peer, listen = (
-            f"127.0.0.1:{allocate_ports(1)}",
-            f"tcp://{url_host}:{allocate_ports(1)}",
-            spec.router_host or host,
-        )
+        admin = f"127.0.0.1:{allocate_ports(1)}"
+        peer = f"tcp://{url_host}:{allocate_ports(1)}"
+        listen = spec.router_host or host
         addresses = ["--host", listen, "--port", str(port), "--admin", admin, "--peer-bind", peer]
         worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
         command = [sys.executable, "-m", "router", "run", *worker_texts, *addresses, *spec.router]

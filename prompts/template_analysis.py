@@ -217,10 +217,8 @@ class _AbstractInterpreter:
                 return kinds
             return kinds | (frozenset((_OTHER,)) if node.expr2 is None else self.evaluate(node.expr2, kinds_by_name))
         if isinstance(node, (nodes.And, nodes.Or)):
-            left_kinds, short_circuit = (
-                self.evaluate(node.left, kinds_by_name),
-                self._evaluate_condition(node.left, kinds_by_name),
-            )
+            left_kinds = self.evaluate(node.left, kinds_by_name)
+            short_circuit = self._evaluate_condition(node.left, kinds_by_name)
             if short_circuit is isinstance(node, nodes.Or):
                 return left_kinds
             right_kinds = self.evaluate(node.right, kinds_by_name)
@@ -272,10 +270,8 @@ class _AbstractInterpreter:
     def _evaluate_filter(self, node: nodes.Filter, kinds_by_name: KindsByName) -> KindSet:
         if node.node is None or node.name == "random":
             raise _UnsupportedTemplate
-        kinds, args = (
-            self.evaluate(node.node, kinds_by_name),
-            [*node.args, *node.kwargs, node.dyn_args, node.dyn_kwargs],
-        )
+        kinds = self.evaluate(node.node, kinds_by_name)
+        args = [*node.args, *node.kwargs, node.dyn_args, node.dyn_kwargs]
         has_no_arguments = not any(arg is not None for arg in args)
         if (
             _TEXT in kinds
@@ -416,10 +412,8 @@ class _AbstractInterpreter:
         return outcomes.pop() if len(outcomes) == 1 else None
 
     def _evaluate_compare(self, node: nodes.Compare, kinds_by_name: KindsByName) -> bool | None:
-        left_kinds, operand_kinds = (
-            self.evaluate(node.expr, kinds_by_name),
-            [self.evaluate(operand.expr, kinds_by_name) for operand in node.ops],
-        )
+        left_kinds = self.evaluate(node.expr, kinds_by_name)
+        operand_kinds = [self.evaluate(operand.expr, kinds_by_name) for operand in node.ops]
         if left_kinds <= _PLAIN_KINDS and all(right_kinds <= _PLAIN_KINDS for right_kinds in operand_kinds):
             return None
         if len(node.ops) != 1:

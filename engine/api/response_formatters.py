@@ -201,10 +201,8 @@ class ChatFormatter(_OpenAIFormatter):
         )
 
     def _make_message(self, choice: Choice) -> ChatMessage:
-        content, has_reasoning = (
-            self._echoed_text + choice.text,
-            self._generation.parser_config.reasoning_format is not None,
-        )
+        content = self._echoed_text + choice.text
+        has_reasoning = self._generation.parser_config.reasoning_format is not None
         reasoning, calls = choice.reasoning or None, choice.tool_calls
         return ChatMessage(
             role=self._role,

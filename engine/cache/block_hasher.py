@@ -43,10 +43,8 @@ class BlockHasher:
         stride = len(packed_tokens) // (count - hashed_count)
         first_extra = later_extra = _NO_EXTRA_KEYS
         if lora is not None or salt is not None:
-            first_extra, later_extra = (
-                _extra_keys(lora, salt, first=not hashed_count),
-                _extra_keys(lora, salt, first=False),
-            )
+            first_extra = _extra_keys(lora, salt, first=not hashed_count)
+            later_extra = _extra_keys(lora, salt, first=False)
         parent = keys[-1].hash if keys else None
         for index, hash_ in enumerate(chain_hashes(parent, packed_tokens, size, first_extra[0], later_extra[0])):
             announced_keys = later_extra[1] if index else first_extra[1]

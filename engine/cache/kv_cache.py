@@ -266,14 +266,10 @@ class KVCache:
         """
         if not self.enable_prefix_caching or self._blocks_by_sequence[seq].is_detached:
             return 0
-        shared_block_count, max_shared_blocks = (
-            1,
-            min(len(seq.token_ids) - 1, len(waiting_seq.token_ids) - 1) // self.block_size,
-        )
-        running_keys, waiting_keys = (
-            self._hasher.block_keys(seq, max_shared_blocks),
-            self._hasher.block_keys(waiting_seq, max_shared_blocks),
-        )
+        shared_block_count = 1
+        max_shared_blocks = min(len(seq.token_ids) - 1, len(waiting_seq.token_ids) - 1) // self.block_size
+        running_keys = self._hasher.block_keys(seq, max_shared_blocks)
+        waiting_keys = self._hasher.block_keys(waiting_seq, max_shared_blocks)
         if not max_shared_blocks or running_keys[0].hash != waiting_keys[0].hash:
             return 0
         while (

@@ -78,11 +78,9 @@ class ReuseCounts:
     def record_turn(self) -> None:
         self.turn_count += 1
         if self.turn_count > _HALVE_AT_TURNS:
-            self.turn_count, self.return_count, self.gap_log2_sum = (
-                self.turn_count / 2,
-                self.return_count / 2,
-                self.gap_log2_sum / 2,
-            )
+            self.turn_count = self.turn_count / 2
+            self.return_count = self.return_count / 2
+            self.gap_log2_sum = self.gap_log2_sum / 2
 
     def record_return(self, gap: int) -> None:
         self.return_count += 1

@@ -117,11 +117,9 @@ class Penalties:
             tokens, values, row_lengths = (
                 tensor.new_zeros(shape[: tensor.dim()]) for tensor in (counts.tokens, counts.values, counts.lengths)
             )
-            tokens[:rows, :width], values[:rows, :width], row_lengths[:rows] = (
-                counts.tokens,
-                counts.values,
-                counts.lengths,
-            )
+            tokens[:rows, :width] = counts.tokens
+            values[:rows, :width] = counts.values
+            row_lengths[:rows] = counts.lengths
             counts = self._counts = TokenCounts(tokens, values, row_lengths)
         if step.new_row_tensors:
             new_rows, new_lengths, at_row, columns, tokens, new_values = step.new_row_tensors

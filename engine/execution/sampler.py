@@ -253,10 +253,8 @@ class Sampler:
             return tokens, []
         logprob_logits, logprob_tokens = logits, tokens
         if batch.device_logprob_rows is not None:
-            logprob_logits, logprob_tokens = (
-                logits.index_select(0, batch.device_logprob_rows),
-                tokens.index_select(0, batch.device_logprob_rows),
-            )
+            logprob_logits = logits.index_select(0, batch.device_logprob_rows)
+            logprob_tokens = tokens.index_select(0, batch.device_logprob_rows)
         return tokens, token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
 
     def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, masks: CpuMasks) -> Tensor:

@@ -296,11 +296,9 @@ class EngineClient(asyncio.Protocol):
 
     def _deliver_outputs(self, report: StepOutputs) -> None:
         if report.stats is not None:
-            self.stats, self.publisher_stats, self.simulation_lag = (
-                report.stats,
-                report.publisher_stats,
-                report.simulation_lag,
-            )
+            self.stats = report.stats
+            self.publisher_stats = report.publisher_stats
+            self.simulation_lag = report.simulation_lag
         streams = self._stream_by_request_id
         for output in chain(report.outputs, report.decoded_tokens or ()):
             stream = streams.get(output.request_id)

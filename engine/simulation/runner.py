@@ -131,10 +131,8 @@ class SimulatedRunner:
             _log_lag("in all", self._total_lag)
 
     def _record_lag(self, step_s: float, lag_s: float) -> None:
-        self._total_lag, self._recent_lag = (
-            _add_step(self._total_lag, step_s, lag_s),
-            _add_step(self._recent_lag, step_s, lag_s),
-        )
+        self._total_lag = _add_step(self._total_lag, step_s, lag_s)
+        self._recent_lag = _add_step(self._recent_lag, step_s, lag_s)
         now_s = self._due_at_s + lag_s
         if lag_s > RESYNC_LAG_S:
             self._due_at_s = now_s

@@ -54,11 +54,9 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
         prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
         output_tokens = exchange.progress.read_count if route.is_streaming else 0
     else:
-        prompt_tokens, cached_tokens, output_tokens = (
-            usage.prompt_tokens,
-            usage.cached_tokens or 0,
-            usage.completion_tokens,
-        )
+        prompt_tokens = usage.prompt_tokens
+        cached_tokens = usage.cached_tokens or 0
+        output_tokens = usage.completion_tokens
     key, tokens = exchange.client.tenant, metrics.key_tokens
     metrics.key_requests[key] += 1
     tokens[key, "prompt"] += prompt_tokens

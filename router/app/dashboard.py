@@ -96,12 +96,10 @@ class _RequestSummary:
         self, exchange: Exchange, route: RouteRequest, decision: Decision, cached_tokens: int | None, ended_at: float
     ) -> None:
         first_s = exchange.first_byte_at_s
-        self._trace_id, self._outcome, self._ended_at, self._cached_tokens = (
-            exchange.trace_id,
-            exchange.outcome,
-            ended_at,
-            cached_tokens,
-        )
+        self._trace_id = exchange.trace_id
+        self._outcome = exchange.outcome
+        self._ended_at = ended_at
+        self._cached_tokens = cached_tokens
         self._ttft_s = None if first_s is None else first_s - exchange.started_at_s
         self._model, self._stream, self._is_tokenized = route.model, route.is_streaming, route.token_ids is not None
         self._decision = decision

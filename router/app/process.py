@@ -205,11 +205,9 @@ class RouterProcess:
 
     def _connections_max(self) -> int:
         """Number of connections of each address, for which file descriptors are enough."""
-        limit, workers, connections_wanted = (
-            raise_file_limit(),
-            len(self._config.workers),
-            self._config.edge.connections_max,
-        )
+        limit = raise_file_limit()
+        workers = len(self._config.workers)
+        connections_wanted = self._config.edge.connections_max
         connections_possible = connections_limit(limit, workers, connections_wanted)
         if connections_possible < (
             CONNECTIONS_EXPECTED if connections_wanted == CONNECTIONS_MAX else connections_wanted

@@ -315,10 +315,8 @@ class RequestReader:
         else:
             ids, size = result.result, result.size
         if result.conversation is not None and ids is not None:
-            result.conversation.body, result.conversation.token_ids = (
-                request.body,
-                array(ID_TYPE, ids[: result.conversation.checkpoints[-1].token_count_max]),
-            )
+            result.conversation.body = request.body
+            result.conversation.token_ids = array(ID_TYPE, ids[: result.conversation.checkpoints[-1].token_count_max])
         return intent, TokenizedPrompt(ids, time.perf_counter() - started_s, result.conversation, size=size)
 
     # Conversations that return ----------------------------------------------------------------------------------------
@@ -384,10 +382,8 @@ class RequestReader:
 
     def _find_tokenizer(self, conversation: CachedConversation) -> tuple[Tokenizer, int | None] | None:
         """Return the tokenizer of its model, and the tokens that the model takes; None where no worker serves it."""
-        tokenizer, model = (
-            self._prompt_reader.tokenizer_of(conversation.model),
-            self._core.resolve_model(conversation.model),
-        )
+        tokenizer = self._prompt_reader.tokenizer_of(conversation.model)
+        model = self._core.resolve_model(conversation.model)
         if (
             tokenizer is None
             or model is None
@@ -429,11 +425,9 @@ class RequestReader:
         memory = None if prompt_query is None else self._core.index.remember(prompt_query.prepared_ids)
         if memory is not None:
             shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if shares_token_ids else 0
-            conversation.prompt_memory, conversation.prompt_memory_bytes, conversation.is_memory_exact = (
-                memory,
-                memory.nbytes - shared_bytes,
-                shares_token_ids,
-            )
+            conversation.prompt_memory = memory
+            conversation.prompt_memory_bytes = memory.nbytes - shared_bytes
+            conversation.is_memory_exact = shares_token_ids
         self.conversations.store(conversation, tokenized_prompt.predecessor)
 
     def build_route_request(

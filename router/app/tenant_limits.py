@@ -83,10 +83,8 @@ class TenantLimits:
         Return the fields of its body that say so to the worker."""
         if self._has_keys:
             intent.session = intent.session.of_tenant(tenant)
-        priority_min, salt = (
-            self._priority_min_by_tenant.get(tenant, self._priority_min),
-            self._salt_by_tenant.get(tenant),
-        )
+        priority_min = self._priority_min_by_tenant.get(tenant, self._priority_min)
+        salt = self._salt_by_tenant.get(tenant)
         if salt is None and intent.priority >= priority_min and intent.body_request.priority >= priority_min:
             return {}
         body_fields: dict[str, object] = {}

@@ -156,10 +156,8 @@ class Chooser:
             full_choice = self._price_candidates(
                 request, prompt_query, candidates, None, now, utilisation_decay, queued_s=queued_s, pool=pool
             )
-            full_choice.cost.congestion, full_choice.cost.shared_discount = (
-                choice.cost.congestion,
-                choice.cost.shared_discount,
-            )
+            full_choice.cost.congestion = choice.cost.congestion
+            full_choice.cost.shared_discount = choice.cost.shared_discount
             full_choice.winner_index = candidates.index(choice.target)
             return full_choice
         return choice
@@ -200,12 +198,10 @@ class Chooser:
             pool=pool,
         )
         if prompt_query is not None:
-            needed_tokens, total_step_s, total_single_step_s, total_running_count = (
-                prompt_query.prompt_tokens + 0.5 * expected_tokens,
-                0.0,
-                0.0,
-                0.0,
-            )
+            needed_tokens = prompt_query.prompt_tokens + 0.5 * expected_tokens
+            total_step_s = 0.0
+            total_single_step_s = 0.0
+            total_running_count = 0.0
             for i, target in enumerate(targets):
                 total_step_s += target.step_s
                 total_single_step_s += target.single_step_s

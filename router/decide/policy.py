@@ -113,12 +113,10 @@ class KvCost:
                 utilisation += target.peer_load.utilisation
         target_count = len(targets)
         if pool is not None:
-            utilisation, work_rate, arrival_rate, target_count = (
-                pool.peer_utilisation,
-                pool.work_rate,
-                pool.arrival_rate,
-                len(pool.targets),
-            )
+            utilisation = pool.peer_utilisation
+            work_rate = pool.work_rate
+            arrival_rate = pool.arrival_rate
+            target_count = len(pool.targets)
         mean_prefill_s = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
         backlogs = (shortest_wait_s + queued_s / target_count) / mean_prefill_s if mean_prefill_s > 0.0 else 0.0
         self.congestion = compute_congestion(
@@ -130,17 +128,13 @@ class KvCost:
         config, prompt_tokens = self.config, self.prompt_tokens
         prefill_weight, decode_weight = 1.0 + self.congestion, config.decode_weight
         utilisation_weight = config.utilisation_weight * self.utilisation_decay
-        tier_loads_s, queued_ahead_s, pressures_s, step_waits_s = (
-            self.tier_loads_s,
-            self.queued_ahead_s,
-            self.pressures_s,
-            self.step_waits_s,
-        )
-        prompt_tokens_squared, expected_tokens, memory_wait_s = (
-            prompt_tokens * prompt_tokens,
-            self.expected_tokens,
-            self.memory_wait_s,
-        )
+        tier_loads_s = self.tier_loads_s
+        queued_ahead_s = self.queued_ahead_s
+        pressures_s = self.pressures_s
+        step_waits_s = self.step_waits_s
+        prompt_tokens_squared = prompt_tokens * prompt_tokens
+        expected_tokens = self.expected_tokens
+        memory_wait_s = self.memory_wait_s
         lowest_cost, tied_candidates = float("inf"), []
         shared_prefix_tokens, shared_discount = self.shared_prefix_tokens, self.shared_discount
         mean_context_tokens = prompt_tokens + 0.5 * expected_tokens
@@ -232,10 +226,8 @@ class KvCost:
             if hit_tokens < self.shared_prefix_tokens
             else 0.0
         )
-        shared_s, stall_s = (
-            self.shared_discount * shared_prefill_s,
-            self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count,
-        )
+        shared_s = self.shared_discount * shared_prefill_s
+        stall_s = self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count
         overtaking_s = overtaken_count * prefill_s
         cost = target.slowdown * (
             queue_s + overtaking_s + queued_ahead_s + (1.0 + self.congestion) * (prefill_s - shared_s)

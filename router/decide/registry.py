@@ -351,12 +351,10 @@ def make_worker_snapshot(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
 ) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service, peer, reported_load, external = (
-        target.service,
-        target.peer_load,
-        target.reported_load,
-        target.make_external_peer_load(),
-    )
+    service = target.service
+    peer = target.peer_load
+    reported_load = target.reported_load
+    external = target.make_external_peer_load()
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,

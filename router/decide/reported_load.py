@@ -105,12 +105,10 @@ class ReportedLoad:
         meanwhile; `kv_tokens`: what those hold."""
         if load is None:
             if now - self.reported_s > VALID_S:
-                self.latest, self.external, self._latest_external, self.is_testing = (
-                    None,
-                    ExternalLoad(),
-                    ExternalLoad(),
-                    False,
-                )
+                self.latest = None
+                self.external = ExternalLoad()
+                self._latest_external = ExternalLoad()
+                self.is_testing = False
             return
         external_requests = max(load.running + load.waiting - in_flight, 0)
         waiting = min(load.waiting, external_requests)

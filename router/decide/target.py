@@ -476,11 +476,9 @@ class Target:
         if self.is_shortest_first:
             oldest_prefill_s, oldest_routed_s = self._sort_by_remaining_prefill()
         elif self.shortest_prefill is not None:
-            self.shortest_prefill, self.sorted_remaining_prefill_s, self.cumulative_remaining_prefill_s = (
-                None,
-                [],
-                [0.0],
-            )
+            self.shortest_prefill = None
+            self.sorted_remaining_prefill_s = []
+            self.cumulative_remaining_prefill_s = [0.0]
         if peer_load is not None:
             oldest_since_s = max(oldest_since_s, peer_load.oldest_prefill_since_s)
         if peer_load is not None and peer_load.prefill_s > 0.0:

@@ -162,10 +162,8 @@ class Watchdog:
         alarms = []
         for name, share, text in _DEVIATION_ALARMS:
             deviations = window.deviations[name]
-            wrong_total, compared_total = (
-                sum(wrong for wrong, _ in deviations),
-                sum(compared_tokens for _, compared_tokens in deviations),
-            )
+            wrong_total = sum(wrong for wrong, _ in deviations)
+            compared_total = sum(compared_tokens for _, compared_tokens in deviations)
             if len(deviations) >= REQUESTS_MIN and wrong_total > share * compared_total:
                 alarms.append(
                     f"{name}: "

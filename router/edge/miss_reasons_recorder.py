@@ -64,10 +64,8 @@ class MissReasonsRecorder:
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = FactsAdapter(core, emptied_s, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._header_watches, self._operator_watches = (
-            WatchedConversations(config.ttl_s),
-            WatchedConversations(config.ttl_s),
-        )
+        self._header_watches = WatchedConversations(config.ttl_s)
+        self._operator_watches = WatchedConversations(config.ttl_s)
         self._outline_tasks: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._on_first_byte)
@@ -113,10 +111,8 @@ class MissReasonsRecorder:
             return None
         comparison = PromptComparison(turn, self._choose_sampling(turn))
         await self._outline(comparison)
-        prompt, removed_prefix = (
-            self._build_prompt("", comparison, route),
-            self._find_removed_prefix(route.token_ids, route, decision),
-        )
+        prompt = self._build_prompt("", comparison, route)
+        removed_prefix = self._find_removed_prefix(route.token_ids, route, decision)
         block_size = self._block_size(decision)
         return render_explanation(
             self.analyzer.explain(prompt, decision, block_size, removed_prefix, self._facts, now, time.time())

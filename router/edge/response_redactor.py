@@ -70,11 +70,9 @@ class ResponseRedactor:
     def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
         """Begin with the first byte of a value, which stays: an empty object, array or text, or 0, is left of it."""
         first_byte = data[position]
-        self._depth, self._is_in_string, self._is_in_number = (
-            int(first_byte in _OPENING),
-            first_byte == _QUOTE,
-            first_byte in _NUMBER,
-        )
+        self._depth = int(first_byte in _OPENING)
+        self._is_in_string = first_byte == _QUOTE
+        self._is_in_number = first_byte in _NUMBER
         self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
         if not self._is_blanking:
             return position  # true, false, null

@@ -95,12 +95,10 @@ class PlacedRequest:
         timestamp: float,
     ) -> None:
         self.id, self.prompt_tokens, self.decision = id, prompt_tokens, decision
-        self._session, self._removed_prefix, self._placed_at_s, self._timestamp = (
-            session,
-            removed_prefix,
-            now,
-            timestamp,
-        )
+        self._session = session
+        self._removed_prefix = removed_prefix
+        self._placed_at_s = now
+        self._timestamp = timestamp
         self._reported_tokens: int | None = None
 
     @property
@@ -135,12 +133,10 @@ class ComparedRequest:
         is_final: bool,
         is_sampled: bool,
     ) -> None:
-        self.explanation, self.stored_prompt, self.decision, self.is_final = (
-            explanation,
-            stored_prompt,
-            decision,
-            is_final,
-        )
+        self.explanation = explanation
+        self.stored_prompt = stored_prompt
+        self.decision = decision
+        self.is_final = is_final
         self.is_sampled = is_sampled
         """Counted by reason: its conversation is one of the share."""
 

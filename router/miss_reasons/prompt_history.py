@@ -41,13 +41,11 @@ class PreviousPrompt:
         keys: tuple[int, ...],
         is_short: bool = False,
     ) -> None:
-        self.scope, self.token_ids, self.outline, self.worker, self.computed_s = (
-            scope,
-            token_ids,
-            outline,
-            worker,
-            computed_s,
-        )
+        self.scope = scope
+        self.token_ids = token_ids
+        self.outline = outline
+        self.worker = worker
+        self.computed_s = computed_s
         self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
         """Generated, once that is known."""

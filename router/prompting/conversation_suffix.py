@@ -233,11 +233,9 @@ def cache_conversation(
         )
         if checkpoint is not None:
             checkpoints.append(checkpoint)
-            template_digest, system_messages, bare_request = (
-                suffix.template_digest,
-                suffix.system_messages,
-                _strip_messages(suffix),
-            )
+            template_digest = suffix.template_digest
+            system_messages = suffix.system_messages
+            bare_request = _strip_messages(suffix)
     if not checkpoints:
         return None
     message_fingerprints = chat_outline.messages[: FINGERPRINT_BYTES * checkpoints[-1].message_count]
@@ -290,10 +288,8 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
         new_message_count = len(suffix.new_messages) - len(last_suffix.new_messages)
         if new_message_count < 1 or suffix.new_messages[new_message_count:] != last_suffix.new_messages:
             return None
-    message_count, tail_messages = (
-        checkpoint.message_count + new_message_count,
-        [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages],
-    )
+    message_count = checkpoint.message_count + new_message_count
+    tail_messages = [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages]
     char_count = checkpoint.char_count + len(result.suffix_text)
     first_message = conversation.opening_messages[0]
     new_checkpoint = _make_checkpoint(
@@ -362,12 +358,10 @@ def _read_new_messages(
 ) -> SuffixBody | None:
     """Read the suffix of a chat in which only messages are new; None where more is: what stands behind the messages
     has to be what the cached body has there."""
-    cached_body, cached_end, bare_request, new_start = (
-        conversation.body,
-        conversation.messages_end,
-        conversation.bare_request,
-        checkpoint.body_end,
-    )
+    cached_body = conversation.body
+    cached_end = conversation.messages_end
+    bare_request = conversation.bare_request
+    new_start = checkpoint.body_end
     messages_end = len(body) - len(cached_body) + cached_end
     template = tokenizer.chat_template
     if bare_request is None or template is None or template.keeps_messages_as_sent != conversation.as_sent:

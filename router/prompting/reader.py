@@ -306,14 +306,10 @@ class PromptReader:
             if result is None:
                 return None
             request = result.suffix.request
-            ids, size = (
-                truncate_prompt(result.token_ids, request, tokens_max),
-                measure_prompts(result.token_ids, request, tokens_max),
-            )
-            successor, predecessor = (
-                advance_conversation(result, body, tokenizer),
-                conversation if checkpoint is conversation.checkpoints[-1] else None,
-            )
+            ids = truncate_prompt(result.token_ids, request, tokens_max)
+            size = measure_prompts(result.token_ids, request, tokens_max)
+            successor = advance_conversation(result, body, tokenizer)
+            predecessor = conversation if checkpoint is conversation.checkpoints[-1] else None
             return result, TokenizedPrompt(ids, 0.0, successor, predecessor, size)
 
         suffix, took_s = self._run_timed(work)

@@ -162,10 +162,8 @@ class Recorder:
         most."""
         candidates = []
         for target in self.core.tracker.targets.values():
-            had, has = (
-                request.held.get(target.name, 0),
-                min(cached_tokens.get(target.name, 0), request.route.prompt_tokens),
-            )
+            had = request.held.get(target.name, 0)
+            has = min(cached_tokens.get(target.name, 0), request.route.prompt_tokens)
             if request.goal and has >= request.goal > had:
                 candidates.append((has - had, target.worker_id))
         if not candidates:
@@ -187,11 +185,9 @@ class Recorder:
         if decision is None:
             self.counts["unplaced"] += 1
             return
-        request.seen.worker, request.seen.first_token_s, request.seen.cached_tokens = (
-            worker,
-            now,
-            decision.predicted_cached_tokens,
-        )
+        request.seen.worker = worker
+        request.seen.first_token_s = now
+        request.seen.cached_tokens = decision.predicted_cached_tokens
         self._store(request.seen)
         self.on_placed(request.exchange.trace_id.decode("latin-1"), request.exchange.asked, request.route, decision)
 

@@ -105,10 +105,8 @@ class RecordedPlacement(Router):
         blocks_ever_cached = best_blocks
         while blocks_ever_cached < max_cached_blocks and ids[blocks_ever_cached] in self._seen_blocks:
             blocks_ever_cached += 1
-        self.blocks_elsewhere[request.index], self.blocks_evicted[request.index] = (
-            best_blocks - own_blocks,
-            blocks_ever_cached - best_blocks,
-        )
+        self.blocks_elsewhere[request.index] = best_blocks - own_blocks
+        self.blocks_evicted[request.index] = blocks_ever_cached - best_blocks
         self.blocks_ever_cached[request.index] = blocks_ever_cached
         return [(request.index, worker_index)]
 
@@ -156,10 +154,8 @@ def compare(
             f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
         )
     steps = learn_step_times(observed_requests, engines)
-    workload, waiting_workload = (
-        make_workload(observed_requests, block, waits=False),
-        make_workload(observed_requests, block, waits=True),
-    )
+    workload = make_workload(observed_requests, block, waits=False)
+    waiting_workload = make_workload(observed_requests, block, waits=True)
     worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
     longest_request_blocks = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
     cache_blocks = [
@@ -192,10 +188,8 @@ def compare(
         today_result = Cluster(cluster, workload, [placement]).run()
     steps = {engine.name: step_times for engine, (step_times, _) in zip(engines, cluster.per_worker)}
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
-    today_totals, router_totals = (
-        _sum_simulated_totals(today_result, workload, indices),
-        _sum_simulated_totals(router_result, workload, indices),
-    )
+    today_totals = _sum_simulated_totals(today_result, workload, indices)
+    router_totals = _sum_simulated_totals(router_result, workload, indices)
     measured_totals = _sum_measured_totals([observed_requests[i] for i in indices], today_totals)
     base_totals = measured_totals or today_totals
     savings = ReplayTotals(
@@ -276,10 +270,8 @@ def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotal
     reporting_requests = [s for s in requests if s.cached_tokens is not None]
     if not ttfts:
         return None
-    reported_prompt_tokens, computed_tokens = (
-        sum(s.prompt_tokens for s in reporting_requests),
-        sum(s.prompt_tokens - (s.cached_tokens or 0) for s in reporting_requests),
-    )
+    reported_prompt_tokens = sum(s.prompt_tokens for s in reporting_requests)
+    computed_tokens = sum(s.prompt_tokens - (s.cached_tokens or 0) for s in reporting_requests)
     return ReplayTotals(
         computed_tokens * sum(s.prompt_tokens for s in requests) / reported_prompt_tokens
         if reported_prompt_tokens

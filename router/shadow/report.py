@@ -111,11 +111,9 @@ def _render_savings(report: ShadowReport) -> str:
         ("waiting for first tokens", "ttft_s", " s"),
         ("requests in flight", "seconds", " s"),
     ):
-        base_value, saved_value, simulated_value = (
-            getattr(base, name),
-            getattr(comparison.saved, name),
-            getattr(comparison.today, name),
-        )
+        base_value = getattr(base, name)
+        saved_value = getattr(comparison.saved, name)
+        simulated_value = getattr(comparison.today, name)
         if base_value is None:
             rows.append((title, *"-----"))
             continue

@@ -153,10 +153,8 @@ def copies_of_steps(bench: Bench) -> list[tuple[int, int]]:
         before = bench.core.stats()
         bench.step()
         after = bench.core.stats()
-        up, down = (
-            after.host_loaded_bytes - before.host_loaded_bytes,
-            after.host_stored_bytes - before.host_stored_bytes,
-        )
+        up = after.host_loaded_bytes - before.host_loaded_bytes
+        down = after.host_stored_bytes - before.host_stored_bytes
         copy_counts.append((up // block_bytes, down // block_bytes))
     return copy_counts
 

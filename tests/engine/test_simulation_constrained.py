@@ -109,10 +109,8 @@ def test_an_open_thought_is_ended_first(grammars: GrammarCompiler) -> None:
 def test_a_preempted_answer_goes_on_as_it_was(grammars: GrammarCompiler) -> None:
     """A matcher that was dropped meanwhile reads what was said again."""
     constraint = make_constraint(structured_outputs={"regex": "(abc ){20}d"})
-    answers, free = (
-        ConstrainedAnswers(grammars, TOKENIZER, EOS, None),
-        SimulatedAnswers(sample_words(TOKENIZER), EOS, None),
-    )
+    answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, None)
+    free = SimulatedAnswers(sample_words(TOKENIZER), EOS, None)
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
     while (token := answers.next_token(seq, free.next_token)) != EOS:
@@ -188,10 +186,8 @@ def test_a_script_says_its_turns_to_the_letter(grammars: GrammarCompiler, calls:
 def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: GrammarCompiler) -> None:
     """So that the conversation's next prompt finds them in the cache."""
     text = "The quick engine answers its requests, one token after the other. " * 40
-    constrained_answers, free_answers = (
-        ConstrainedAnswers(grammars, TOKENIZER, EOS, None),
-        SimulatedAnswers(sample_words(TOKENIZER), EOS, None),
-    )
+    constrained_answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, None)
+    free_answers = SimulatedAnswers(sample_words(TOKENIZER), EOS, None)
     request = Request(
         request_id="r", token_ids=[5], params=SamplingParams(constraint=make_constraint((ScriptTurn(text=text),)))
     )

@@ -156,11 +156,9 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     table = np.full((len(lens), max(map(len, tables))), 10**6)
     for row, i in enumerate(order):
         table[row, : len(tables[i])] = tables[i]
-    batch, exact, exact_kv = (
-        RaggedBatch.from_positions([starts[i] for i in order], [lens[i] for i in order]),
-        ReferenceKernels(CPU),
-        twin(kv),
-    )
+    batch = RaggedBatch.from_positions([starts[i] for i in order], [lens[i] for i in order])
+    exact = ReferenceKernels(CPU)
+    exact_kv = twin(kv)
     q, k, v = (torch.randn(batch.token_count, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
     for window in (None, 600):
         output = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), dim**-0.5)

@@ -83,10 +83,8 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
     for members in ([0, 1, 2], [2], [1, 0]):
         before = kv.buffer.clone()
         some = [lens[i] for i in members]
-        batch, kept = (
-            RaggedBatch.from_positions([n - 1 for n in some], some),
-            DeviceBlockTable.from_block_table(table, kv, DEVICE),
-        )
+        batch = RaggedBatch.from_positions([n - 1 for n in some], some)
+        kept = DeviceBlockTable.from_block_table(table, kv, DEVICE)
         kept = replace(kept, rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)

@@ -268,10 +268,8 @@ def test_every_block_that_could_be_reused_is(url: str, case: str, client: str) -
     session = SESSIONS[client](url, case, f"{client}, {case}: {system}")
     session.play(TURNS, results)
     turns = session.turns[1:]
-    reusable, cached_tokens = (
-        sum(turn.reusable for turn in turns),
-        sum(min(turn.cached_tokens, turn.reusable) for turn in turns),
-    )
+    reusable = sum(turn.reusable for turn in turns)
+    cached_tokens = sum(min(turn.cached_tokens, turn.reusable) for turn in turns)
     blocks = [turn.reusable // BLOCK * BLOCK for turn in turns]
     if case == "changing":
         assert cached_tokens / reusable < 0.05

@@ -283,10 +283,8 @@ def test_room_comes_when_a_request_ends_whole() -> None:
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
 def test_expected_lengths_stay_within_reason(answer_lengths: list[int]) -> None:
     lengths = OutputLengths()
-    route_request, bounded_request = (
-        make_request("r", 1, session="s"),
-        make_request("r", 1, session="s", output_tokens_max=7),
-    )
+    route_request = make_request("r", 1, session="s")
+    bounded_request = make_request("r", 1, session="s", output_tokens_max=7)
     assert lengths.expect(route_request) == TOKENS_PRIOR
     for tokens in answer_lengths:
         lengths.record(route_request, tokens)

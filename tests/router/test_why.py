@@ -102,10 +102,8 @@ class Fleet:
         placement = self.core.route(route, self.now)
         assert isinstance(placement, Forward)
         decision = placement.decision
-        prompt, facts = (
-            self.prompt(route, routing_request),
-            FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer),
-        )
+        prompt = self.prompt(route, routing_request)
+        facts = FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer)
         removal = self.core.index.gone(prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK)
         removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
         if compare:
@@ -476,10 +474,8 @@ def test_a_title_beside_the_main_turn_is_its_own_beginning(
     title_result = fleet.send(second, name, "An answer.")
     assert (title_result.reason, title_result.lost_tokens) == ("new_session", 0)
     for _ in range(2):
-        answer, user = (
-            {"role": "assistant", "content": "An answer."},
-            {"role": "user", "content": conversation.words(60)},
-        )
+        answer = {"role": "assistant", "content": "An answer."}
+        user = {"role": "user", "content": conversation.words(60)}
         main = {**main, "messages": [*main["messages"], answer, user]}
         next_turn = fleet.send(main, name, "An answer.")
         assert (next_turn.reason, next_turn.lost_tokens) == ("new_text", 0)
@@ -520,12 +516,10 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
     fleet = Fleet(tokenizer, random.Random(4))
     conversation = Conversation(fleet)
     conversation.user()
-    ids, keep, worker, tokens_by_reason = (
-        conversation.ids(),
-        4 * BLOCK,
-        conversation.opening.worker,
-        dict(fleet.analyzer.tokens),
-    )
+    ids = conversation.ids()
+    keep = 4 * BLOCK
+    worker = conversation.opening.worker
+    tokens_by_reason = dict(fleet.analyzer.tokens)
     fleet.remove(worker, ids, Scope("m"), keep)
     why = conversation.send(compare=False)
     assert [part.reason for part in why.uncached_ranges] == ["evicted", "not_compared"]

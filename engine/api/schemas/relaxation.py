@@ -48,20 +48,18 @@ def relax_schema(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> 
 def find_unsupported_keyword(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> tuple[str, str]:
     """(path of the first keyword that cannot be compiled, why) of a schema that cannot."""
     path = ""
-    current_check, check_inside = check, check_inner
+    current_check = check
     while True:
         for step, part in _inner_schemas(schema):
             part_check = (
                 _make_property_check(current_check)
-                if step.startswith(".properties.") and current_check is not check_inside
-                else check_inside
+                if step.startswith(".properties.") and current_check is not check_inner
+                else check_inner
             )
             if part_check(_without_references(part, None)) is not None:
-                path, schema, current_check = (
-                    path + step,
-                    part,
-                    part_check if part_check is not check_inside else check_inside,
-                )
+                path = path + step
+                schema = part
+                current_check = part_check
                 break
         else:
             break

@@ -54,10 +54,8 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     def make_dense_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.sub("mlp"), decoder.hidden_size, config.integer("intermediate_size"))
 
-    dense_layers, sparse_interval = (
-        set(config.values.get("mlp_only_layers") or []),
-        config.get("decoder_sparse_step", 1),
-    )
+    dense_layers = set(config.values.get("mlp_only_layers") or [])
+    sparse_interval = config.get("decoder_sparse_step", 1)
     mlps: list[MakeMixer] = [
         make_dense_mlp if i in dense_layers or (i + 1) % sparse_interval else make_routed_mlp
         for i in range(decoder.num_layers)

@@ -163,12 +163,10 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start()
         admin, now, synced = edge.admin, [0.0], set()
-        admin._now, admin._is_synced, admin._ready_s, admin._started_s = (
-            (lambda: now[0]),
-            synced.__contains__,
-            10.0,
-            0.0,
-        )
+        admin._now = lambda: now[0]
+        admin._is_synced = synced.__contains__
+        admin._ready_s = 10.0
+        admin._started_s = 0.0
 
         async def ready() -> int:
             assert status(await edge.exchange(build_request(b"GET", b"/livez"))) == 200

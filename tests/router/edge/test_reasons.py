@@ -451,10 +451,8 @@ def test_a_body_that_returns_is_explained_like_another(
     async def scenario() -> None:
         reasons, told = await router(), []
         for known in (ConversationCache(0), ConversationCache(8 << 20)):
-            edge.app._request_reader.conversations, reasons.analyzer = (
-                known,
-                MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared),
-            )
+            edge.app._request_reader.conversations = known
+            reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
                 talk.turn(f"Turn {number}. " * 30)

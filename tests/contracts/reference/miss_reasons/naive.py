@@ -229,10 +229,8 @@ class NaiveAnalyzer:
         for past in self._candidates(prompt.session_name, prompt.parent, prompt.chunk_keys):
             shared_tokens = shared(past.ids, prompt.token_ids)
             if prompt.outline is not None and past.outline is not None:
-                new_digests, old_digests = (
-                    message_digests(prompt.outline, prompt.session_name is None),
-                    message_digests(past.outline, past.session is None),
-                )
+                new_digests = message_digests(prompt.outline, prompt.session_name is None)
+                old_digests = message_digests(past.outline, past.session is None)
                 likeness = len(new_digests & old_digests)
                 if not likeness or is_other_conversation(past.outline, prompt.outline):
                     continue
