@@ -121,7 +121,7 @@ class Engine:
         return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.vocabulary.head.shape) * sampled_tokens
 
     def sequences(self, count: int, length: int, computed_tokens: int) -> list[Sequence]:
-        """Sequences of random tokens with blocks for 64 tokens more, whose first `computed` are taken as computed."""
+        """Sequences of random tokens with blocks for 64 tokens more; the first `computed_tokens` count as computed."""
         rng, next_unit, sequences = random.Random(0), 0, []
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for i in range(count):

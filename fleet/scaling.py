@@ -2,8 +2,8 @@
 
 The signal is the router's own queue: seconds of prefill that are routed to a worker and not done, with what other
 routers sent there. As many workers are wanted as bring its mean to `queue_s`, and the share of their time that is
-prefill to `busy`. More are started at once, but not while others still start; fewer only when for all of `cool_s`
-fewer were enough, and then as few as the busiest moment of that time needed.
+prefill to `prefill_share`. More are started at once, but not while others still start. Fewer are wanted only when
+fewer were enough for all of `cool_down_s`, and then as few as the busiest moment of that time needed.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def build_bpe_encoder(
     sample_texts: Sequence[str],
     cut_tokens: frozenset[str] = frozenset(),
 ) -> BpeEncoder | str:
-    """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
+    """The encoder of a tokenizer of `tokenizer_json`, or why there is none: a doubt is a no. `cut_tokens`: added
     tokens before and behind which texts are encoded for themselves."""
     if not _HAS_NATIVE:
         return "prompts._words was not compiled"

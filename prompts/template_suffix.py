@@ -108,8 +108,8 @@ class _SuffixTransformer:
         return _is_name(node.node, "messages") and from_second and list_slice.stop is None and list_slice.step is None
 
     def _check_node(self, node: nodes.Node, *, in_message_loop: bool, loops_over_all: bool = False) -> None:
-        """Raises _UnsupportedTemplate where it may look at what it must not. `of_message`: stands in the body of the
-        loop over messages, which goes over all of them (`loops_over_all`), and in no other loop there."""
+        """Raises _UnsupportedTemplate where it may look at what it must not. `in_message_loop`: stands in the body of
+        the loop over messages, which goes over all of them (`loops_over_all`), and in no other loop there."""
         node_type = type(node)
         if node_type in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block):
             raise _UnsupportedTemplate

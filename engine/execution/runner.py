@@ -292,7 +292,7 @@ class ModelRunner:
     def _build_token_ids(
         self, chunks: Items[Chunk], token_count: int, batch_state: BatchState, *, all_on_device: bool
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
-        """The tokens that are known, and `PreparedStep.fed`."""
+        """Return the tokens that are known on the host, and `PreparedStep.tokens_on_device`."""
         if all_on_device:
             return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, batch_state.device_rows)
         chunks_on_device = [

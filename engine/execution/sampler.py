@@ -87,9 +87,9 @@ class SamplingBatch:
     """Rows whose answer must match something."""
     penalised_rows: list[int]
     penalty_state_rows: IntArray
-    """Where what is kept of these lies."""
+    """Rows of the penalty state for `penalised_rows`."""
     penalties: PenaltyRows | None
-    """Of the rows `penalised`."""
+    """Penalties of `penalised_rows`."""
     logprob_rows: list[int]
     """Rows that want logprobs."""
     logprob_counts: list[int]

@@ -55,7 +55,7 @@ def pivots(low, high):
 
 @triton.jit
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
-    """(low, high, what is at or above each) after a pass: `needed` or more is at or above low, less at high."""
+    """(low, high, what is at or above each) after a pass: `target` or more is at or above low, less at high."""
     new_low = tl.where(at_third >= target, third, tl.where(at_second >= target, second,
                        tl.where(at_first >= target, first, low)))  # fmt: skip
     new_high = tl.where(at_third >= target, high, tl.where(at_second >= target, third,
@@ -80,9 +80,9 @@ def count_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(edge, quota): the `needed` first tokens are those above the edge and the first `quota` of those on it.
+    """(edge, quota): the `target_count` first tokens are those above the edge and the first `quota` of those on it.
 
-    low, high (int64): `at_low` tokens, at least `needed`, have the key low or more, and none has high or more.
+    low, high (int64): `at_low` tokens, at least `target_count`, have the key low or more, and none has high or more.
     """
     lane = tl.arange(0, BLOCK)
     at_high = tl.full((), 0, tl.int32)
@@ -106,7 +106,7 @@ def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT:
 
 @triton.jit
 def edge_of_mass(row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(edge, weights above it): the largest edge such that those on and above it weigh at least `needed`."""
+    """(edge, weights above it): the largest edge such that those on and above it weigh at least `target_mass`."""
     lane = tl.arange(0, BLOCK)
     at_low = target_mass
     at_high = target_mass * 0.0

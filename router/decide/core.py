@@ -453,7 +453,7 @@ class RouterCore:
         queued_ahead_s: Mapping[str, float] | None = None,
         waits_behind_queue: bool = True,
     ) -> RoutingChoice | Refuse:
-        """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
+        """Price the candidates. `waits_behind_queue`: the request would have to wait behind what is queued."""
         self.tracker.advance(now)
         candidates = self.registry.find_candidates(active_request.request, active_request.tried_workers)
         if isinstance(candidates, Refuse):

@@ -50,7 +50,10 @@ class _Average:
 
 
 class OutputLengths:
-    """Averages by kind of request; at most `KINDS_MAX` kinds, the longest unused forgotten."""
+    """Average output lengths by kind of request.
+
+    At most `LENGTH_KEYS_MAX` kinds are stored; the longest unused one is forgotten first.
+    """
 
     def __init__(self) -> None:
         self._averages: OrderedDict[LengthKey, _Average] = OrderedDict()

@@ -466,7 +466,7 @@ class Target:
         totals.context_token_seconds += elapsed_s * context_tokens
 
     def recompute_queue(self) -> None:
-        """Recompute what `queue_s` reads, after what is in the queue changed."""
+        """Recompute what `estimate_queue_s` reads, after the queue changed."""
         oldest_since_s, oldest_prefill_s, oldest_routed_s = self.oldest_prefill_since_s, 0.0, math.inf
         if self.prefilling_requests:
             oldest_request = next(iter(self.prefilling_requests.values()))

@@ -137,7 +137,7 @@ class Proxy(ExchangeServices):
         return entry[1]
 
     def sweep(self, now: float) -> None:
-        """Enforce the timeouts of all exchanges; call every `sweep_s`."""
+        """Enforce the timeouts of all exchanges; to be called several times a second."""
         progress_times: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:

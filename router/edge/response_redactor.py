@@ -20,7 +20,7 @@ KEY_START_BYTES_MAX: Final = 64
 """End of a read that may be the beginning of such a key."""
 _KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
 _KEY_START_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
-"""Last bytes of what `_BEGUN` finds: a whole event ends with none of them."""
+"""Last bytes of what `_KEY_START_PATTERN` finds: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 

@@ -110,7 +110,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_buffer_full = False
         """What was written waits for the worker to read it."""
         self._is_send_scheduled = False
-        """`_send_on` will be called."""
+        """`_send_next_piece` will be called."""
         self._loss_reason = ""
         """Why the connection was lost."""
         self.idle_since_s = 0.0

@@ -203,7 +203,7 @@ class PromptHistory:
 
 
 def _share_message(outline: Outline | None, previous: PreviousPrompt, session: str | None) -> bool:
-    """Whether a message, at its place, is the same in both: then `_likeness` finds one."""
+    """Return whether a message, at its place, is the same in both prompts: then `_similarity` is above 0."""
     if outline is None or previous.outline is None:
         return False
     new_words, old_words = unpack_words(outline), unpack_words(previous.outline)

@@ -158,7 +158,7 @@ class ExtProcStream:
     # Answers to the request -----------------------------------------------------------------------------------------
 
     def choose(self, choice: Choice) -> None:
-        """Send it there. Must be called once, or `refuse`, after `complete`."""
+        """Send the request to the chosen endpoint. The stream must be in `Phase.CHOOSING`."""
         request = self._request
         assert self.phase is Phase.CHOOSING, f"chosen while {self.phase.value}"
         assert request is not None

@@ -400,7 +400,7 @@ def _insert_placeholder(body: bytes, start: int, end: int) -> bytes:
 def _read_suffix(
     kind: ApiKind, messages_start: int, prefix_end: int, body: bytes, tokenizer: Tokenizer
 ) -> SuffixBody | None:
-    """Read a body with the placeholder in place of its messages before `end`."""
+    """Read a body with the placeholder in place of its messages before `prefix_end`."""
     template = tokenizer.chat_template
     if messages_start + len(body) - prefix_end > SUFFIX_BYTES_MAX or template is None:
         return None
@@ -457,8 +457,8 @@ def _make_checkpoint(
     tokenizer: Tokenizer, body: bytes, body_end: int, suffix: SuffixBody, first_message: Message, message_count: int,
     tail_messages: list[Message], prompt_text: str, prompt_ids: Sequence[int], char_count: int,
 ) -> Checkpoint | None:  # fmt: skip
-    """Make the checkpoint at `body_end`. `messages`: of the chat, from `message_count` - 2 on. `text`: the end of the
-    prompt's, which has `char_count` characters in all."""
+    """Make the checkpoint at `body_end`. `tail_messages`: of the chat, from `message_count` - 2 on.
+    `prompt_text`: end of the prompt's text, which has `char_count` characters in all."""
     try:
         suffix_text = _render_suffix(tokenizer, suffix, first_message, message_count, tail_messages)
         suffix_ids = tokenizer.encode_array(suffix_text, add_special_tokens=False)
@@ -486,8 +486,8 @@ def _make_checkpoint(
 
 
 def _locate_last_messages(body: bytes, message_count: int, messages_start: int | None = None) -> MessagesSpan | None:
-    """Locate the last `message_count` messages of a body. None where it has no more. `start`: of the array, if
-    known."""
+    """Locate the last `message_count` messages of a body. None where it has no more.
+    `messages_start`: start of the array, if known."""
     try:
         raw_messages = bytes(_fields_decoder.decode(body).get("messages", b""))
         message_items = _items_decoder.decode(raw_messages)

@@ -2,7 +2,7 @@
 
 Owns how users are recognised. A turn waits for the turn before it. Under a session's or user's name one thing comes
 after the other. Without names, a fixed number of users shows in when conversations begin: soon after others are over,
-so that what begins and what ends cancel out (`_in_turn`).
+so that what begins and what ends cancel out (`is_closed_loop`).
 """
 
 from __future__ import annotations
