@@ -8,7 +8,7 @@ the order they came, each before the next is handed over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -69,6 +69,17 @@ class Client(Protocol):
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None: ...
+
+
+def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
+    """Tell the responder of a client that the client waits no more; record at `place` what the responder raises."""
+    responder, client.responder = client.responder, None
+    if responder is None:
+        return
+    try:
+        responder.client_gone()
+    except Exception as error:  # noqa: BLE001  a boundary
+        record_crash(place, error)
 
 
 class Application(Protocol):
@@ -548,14 +559,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _cancel_responder(self) -> None:
-        """Tell whoever answers that the client does not wait for it any more."""
-        responder, self.responder = self.responder, None
-        if responder is None:
-            return
-        try:
-            responder.client_gone()
-        except Exception as error:  # noqa: BLE001  a boundary
-            self._app.record_crash("client", error)
+        cancel_responder(self, "client", self._app.record_crash)
 
     def _reject_and_close(self, error: RequestError) -> None:
         """What was sent is no request, or one that will not be read to its end: say so and close."""

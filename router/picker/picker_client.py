@@ -15,7 +15,7 @@ import msgspec
 from prompts.errors import RequestError
 from router.http.budget import UNCOUNTED_BYTES, Budget
 from router.http.config import HttpLimits
-from router.http.connection import Responder
+from router.http.connection import Responder, cancel_responder
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
@@ -232,13 +232,7 @@ class PickerClient:
             self.decision_made.set_result(None)
 
     def _cancel_responder(self) -> None:
-        responder, self.responder = self.responder, None
-        if responder is None:
-            return
-        try:
-            responder.client_gone()
-        except Exception as error:  # noqa: BLE001  a boundary
-            self._app.record_crash("picker", error)
+        cancel_responder(self, "picker", self._app.record_crash)
 
 
 def _decode_name(value: bytes | None) -> str | None:
