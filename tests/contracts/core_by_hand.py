@@ -11,6 +11,8 @@ from reference.tally import NaiveTally
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
+from router.decide.target import Target
+from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
@@ -117,6 +119,18 @@ def make_core(names: str = "ab", config: CoreConfig | None = None, **changes: ob
     for name in names:
         core.add_worker(spec(name, **changes), 0.0)
     return core, index
+
+
+def apply_operation(tracker: LoadTracker, target: Target, operation: str, name: str, tokens: int, now: float) -> None:
+    """Tell a tracker what happened to the request `name`: "route" (streams), "blind", "first", "progress" or "end"."""
+    if operation in ("route", "blind") and name not in tracker.in_flight_requests:
+        tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now)
+    elif operation == "first":
+        tracker.record_first_token(name, now)
+    elif operation == "end":
+        tracker.end_request(name, now)
+    elif operation == "progress":
+        tracker.record_progress(name, tokens)
 
 
 def chosen_worker(result: object) -> str:

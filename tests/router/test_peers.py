@@ -6,6 +6,7 @@ import time
 
 import msgspec
 import pytest
+from core_by_hand import apply_operation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,16 +56,7 @@ def test_two_routers_see_what_one_would(
         now += 0.05
         name, side = str(key), key % 2
         for books, targets, at in ((single_tracker, all_targets, now), (*pair[side], now + offset[side])):
-            if event == "route" and name not in books.in_flight_requests:
-                books.add_request(
-                    name, targets[target_index], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at
-                )
-            elif event == "first":
-                books.record_first_token(name, at)
-            elif event == "end":
-                books.end_request(name, at)
-            elif event == "progress":
-                books.record_progress(name, tokens)
+            apply_operation(books, targets[target_index], event, name, tokens, at)
         exchange(number)
     now += 6.0
     lost_messages.clear()

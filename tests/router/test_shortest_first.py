@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from core_by_hand import apply_operation
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -127,15 +128,8 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     tracker, (target,) = tracker_of(1, learn=True)
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if operation in ("route", "blind") and name not in tracker.in_flight_requests:
-            tracker.add_request(
-                name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
-            )
-        elif operation == "first":
-            tracker.record_first_token(name, now)
-        elif operation == "end":
-            tracker.end_request(name, now)
-        elif operation == "turn":  # its engine was restarted with the other order
+        apply_operation(tracker, target, operation, name, tokens, now)
+        if operation == "turn":  # its engine was restarted with the other order
             target.is_shortest_first = not target.is_shortest_first
             target.recompute_queue()
         tracker.advance(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from core_by_hand import apply_operation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,16 +81,7 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
     tracker, target = make(learn=True)
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if operation in ("route", "blind") and name not in tracker.in_flight_requests:
-            tracker.add_request(
-                name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
-            )
-        elif operation == "first":
-            tracker.record_first_token(name, now)
-        elif operation == "end":
-            tracker.end_request(name, now)
-        elif operation == "progress":
-            tracker.record_progress(name, tokens)
+        apply_operation(tracker, target, operation, name, tokens, now)
         tracker.advance(now)
         tracker.check_invariants()
         assert target.estimate_queue_s(now) >= 0.0
