@@ -1,7 +1,8 @@
 """OpenAI's Responses: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
 
-`parse_response` refuses what no worker takes; unknown fields pass. `convert_to_chat` gives the fields of the chat that
-is rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one message again.
+`parse_responses_request` refuses what no worker takes; unknown fields pass. `convert_to_chat` gives the fields of the
+chat that is rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one
+message again.
 What came before (`previous_response_id`) and what is only named (`item_reference`) is its caller's to bring.
 """
 
@@ -123,7 +124,7 @@ _CHAT_FIELDS = (
 _request_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-def parse_response(data: bytes) -> ResponsesRequest:
+def parse_responses_request(data: bytes) -> ResponsesRequest:
     """Read a body of `/v1/responses`. Raises RequestError that names field, value and expectation."""
     request = decode_json(_request_decoder, data)
     if request.prompt is not None:

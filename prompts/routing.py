@@ -15,7 +15,7 @@ import msgspec
 from prompts.anthropic import CountRequest, MessagesRequest, convert_to_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.responses import ResponsesRequest, find_item_references, get_response_id_of_item, parse_response
+from prompts.responses import ResponsesRequest, find_item_references, get_response_id_of_item, parse_responses_request
 from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
 from prompts.worker_fields import may_have_worker_fields
@@ -190,7 +190,7 @@ def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest
 def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
     """None where the worker will say what is wrong."""
     try:
-        return parse_messages(data) if kind == "messages" else parse_response(data)
+        return parse_messages(data) if kind == "messages" else parse_responses_request(data)
     except RequestError:
         return None
 

@@ -39,7 +39,7 @@ from prompts.responses import (
     find_item_references,
     find_skipped_item_types,
     make_client_tools,
-    parse_response,
+    parse_responses_request,
 )
 from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
@@ -100,7 +100,7 @@ class ResponseReferences(msgspec.Struct, frozen=True):
 
 def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
     """Raises RequestError."""
-    request = parse_response(data)
+    request = parse_responses_request(data)
     return ResponseReferences(request.previous_response_id, find_item_references(request))
 
 
@@ -113,7 +113,7 @@ def read_response(
 ) -> ParsedRequest:
     """A body of `/v1/responses`, as the chat that it stands for. `previous_messages`: the messages of the response that
     it goes on from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
-    request = parse_response(data)
+    request = parse_responses_request(data)
     if request.background:
         message = "background: not supported, expected false: a response is computed while its client waits"
         raise RequestError(message, param="background")

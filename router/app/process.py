@@ -133,7 +133,7 @@ class RouterProcess:
         session_names = SessionNames(config.edge.session_headers)
         conversations = ConversationCache(config.conversation_cache_mb << 20)
         self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
-        self._proxy.on_end.append(self._request_reader.stored_responses.record_exchange)
+        self._proxy.on_end.append(self._request_reader.stored_responses.record_ended_exchange)
         self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.tenancy)
         self._request_reader.model_names = names if names.has_renames else None

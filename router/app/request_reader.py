@@ -230,7 +230,7 @@ class RequestReader:
             request.pieces = splice(request.pieces, spans.edits(fields, removed_fields))
 
     def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
-        holding_worker = self.stored_responses.worker_for(request, body_request.stored_response_id)
+        holding_worker = self.stored_responses.find_worker(request, body_request.stored_response_id)
         headers = RoutingHeaders(request, self._session_names, self.model_header)
         name = headers.model or body_request.model
         if self.model_names is not None and name is not None:

@@ -1,6 +1,6 @@
 """Which worker holds a stored response: it alone can go on from it, show it or cancel it.
 
-Owns the names, the newest STORED_MAX of them. Refuses to know what a response says. Pure.
+Owns the ids of the newest STORED_RESPONSES_MAX responses. Refuses to know what a response says. Pure.
 """
 
 from __future__ import annotations
@@ -12,39 +12,41 @@ from typing import Final
 from router.edge.exchange import RESPONSES_PATH, Exchange
 from router.http.request import HttpRequest
 
-STORED_MAX: Final = 100_000
-NAME_CHARS_MAX: Final = 256
-_NAME = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % NAME_CHARS_MAX)
+STORED_RESPONSES_MAX: Final = 100_000
+RESPONSE_ID_CHARS_MAX: Final = 256
+_RESPONSE_ID_PATTERN = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % RESPONSE_ID_CHARS_MAX)
 
 
 class StoredResponses:
-    """Of this router."""
+    """Workers which store responses of this router, by response id."""
 
-    def __init__(self, count_max: int = STORED_MAX) -> None:
-        self._count_max = count_max
-        self._workers: OrderedDict[str, str] = OrderedDict()
+    def __init__(self, capacity: int = STORED_RESPONSES_MAX) -> None:
+        self._capacity = capacity
+        self._worker_by_response_id: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._worker_by_response_id)
 
-    def record_exchange(self, exchange: Exchange) -> None:
+    def record_ended_exchange(self, exchange: Exchange) -> None:
         """Note what an exchange that ended has stored, if it was one that stores."""
         request, decision = exchange.request, exchange.decision
         if request.path != RESPONSES_PATH or decision is None or not exchange.outcome.startswith("status_200"):
             return
-        match = _NAME.search(exchange.progress.first_bytes)
+        match = _RESPONSE_ID_PATTERN.search(exchange.progress.first_bytes)
         if match is not None:
             self.record(match[1].decode(), decision.worker)
 
-    def record(self, name: str, worker: str) -> None:
-        self._workers[name] = worker
-        self._workers.move_to_end(name)
-        if len(self._workers) > self._count_max:
-            self._workers.popitem(last=False)
+    def record(self, response_id: str, worker_id: str) -> None:
+        self._worker_by_response_id[response_id] = worker_id
+        self._worker_by_response_id.move_to_end(response_id)
+        if len(self._worker_by_response_id) > self._capacity:
+            self._worker_by_response_id.popitem(last=False)
 
-    def worker_for(self, request: HttpRequest, previous: str | None) -> str | None:
-        """The worker that this request has to go to; None where any will do, or none is known. `previous`: the response
-        that it goes on from."""
+    def find_worker(self, request: HttpRequest, previous_response_id: str | None) -> str | None:
+        """Return the worker that this request has to go to; None where any will do, or none is known.
+
+        `previous_response_id`: the response that the request continues.
+        """
         if request.path.startswith(RESPONSES_PATH + "/"):
-            previous = request.path[len(RESPONSES_PATH) + 1 :].partition("/")[0]
-        return None if previous is None else self._workers.get(previous)
+            previous_response_id = request.path[len(RESPONSES_PATH) + 1 :].partition("/")[0]
+        return None if previous_response_id is None else self._worker_by_response_id.get(previous_response_id)

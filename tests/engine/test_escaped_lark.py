@@ -16,7 +16,7 @@ from engine.api.params import ModelLimits
 from engine.api.parsed_request import read_response
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, RequestError, Tokenizer
-from prompts.responses import convert_to_chat, make_client_tools, parse_response
+from prompts.responses import convert_to_chat, make_client_tools, parse_responses_request
 
 TOKENIZER = Tokenizer.load(cached_tokenizer(), cache_bytes=0)
 WORDS = LLTokenizer(TOKENIZER.hf_tokenizer.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
@@ -109,7 +109,7 @@ CALLS = {
 
 
 def constraint(form: Any, calls: str, choice: Any) -> str:
-    request = parse_response(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
+    request = parse_responses_request(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
     built_constraint = build_constraint(
         ChatRequest(**convert_to_chat(request)), TOKENIZER, limits, grammars=make_client_tools(request.tools)

@@ -18,14 +18,14 @@ from prompts.responses import (
     get_response_id_of_item,
     make_client_tools,
     make_item_id,
-    parse_response,
+    parse_responses_request,
 )
 from prompts.routing import convert_source_to_chat, parse_routing
 from prompts.schemas import ChatRequest
 
 
 def chat(input_items: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
-    return convert_to_chat(parse_response(json.dumps({"input": input_items, **body}).encode()), before)
+    return convert_to_chat(parse_responses_request(json.dumps({"input": input_items, **body}).encode()), before)
 
 
 def message_item(text: str, **fields: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
     search = (
         '[web_search_call: {"action":{"type":"search","query":"x"}}]\n[tool_search_call: {"arguments":{"goal":"y"}}]'
     )
-    request = parse_response(json.dumps({"input": items}).encode())
+    request = parse_responses_request(json.dumps({"input": items}).encode())
     assert convert_to_chat(request)["messages"] == [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": [
@@ -116,7 +116,7 @@ def test_items_that_are_only_named_are_brought() -> None:
     assert get_response_id_of_item(name) == "resp_0af"
     items = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, message_item("a")]
     body = json.dumps({"input": items}).encode()
-    request = parse_response(body)
+    request = parse_responses_request(body)
     assert find_item_references(request) == {name: "input[1].id"}
     chat_result = convert_to_chat(request, items={name: reasoning_item("hm")})["messages"]
     assert chat_result[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}

@@ -14,11 +14,13 @@ def end_request(responses: StoredResponses, beginning: bytes, worker: str = "w",
     request = SimpleNamespace(path=changes.get("path", "/v1/responses"))
     progress = SimpleNamespace(first_bytes=beginning)
     outcome, decision = changes.get("outcome", "status_200"), SimpleNamespace(worker=worker)
-    responses.record_exchange(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
+    responses.record_ended_exchange(
+        SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision)
+    )  # type: ignore
 
 
 def holder(responses: StoredResponses, path: str, previous: str | None = None) -> str | None:
-    return responses.worker_for(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
+    return responses.find_worker(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_refused_cut_and_other_answers_are_not_noted() -> None:
 
 
 def test_the_book_is_bounded_and_keeps_the_newest() -> None:
-    responses = StoredResponses(count_max=3)
+    responses = StoredResponses(capacity=3)
     for i in (0, 1, 2, 0, 3):
         end_request(responses, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
     assert len(responses) == 3

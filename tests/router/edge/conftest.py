@@ -310,7 +310,7 @@ class Edge:
         self.proxy.sends_cache_headers = config.cache_headers
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.remove_request(exchange.request_id))
-        self.proxy.on_end.append(reading.stored_responses.record_exchange)
+        self.proxy.on_end.append(reading.stored_responses.record_ended_exchange)
         self.app = RouterApp(
             self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or allow_all
         )
