@@ -15,7 +15,7 @@ import msgspec
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from engine.model_files import check_model_exists
 from options import LoadedConfig
-from options.command import config_command, load_from_command_line, with_flags
+from options.command import SectionedCommand, config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
 
 SIMULATION_PACKAGES = ("aiohttp", "tokenizers", "jinja2")
@@ -42,7 +42,7 @@ def cli() -> None:
     """An LLM engine that publishes its KV cache events."""
 
 
-@cli.command("serve", help=HELP)
+@cli.command("serve", cls=SectionedCommand, help=HELP)
 @click.argument("model", required=False)
 @with_flags(SCHEMA)
 @click.option("--enable-prompt-tokens-details", is_flag=True,

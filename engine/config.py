@@ -26,10 +26,10 @@ ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_js
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "granite"]
 Backend = Literal["auto", "triton", "flash-attn", "torch", "cpu", "reference"]
 
-EVENTS_HELP = (
-    "JSON of vLLM's keys: enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, "
-    "max_queue_size, topic. Without any of them events are on, on ports that the system chooses, on the interface of "
-    "--host; a router finds them by GET /kv_event_sources. Events carry prompts as token ids: keep them on a private "
+EVENTS_HELP = "vLLM's JSON of event settings. [default: events on, on free ports of --host]"
+EVENTS_DETAILS = (
+    "Keys: enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic. A "
+    "router finds the ports by GET /kv_event_sources. Events carry prompts as token ids: keep them on a private "
     "network. '{\"enable_kv_cache_events\": false}' turns them off."
 )
 
@@ -43,58 +43,60 @@ class EngineConfig:
     """Everything the core process needs. Sizes are in tokens unless the name says otherwise."""
 
     model: Annotated[str | None,
-        "A local folder of an HF checkpoint, or a hub name. [default: the built-in random model]"] = None
+        "Folder of a Hugging Face checkpoint, or the name of one in the local cache. [default: a random model]"] = None
     tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
-        "Tokenizer files, where they are not MODEL's."] = None
+        "Folder with the tokenizer, where it is not MODEL's."] = None
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Flag(),
-        "Of weights and cache; auto: the checkpoint's own."] = "auto"
-    device: Annotated[Device, Flag(), "auto, cpu, cuda or cuda:N. auto takes a GPU where one works."] = "auto"
-    max_model_len: Annotated[Tokens | None, Flag(), "Longest prompt plus answer. [default: the model's own]"] = None
-    block_size: Annotated[Tokens, Flag(), "Tokens of a cache block, of its hash and of an event."] = 16
-    max_num_seqs: Annotated[Count, Flag(), "Sequences in one step."] = 256
+        "Type of weights and cache; auto takes the checkpoint's."] = "auto"
+    device: Annotated[Device, Flag(), "auto, cpu, cuda or cuda:N; auto takes a GPU where one works."] = "auto"
+    max_model_len: Annotated[Tokens | None, Flag(),
+        "Longest prompt with its answer. [default: the model's limit]"] = None
+    block_size: Annotated[Tokens, Flag(), "Tokens of a cache block, and of a block in events."] = 16
+    max_num_seqs: Annotated[Count, Flag(), "Most sequences in one step."] = 256
     max_num_batched_tokens: Annotated[Tokens | None, Flag(),
-        "Tokens in one step; longer prompts are computed in chunks. [default: 2048; of a large model on a CPU as many "
-        "as take about a second]"] = None
+        "Most tokens in one step; longer prompts are split. [default: 2048]",
+        "A large model on a CPU takes as many by default as it computes in about a second."] = None
     prefill_order: Annotated[Literal["shortest", "arrival"], Flag(),
-        "Whose prompt is computed first: shortest: who has the fewest tokens left to compute, and who has waited long; "
-        "arrival: who came first."] = "shortest"
-    num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
-    kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
+        "Compute the shortest prompt first, or in order of arrival.",
+        "With shortest, a prompt that has waited long goes first too."] = "shortest"
+    num_gpu_blocks_override: Annotated[Count | None, Flag(), "Size of the cache in blocks, on any device."] = None
+    kv_cache_memory_bytes: Annotated[Bytes | None, Flag(),
+        "Size of the cache in bytes, on any device: 4GB, 512MiB."] = None
     host_cache_memory: Annotated[Bytes | None, Flag(),
-        "Host memory under the cache: what the cache evicts goes there and comes back when a prompt has it "
-        "(docs/eviction.md). [default: none]"] = None
+        "Host memory for blocks that the cache evicts: 8GiB. [default: none]",
+        "They come back when a prompt needs them (docs/eviction.md)."] = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0), Flag(),
-        "Share of a GPU's memory for weights, steps and the cache, which gets what they leave."] = 0.9
+        "Share of a GPU's memory for weights, steps and cache."] = 0.9
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),
-        "Reuse what earlier prompts computed."] = True
+        "Reuse the cached prefixes of earlier prompts."] = True
     eviction_policy: Annotated[Literal["lru", "adaptive"], Flag(),
-        "What leaves a full cache first: the oldest, or what conversations like it are seen to need least, attention's "
-        "blocks and recurrent states alike (docs/eviction.md; models with sliding windows take lru)."] = "lru"
-    kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
-        default_factory=KVEventsConfig
-    )
+        "Evict the least recently used blocks, or learn which are reused.",
+        "docs/eviction.md; models with sliding windows take lru."] = "lru"
+    kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"),
+        EVENTS_HELP, EVENTS_DETAILS] = field(default_factory=KVEventsConfig)
     generation_config: Annotated[Literal["auto", "vllm"], Flag(),
-        "Default sampling parameters: auto takes the model's generation_config.json, vllm none."] = "auto"
-    attention_backend: Annotated[Backend | None, Flag(), "Kernels. [default: auto]"] = None
-    num_threads: Annotated[Count, Flag(), "CPU threads of the step loop."] = 1
+        "Default sampling: auto reads generation_config.json."] = "auto"
+    attention_backend: Annotated[Backend | None, Flag(), "Kernels to use. [default: auto]"] = None
+    num_threads: Annotated[Count, Flag(), "CPU threads that compute a step."] = 1
     """One a worker keeps workers on one machine out of each other's way."""
-    seed: Annotated[int, Meta(ge=-(10**18), le=10**18), Flag(), "Of sampling without a seed of its own."] = 0
+    seed: Annotated[int, Meta(ge=-(10**18), le=10**18), Flag(), "Seed of sampling for requests without one."] = 0
     tensor_parallel_size: Annotated[Count, Flag("--tensor-parallel-size", "-tp"),
-        "Processes that compute the model together, one a GPU, each a part of every layer."] = 1
+        "Processes that share each layer of the model, one a GPU."] = 1
     simulate: Annotated[str | None, Flag(metavar="SPEC"),
-        "Compute nothing: steps sleep as long as they would take. SPEC is a preset such as h100:llama-3.1-8b, a file "
-        "or a JSON object of step times (docs/simulation.md). Of MODEL only the tokenizer is needed, or none."] = None
+        "Compute nothing; sleep as long as steps take by SPEC, such as h100:llama-3.1-8b.",
+        "SPEC is a preset, a file, or a JSON object of step times (docs/simulation.md). Of MODEL only the tokenizer "
+        "is needed, or nothing."] = None
     time_scale: Annotated[float, Meta(gt=0.0, le=1000.0, title="FACTOR"), Flag(),
-        "With --simulate: multiplies all step times; 0.1 is ten times as fast."] = 1.0
+        "With --simulate: factor on all step times; 0.1 is ten times as fast."] = 1.0
     overlap: Annotated[Literal["auto", "on", "off"], Flag(),
-        "Plan and begin a step while the one before is computed. auto: on a GPU, where it has not run yet; not on a "
-        "CPU, where it gains little (docs/performance.md); never with --tensor-parallel-size."] = "auto"
-    enforce_eager: Annotated[bool, Flag(), "On a GPU: no recorded decode steps (CUDA graphs)."] = False
+        "Plan a step while the one before is computed; auto does so on a GPU.",
+        "On a CPU it gains little (docs/performance.md); never with --tensor-parallel-size."] = "auto"
+    enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
-    check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False
+    check_invariants: Annotated[bool, Flag(hidden=True), "Check scheduler and cache after every step (slow)."] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("--log-level", "--uvicorn-log-level"),
-        "How much is logged, to stderr."] = "info"
-    log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
+        "Lowest level that is logged, to stderr."] = "info"
+    log_json: Annotated[bool, Flag(), "Log one JSON object a line."] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -111,48 +113,51 @@ class EngineConfig:
 class ServerConfig:
     """Everything the HTTP process needs besides the engine's own settings."""
 
-    host: Annotated[str, Flag(metavar="HOST"), "Interface of the API and of the events."] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8000
+    host: Annotated[str, Flag(metavar="HOST"), "Address to listen on, for the API and events."] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8000
     served_model_names: Annotated[tuple[str, ...], Flag("--served-model-name", metavar="NAME..."),
-        "Names that requests may use; answers carry the one that was asked for. [default: MODEL]"] = ()
+        "Names of the model in requests and answers. [default: MODEL]"] = ()
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
-        "Require Authorization: Bearer KEY (or x-api-key). May be repeated; or set ENGINE_API_KEY."] = field(
+        "Key that clients must send; ENGINE_API_KEY sets it too.",
+        "Clients send it as Authorization: Bearer KEY, or x-api-key."] = field(
         default=(), repr=False)
     admin_api_key: Annotated[Key | None, SECRET, Flag("--admin-api-key", metavar="KEY", env="ENGINE_ADMIN_API_KEY"),
-        "Of the operator's routes: /sleep, /wake_up, /collective_rpc, /reset_prefix_cache. With --api-key and without "
-        "this they are refused."] = field(default=None, repr=False)
+        "Key of the operator's routes, such as /sleep and /reset_prefix_cache.",
+        "Also of /wake_up and /collective_rpc. With --api-key and without this they are "
+        "refused."] = field(default=None, repr=False)
     weights_folders: Annotated[tuple[str, ...], Flag("--allowed-weights-path", metavar="FOLDER"),
-        "/collective_rpc may load weights from folders below this one, besides MODEL itself. May be repeated."] = ()
+        "Folder below which /collective_rpc may load weights, besides MODEL."] = ()
     max_connections: Annotated[int | None, Meta(ge=1, le=10**6, title="N"), Flag(),
-        "Clients' connections at a time; further ones are answered 503 and closed. [default: 4096, or as many as there "
-        "are file descriptors for]"] = None
+        "Most connections at once; more are answered 503. [default: 4096]",
+        "Fewer where there are fewer file descriptors."] = None
     tls_cert: Annotated[str | None, FILE, Flag("--tls-cert", "--ssl-certfile", metavar="FILE"),
-        "PEM; with --tls-key: HTTPS."] = None
+        "Certificate (PEM) for HTTPS; with --tls-key."] = None
     tls_key: Annotated[str | None, FILE, Flag("--tls-key", "--ssl-keyfile", metavar="FILE"),
-        "PEM; of --tls-cert."] = None
+        "Private key (PEM) of --tls-cert."] = None
     tls_client_ca: Annotated[str | None, FILE, Flag("--tls-client-ca", "--ssl-ca-certs", metavar="FILE"),
-        "PEM; clients must bring a certificate that one of these has signed."] = None
+        "Require client certificates that these authorities (PEM) have signed."] = None
     sleep_mode: Annotated[bool, Flag("--enable-sleep-mode/--no-sleep-mode"),
-        "Serve /sleep, /wake_up, /is_sleeping and /collective_rpc (reload_weights), as vLLM does: for the operator "
-        "(docs/weights.md)."] = False
+        "Serve /sleep, /wake_up and /collective_rpc, as vLLM does.",
+        "Also /is_sleeping; /collective_rpc has reload_weights (docs/weights.md)."] = False
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
-        "Jinja template (or its text) instead of the model's own."] = None
+        "Chat template (a file or Jinja text) instead of the model's own."] = None
     tool_call_parser: Annotated[ToolCallParserName, Flag(),
-        "How the model writes tool calls (docs/tools.md). auto: as its chat template shows; none: calls are text."
+        "Format of tool calls; auto: by the chat template; none: not parsed."
     ] = "auto"
     reasoning_parser: Annotated[ReasoningParserName, Flag(),
-        "How the model encloses its thought. auto: as its chat template shows; none: it is told as any other text."
+        "Format of reasoning; auto: by the chat template; none: not parsed."
     ] = "auto"
     max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),
-        "Sequences inside, running and waiting, before new ones get 429. 0: no limit."] = 1024
-    max_body_bytes: Annotated[Bytes, "Of a request; longer ones are answered 413."] = 64 << 20
-    body_timeout_s: Annotated[Seconds, "For a client to send a whole request."] = 60.0
+        "Most sequences, running and waiting; more are answered 429. 0: no limit."] = 1024
+    max_body_bytes: Annotated[Bytes, "Largest body of a request; larger ones are answered 413."] = 64 << 20
+    body_timeout_s: Annotated[Seconds, "Longest that a client may take to send a request."] = 60.0
     request_timeout_s: Annotated[Seconds | None, Flag("--request-timeout"),
-        "Longest a request may take, waiting included. [default: no limit]"] = None
-    stall_timeout_s: Annotated[Seconds, "A streaming client that takes no byte for so long is dropped."] = 120.0
+        "Longest that a request may take, waiting included. [default: no limit]"] = None
+    stall_timeout_s: Annotated[Seconds, "Longest that a client may read nothing of a stream."] = 120.0
     shutdown_timeout_s: Annotated[float, Meta(ge=0, le=1e9, title="SECONDS"), Flag("--shutdown-timeout"),
-        "How long running requests may finish after SIGTERM or Ctrl-C."] = 30.0
-    log_requests: Annotated[bool, Flag("--enable-log-requests/--disable-log-requests"), "One line a request."] = False
+        "Longest that running requests may take after SIGTERM or Ctrl-C."] = 30.0
+    log_requests: Annotated[bool, Flag("--enable-log-requests/--disable-log-requests"),
+        "Log one line a request."] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -167,7 +172,20 @@ class ServeConfig:
     engine: Annotated[EngineConfig, ROOT] = field(default_factory=EngineConfig)
 
 
-SCHEMA = Schema(ServeConfig, "engine")
+HELP_SECTIONS = {
+    "Options": ("host", "port", "api_keys", "served_model_names", "max_model_len", "num_gpu_blocks_override",
+                "kv_cache_memory_bytes", "kv_events", "log_level"),
+    "Model": ("tokenizer", "dtype", "device", "tensor_parallel_size", "chat_template", "tool_call_parser",
+              "reasoning_parser", "generation_config"),
+    "Cache": ("block_size", "enable_prefix_caching", "eviction_policy", "host_cache_memory", "gpu_memory_utilization"),
+    "Scheduling": ("max_num_seqs", "max_num_batched_tokens", "prefill_order", "max_queue", "request_timeout_s",
+                   "overlap", "enforce_eager", "attention_backend", "num_threads", "seed"),
+    "Simulation": ("simulate", "time_scale"),
+    "Access": ("max_connections", "tls_cert", "tls_key", "tls_client_ca", "admin_api_key", "sleep_mode",
+               "weights_folders"),
+    "Logs and shutdown": ("log_requests", "log_json", "shutdown_timeout_s"),
+}  # fmt: skip
+SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)
 
 
 def default_kv_events(host: str) -> KVEventsConfig:

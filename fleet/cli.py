@@ -22,22 +22,24 @@ from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_en
 LOOK_S = 0.25
 ASK_S_MAX = 60.0
 ANSWERS_S_MAX = 5.0
-_name = click.option("--name", default="fleet", show_default=True, help="Of the fleet: a cluster may have several.")
-_address = click.option(
-    "--address", default="auto", show_default=True, help="Ray's: auto, or HOST:PORT; or set RAY_ADDRESS."
+_name = click.option(
+    "--name", default="fleet", show_default=True, help="Name of the fleet; a cluster may have several."
 )
-_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Until all of it is done.")
+_address = click.option(
+    "--address", default="auto", show_default=True, help="Address of Ray, auto or HOST:PORT; RAY_ADDRESS sets it too."
+)
+_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all of it is done.")
 _seconds = click.option(
-    "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Of --wait."
+    "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
 _autoscaling = (
     click.option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
-                 help="Autoscaling: predicted prefill that waits at a worker."),
+                 help="Prefill that may wait at a worker before more are started."),
     click.option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
-                 help="Autoscaling: of a worker's time that is prefill."),
+                 help="Share of its time that a worker should spend on prefill."),
     click.option("--cool-down", type=float, default=300.0, show_default=True, metavar="SECONDS",
-                 help="Autoscaling: for so long fewer workers must have been enough."),
-    click.option("--dry-run", is_flag=True, help="Autoscaling: only say what would be done (`fleet status`)."),
+                 help="How long fewer workers must have sufficed before one is stopped."),
+    click.option("--dry-run", is_flag=True, help="Only report what would be done, in `fleet status`."),
 )  # fmt: skip
 
 
@@ -179,14 +181,20 @@ def cli() -> None:
 @cli.command()
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option("--replicas", type=ReplicaCount(), default="1", show_default=True, help="Workers; MIN:MAX: autoscaling.")
-@click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True)
+@click.option(
+    "--replicas",
+    type=ReplicaCount(),
+    default="1",
+    show_default=True,
+    help="Number of workers; MIN:MAX scales it with the load.",
+)
+@click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of routers.")
 @click.option(
     "--engine",
     default="ours",
     show_default=True,
     metavar="ours|vllm|PATH",
-    help="vllm: `vllm serve` with its events on; PATH: a vllm that is not on the nodes' PATH.",
+    help="Engine of the workers; PATH is a vllm program on the nodes.",
 )
 @click.option(
     "--tensor-parallel-size",
@@ -194,32 +202,38 @@ def cli() -> None:
     type=click.IntRange(1, 64),
     default=1,
     show_default=True,
-    help="Ranks of a worker, on one node.",
+    help="Ranks of a worker, all on one node.",
 )
 @click.option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/simulation.md).")
-@click.option("--time-scale", type=float, help="With --simulate: multiplies all step times.")
-@click.option("--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Ray's count for a worker.")
-@click.option("--gpus", type=click.IntRange(0, 64), help="Of a worker. [default: one a rank where the cluster has any]")
+@click.option("--time-scale", type=float, help="With --simulate: factor on all step times.")
 @click.option(
-    "--router-cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Ray's count for a router."
+    "--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="CPUs that Ray reserves for a worker."
 )
-@click.option("--router-host", default="", help="Where routers listen. [default: the address of their node]")
+@click.option("--gpus", type=click.IntRange(0, 64), help="GPUs of a worker. [default: one a rank, where there are any]")
+@click.option(
+    "--router-cpus",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="CPUs that Ray reserves for a router.",
+)
+@click.option("--router-host", default="", help="Address that routers listen on. [default: their node's]")
 @click.option(
     "--router-port",
     type=click.IntRange(0, 65000),
     default=8080,
     show_default=True,
-    help="Of router 0; the next has the next. 0: the system chooses.",
+    help="Port of the first router; others count up.",
 )
-@click.option("--router-flags", default="", metavar="TEXT", help="More flags of `router run`, as in a shell.")
-@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="For all programs. May be repeated.")
+@click.option("--router-flags", default="", metavar="TEXT", help="Flags of `router run`, quoted as in a shell.")
+@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="Environment variable of all programs. Repeatable.")
 @click.option(
     "--start-timeout",
     type=float,
     default=1800.0,
     show_default=True,
     metavar="SECONDS",
-    help="A program that does not serve by then is started anew.",
+    help="A program that does not serve by then is restarted.",
 )
 @click.option(
     "--drain-timeout",
@@ -227,10 +241,15 @@ def cli() -> None:
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="For requests of a worker that leaves.",
+    help="Longest that requests of a stopping worker may take.",
 )
 @click.option(
-    "--stop-timeout", type=float, default=60.0, show_default=True, metavar="SECONDS", help="From SIGTERM to SIGKILL."
+    "--stop-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time from SIGTERM to SIGKILL.",
 )
 @click.option(
     "--hang-timeout",
@@ -238,8 +257,7 @@ def cli() -> None:
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="A program that serves and does not answer its health address for so long is killed and started anew; longer "
-    "than an engine's longest step. 0: never.",
+    help="A program that answers no health check for so long is restarted.",
 )
 @_with(_autoscaling)
 @_wait
@@ -304,8 +322,8 @@ def wait_and_print_routers(directory: Any, options: dict[str, Any], out: IO[str]
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
-@click.option("--events", is_flag=True, help="What happened lately, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--events", is_flag=True, help="Print recent events too.")
 @_of_fleet
 def status(as_json: bool, events: bool, name: str, address: str) -> None:
     """Who is there, where, and what is being done."""
@@ -322,7 +340,7 @@ def status(as_json: bool, events: bool, name: str, address: str) -> None:
 
 @cli.command()
 @click.argument("replicas", type=ReplicaCount(), required=False)
-@click.option("--routers", type=click.IntRange(0, 64))
+@click.option("--routers", type=click.IntRange(0, 64), help="Number of routers.")
 @_with(_autoscaling)
 @_wait
 @_seconds
@@ -344,10 +362,12 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
 @cli.command()
 @click.argument("model", required=False)
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option("--routers", is_flag=True, help="The routers instead.")
-@click.option("--engine", default="ours", show_default=True, metavar="ours|vllm|PATH", help="With MODEL.")
-@click.option("--router-flags", metavar="TEXT", help="With --routers: instead of those they have.")
-@click.option("--surge", is_flag=True, help="Start a replacement before the old one is drained: takes room for one.")
+@click.option("--routers", is_flag=True, help="Replace the routers instead of the workers.")
+@click.option(
+    "--engine", default="ours", show_default=True, metavar="ours|vllm|PATH", help="With MODEL: engine of the workers."
+)
+@click.option("--router-flags", metavar="TEXT", help="With --routers: new flags of `router run`.")
+@click.option("--surge", is_flag=True, help="Start a replacement before the old one is drained.")
 @_wait
 @_seconds
 @_of_fleet
@@ -371,7 +391,7 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
 
 
 @cli.command()
-@click.option("--now", is_flag=True, help="Kill all; requests under way are cut.")
+@click.option("--now", is_flag=True, help="Kill all programs; requests in flight are cut off.")
 @_seconds
 @_of_fleet
 def down(now: bool, timeout: float, name: str, address: str) -> None:

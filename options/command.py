@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 import msgspec
@@ -16,24 +17,59 @@ from options.fields import SECRET, Option, Schema
 from options.load import LoadedConfig, load, read_file
 from options.values import ConfigError, split_annotated
 
+MAIN_HEADING: Final = "Options"
+"""The first heading of `--help`."""
+
+
+class SectionedOption(click.Option):
+    """A flag that `--help` shows under a heading of its own."""
+
+    def __init__(self, *args: Any, heading: str = "", position: int = 0, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.heading, self.position = heading, position
+
+
+class SectionedCommand(click.Command):
+    """A command whose `--help` shows flags under headings: those of its schema, after its own options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first heading with its flags, the command's own options and `--config`, then the other headings."""
+        rows_by_heading: dict[str, list[tuple[str, str] | None]] = {MAIN_HEADING: []}
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        sectioned_options = [option for option in options if isinstance(option, SectionedOption)]
+        for option in sorted(sectioned_options, key=lambda flag: flag.position):
+            rows_by_heading.setdefault(option.heading, []).append(option.get_help_record(ctx))
+        rows_by_heading[MAIN_HEADING] += [
+            option.get_help_record(ctx) for option in options if not isinstance(option, SectionedOption)
+        ]
+        for heading, rows in rows_by_heading.items():
+            with formatter.section(heading):
+                formatter.write_dl([row for row in rows if row is not None])
+
 
 def with_flags(schema: Schema) -> Callable[[Any], Any]:
     """Decorates a command that takes all of the program's settings: `load_from_command_line` reads its parameters."""
-    flags = [_make_click_option(option) for option in schema.options.values() if option.member.flag is not None]
+    headings = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
+    positions = {path: position for position, path in enumerate(headings, start=1)}
+    flags = [
+        _make_click_option(option, headings.get(path, MAIN_HEADING), positions.get(path))
+        for path, option in schema.options.items()
+        if option.member.flag is not None
+    ]
     config = click.option(
         "--config",
         "config_file",
         type=click.Path(path_type=Path),
         metavar="FILE",
         envvar=f"{schema.prefix}CONFIG",
-        help=f"Settings in TOML. See `{schema.program} config`.",
+        help="Read settings from a TOML file (docs/configuration.md).",
     )
     setting = click.option(
         "--set",
         "settings",
         multiple=True,
         metavar="KEY=VALUE",
-        help=f"Any setting of `{schema.program} config`: port=9000. May be repeated.",
+        help=f"Any setting, as `{schema.program} config` lists them all. Repeatable.",
     )
 
     def decorate(function: Any) -> Any:
@@ -73,7 +109,9 @@ def config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> cli
     """
 
     @click.command(
-        "config", help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why."
+        "config",
+        cls=SectionedCommand,
+        help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why.",
     )
     @click.option("--check", is_flag=True, help="Print the values that a start with the same words would have.")
     @with_flags(schema)
@@ -107,7 +145,7 @@ def render_settings_list(schema: Schema) -> str:
         details = [] if isinstance(option.default, bool) else [expected]
         if option.default is not None and not option.member.is_section:
             details.append(f"`{_format_toml_value(option.default)}`")
-        help_text = option.member.help.replace(" May be repeated.", "").replace("\n\n", " ")
+        help_text = f"{option.member.help} {option.member.details}".strip()
         lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
@@ -149,22 +187,33 @@ def _make_parameter_name(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _make_click_option(option: Option) -> Any:
+def _make_click_option(option: Option, heading: str, position: int | None) -> Any:
+    """The flag of a setting; `--help` leaves out one without a position, where the program has headings."""
     flag, member = option.member.flag, option.member
     assert flag is not None
     base_type, annotations = split_annotated(member.kind)
     default = option.default
     help_text = member.help
     if default is not None and default != () and not member.is_section:
-        on_flag, _, off_flag = option.names[0].partition("/")
-        help_text += f" [default: {(on_flag if default else off_flag)[2:] if base_type is bool else default}]"
+        help_text += f" [default: {('off', 'on')[default] if base_type is bool else default}]"
+    is_repeatable = get_origin(base_type) is tuple
+    if is_repeatable:
+        help_text += " Repeatable."
     declarations = (*option.names, _make_parameter_name(option.path))
+    make = partial(
+        click.option,
+        *declarations,
+        cls=SectionedOption,
+        heading=heading,
+        position=position or 0,
+        help=help_text,
+        hidden=flag.is_hidden or position is None,
+    )
     if base_type is bool:
-        return click.option(*declarations, default=None, help=help_text, hidden=flag.is_hidden)
+        return make(default=None)
     titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
     metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(member.kind))
-    is_repeatable = get_origin(base_type) is tuple
-    return click.option(*declarations, multiple=is_repeatable, metavar=metavar, help=help_text, hidden=flag.is_hidden)
+    return make(multiple=is_repeatable, metavar=metavar)
 
 
 def _choose_metavar(kind: Any) -> str:

@@ -1,9 +1,9 @@
 """A configuration class, taken apart: one `Option` for each field that users may set.
 
 A configuration is a frozen dataclass (or msgspec struct) whose fields have defaults. A field that users may set is
-annotated with its type, its range and one line of help; what else is annotated says how it appears:
+annotated with its type, its range, one line of help, and a second text where the reference says more than `--help`:
 
-    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8080
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
     core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.congestion_weight
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -49,6 +50,9 @@ class Member:
     """Its type, without None."""
     marks: tuple[str, ...]
     help: str
+    """One sentence, for `--help` and for the reference."""
+    details: str
+    """Further sentences, for the reference alone."""
     flag: Flag | None
     is_section: bool
     """A configuration of its own."""
@@ -91,8 +95,11 @@ class Option:
 class Schema:
     """Everything a program can be told; its name begins the variables: BLOCKCAST_ROUTER_PORT."""
 
-    def __init__(self, kind: type, program: str) -> None:
+    def __init__(self, kind: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        """`help_sections`: the headings of `--help`, in order, and the settings whose flags stand under each. A flag
+        that is under none is in the reference alone."""
         self.kind, self.program = kind, program
+        self.help_sections = help_sections or {}
         self.prefix = f"BLOCKCAST_{program.upper()}_"
         self.options: dict[str, Option] = {}
         self.sections: set[str] = set()
@@ -194,6 +201,7 @@ def _make_member(name: str, hint: Any) -> Member:
         kind=field_type,
         marks=tuple(note for note in notes if isinstance(note, str) and note in _MARKS),
         help=help_texts[0] if help_texts else "",
+        details=help_texts[1] if len(help_texts) > 1 else "",
         flag=next((note for note in notes if isinstance(note, Flag)), None),
         is_section=isinstance(base_type, type) and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from options import ConfigError
-from options.command import config_command, load_from_command_line, with_flags
+from options.command import SectionedCommand, config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
 from options.tls import make_client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
@@ -51,7 +51,7 @@ def cli() -> None:
     """A router that follows the KV cache events of the workers behind it."""
 
 
-@cli.command(help=HELP)
+@cli.command(cls=SectionedCommand, help=HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(SCHEMA)
 def run(urls: tuple[str, ...], **flags: Any) -> None:
@@ -84,7 +84,7 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 """
 
 
-@cli.command(help=EPP_HELP)
+@cli.command(cls=SectionedCommand, help=EPP_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(EPP_SCHEMA)
 def epp(urls: tuple[str, ...], **flags: Any) -> None:
@@ -113,7 +113,7 @@ and what `router run` would have given: on /shadow, /shadow/report, and as the f
 """
 
 
-@cli.command(help=SHADOW_HELP)
+@cli.command(cls=SectionedCommand, help=SHADOW_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(SHADOW_SCHEMA)
 def shadow(urls: tuple[str, ...], **flags: Any) -> None:
@@ -137,7 +137,7 @@ up to six times, each answered with one token, and asks first. Ends with status 
 """
 
 
-@cli.command(help=CHECK_HELP)
+@cli.command(cls=SectionedCommand, help=CHECK_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")

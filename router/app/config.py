@@ -41,44 +41,49 @@ class ProcessConfig:
     """Paths in files and in `--set` are those of these fields; core and edge have no name of their own there."""
 
     workers: Annotated[tuple[str, ...], Flag("--worker", metavar="SPEC"),
-        "A worker: its URL, or url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be "
-        "repeated. events=none: guess its cache from what is sent to it. cache_tokens=N: how much it holds, "
-        "unless it tells. seats=N: sequences it runs at once, else that is learned. prefill_order=shortest: it "
-        "computes the prompt with the least left first (engines of ours tell). reannounce=1: its clients ask "
-        "for kv_cache_report_mode=full, so stores that repeat are no second copies. model=NAME,root=FOLDER,"
-        "block_size=N instead of url=: others send it its requests, and ask POST /route where to."] = ()
+        "A worker: its URL, or KEY=VALUE pairs (docs/configuration.md).",
+        "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
+        "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
+        "roles. cache_tokens=N and max_num_seqs=N are the size of its cache and its largest batch, where it does not "
+        "report them. prefill_order=shortest means that it computes the shortest prompt first (our engine reports "
+        "this). reannounce=1 means that clients ask it for kv_cache_report_mode=full, so that a repeated store is not "
+        "a second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker whose requests are sent "
+        "by somebody else, who asks POST /route."] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
-        "One URL or SPEC a line; watched for changes."] = None
+        "Read workers from FILE, one URL or SPEC a line; changes are followed."] = None
     worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),
-        "A URL whose host resolves to many workers, looked up again every few seconds. May be repeated."] = ()
+        "A URL whose host name resolves to many workers, looked up every 10 s."] = ()
     kubernetes: Annotated[tuple[KubernetesSpec, ...], Flag(metavar="SPEC"),
-        "Workers that Kubernetes knows: [[NAMESPACE/](service|pool)/]NAME[:PORT], the endpoints of a Service or the "
-        "pods of an InferencePool. Needs the extra `kubernetes`. May be repeated."] = ()
+        "Follow a Service or InferencePool: [[NAMESPACE/]KIND/]NAME[:PORT].",
+        "KIND is service or pool: workers are its endpoints or its pods. Needs `pip install "
+        "blockcast[kubernetes]`."] = ()
     bind_events: Annotated[tuple[Endpoint, ...], Flag(metavar="ENDPOINT"),
-        "Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its topic "
-        "(kv@HOST...). May be repeated."] = ()
+        "Accept event publishers that connect here, such as tcp://*:5557.",
+        "A publisher's worker is told by its topic (kv@HOST...)."] = ()
     peers: Annotated[tuple[Endpoint, ...], Flag("--peer", metavar="ENDPOINT"),
-        "Another router of the same workers, where it has --peer-bind: its requests in flight count as load. May "
-        "be repeated."] = ()
-    peer_bind: Annotated[Endpoint | None, Flag(), "Tell other routers this one's load there, e.g. tcp://*:5600."] = None
+        "The --peer-bind address of another router; its requests count as load."] = ()
+    peer_bind: Annotated[Endpoint | None, Flag(),
+        "Publish this router's load for its peers, such as tcp://*:5600."] = None
     snapshot_from: Annotated[tuple[Url, ...], Flag(metavar="URL"),
-        "A running router's admin address: take what it knows of workers that offer no snapshot (vLLM with "
-        "replay), at the start and after a gap. May be repeated."] = ()
-    host: Annotated[str, Flag(metavar="HOST"), "Interface of the API."] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
+        "The admin URL of a running router, to copy its index from at the start.",
+        "It is asked again after a gap in the events of a worker that offers no snapshot (vLLM with replay)."] = ()
+    host: Annotated[str, Flag(metavar="HOST"), "Address to listen on."] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8080
     reuse_port: Annotated[bool, Flag(),
-        "Share --port with other routers on this machine that were started with this flag too: the kernel spreads new "
-        "connections over them. Give each its own --admin, and --peer to agree about load."] = False
+        "Share --port with other routers on this machine that have this flag.",
+        "The kernel spreads new connections over them. Give each its own --admin address, and --peer."] = False
     admin: Annotated[HostPort | None, Flag(),
-        "Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]"] = None
+        "Serve the admin routes and the dashboard here. [default: --port, for loopback]"] = None
     admin_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_ADMIN_API_KEY"),
-        "Of the admin routes; also what is sent to --snapshot-from. [default: made and printed at the start]",
+        "Key of the admin routes and of --snapshot-from. [default: random, printed]",
     ] = field(default=None, repr=False)
     admin_hosts: Annotated[tuple[HostName, ...], Flag("--admin-host", metavar="NAME"),
-        "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated."] = ()
+        "Another host name under which the admin routes may be requested.",
+        "IP addresses and localhost are always accepted."] = ()
     tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
-        "Tokenizer files for every model. [default: where each worker has them]"] = None
-    chat_template: Annotated[str | None, Flag(metavar="FILE"), "Instead of the model's own, as the workers do."] = None
+        "Folder with the tokenizer of every model. [default: the workers' own]"] = None
+    chat_template: Annotated[str | None, Flag(metavar="FILE"),
+        "Chat template instead of the model's own, as the workers have it."] = None
     segment_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for the encoded parts of prompts, each model; 0 encodes every prompt whole.",
     ] = CACHE_BYTES_DEFAULT >> 20
@@ -87,37 +92,38 @@ class ProcessConfig:
         "reads every body whole.",
     ] = 64
     tokenize_threads: Annotated[Annotated[int, Meta(ge=1, le=256)] | None,
-        "Threads that encode prompts. [default: one a core, at most 8]"] = None
+        "Threads that tokenise prompts. [default: one a core, at most 8]"] = None
     worker_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_WORKER_API_KEY"),
-        "Sent to workers instead of the client's. [default: the client's is passed on]",
+        "Key that workers get. [default: the client's own]",
     ] = field(default=None, repr=False)
-    tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; with --tls-key: HTTPS on all addresses."] = None
-    tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --tls-cert."] = None
+    tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "Certificate (PEM) for HTTPS on all addresses; with --tls-key."] = None
+    tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "Private key (PEM) of --tls-cert."] = None
     tls_client_ca: Annotated[str | None, FILE, Flag(metavar="FILE"),
-        "PEM; clients must bring a certificate that one of these has signed, on all addresses."] = None
+        "Require client certificates that these authorities (PEM) have signed."] = None
     worker_tls_ca: Annotated[str | None, FILE, Flag(metavar="FILE"),
-        "PEM; who must have signed the certificates of https:// workers. [default: whom the system trusts]"] = None
+        "Authorities (PEM) of https:// workers. [default: the system's]"] = None
     worker_tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"),
-        "PEM; with --worker-tls-key: shown to workers that ask for a certificate."] = None
-    worker_tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --worker-tls-cert."] = None
+        "Certificate (PEM) shown to workers that require one; with --worker-tls-key."] = None
+    worker_tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "Private key (PEM) of --worker-tls-cert."] = None
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     tenancy: Annotated[TenancyConfig, ROOT] = field(default_factory=TenancyConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     miss_reasons: MissReasonsConfig = field(default_factory=MissReasonsConfig)
     prompt_workers: PromptWorkerConfig = field(default_factory=PromptWorkerConfig)
-    seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
+    seed: Annotated[int, Meta(ge=0, le=10**12), "Seed of all random choices."] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),
-        "How much is logged, to stderr."] = "info"
+        "Lowest level that is logged, to stderr."] = "info"
     log_requests: Annotated[Share, Flag(),
-        "Share of requests that get a line in the log, with worker, prediction and outcome."] = 0.0
+        "Share of requests that are logged with worker, prediction and outcome."] = 0.0
     log_decisions: Annotated[Share, Flag(),
-        "Share of requests whose decisions get a line with every candidate's terms, as JSON."] = 0.0
+        "Share of requests whose decision is logged with the price of every worker."] = 0.0
     otlp_endpoint: Annotated[Url | None, Flag(metavar="URL"),
-        "Send traces there: OpenTelemetry, OTLP over HTTP, such as http://127.0.0.1:4318. [default: no traces]"] = None
+        "Send OpenTelemetry traces here (OTLP over HTTP). [default: no traces]"] = None
     trace_share: Annotated[Share, Flag(),
-        "Share of requests that are traced, besides those whose traceparent says so."] = 0.01
-    log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
+        "Share of requests that are traced; a sampled traceparent always is."] = 0.01
+    log_json: Annotated[bool, Flag(), "Log one JSON object a line."] = False
 
     def __post_init__(self) -> None:
         ids = [flag.worker_id for flag in self.worker_flags]
@@ -172,7 +178,8 @@ class ProcessConfig:
 class EppConfig(ProcessConfig):
     """Of `router epp`: `port` is gRPC's, and HTTP serves metrics and admin routes alone."""
 
-    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Of the endpoint picker; 0 lets the system choose."] = 9002
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(),
+        "Port of the endpoint picker (gRPC); 0 lets the system choose."] = 9002
     picker: Annotated[PickerConfig, ROOT] = field(default_factory=PickerConfig)
 
     def __post_init__(self) -> None:
@@ -191,7 +198,7 @@ class EppConfig(ProcessConfig):
 class ShadowProcessConfig(ProcessConfig):
     """Of `router shadow`."""
 
-    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Of the requests; 0 lets the system choose."] = 8090
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8090
     shadow: ShadowConfig = field(default_factory=ShadowConfig)
 
     def __post_init__(self) -> None:
@@ -202,6 +209,33 @@ class ShadowProcessConfig(ProcessConfig):
             raise ConfigError("--fair: not for `router shadow`, which holds nothing")
 
 
-SCHEMA = Schema(ProcessConfig, "router")
-SHADOW_SCHEMA = Schema(ShadowProcessConfig, "router")
-EPP_SCHEMA = Schema(EppConfig, "router")
+HELP_SECTIONS = {
+    "Options": (
+        "workers", "kubernetes", "host", "port", "api_keys", "admin", "admin_api_key", "tokenizer", "log_level"),
+    "Workers and their events": (
+        "workers_file", "worker_dns", "bind_events", "worker_api_key", "worker_tls_ca", "worker_tls_cert",
+        "worker_tls_key", "fleet.trust_event_endpoints"),
+    "Several routers": ("peers", "peer_bind", "snapshot_from", "reuse_port"),
+    "Choosing a worker": ("policy", "policy_function", "session_affinity", "session_headers", "continue_streams"),
+    "Queue and fair shares": (
+        "queue.fair", "key_shares", "queue.background_priority", "queue.background_running", "queue.ttft_s_max",
+        "requests_max"),
+    "API keys": ("key_requests_max", "key_tokens_max", "priority_min", "key_priorities", "tenant_salts"),
+    "Models": ("chat_template", "model_aliases", "model_fallbacks", "model_canaries"),
+    "Clients": (
+        "tls_cert", "tls_key", "tls_client_ca", "cors_origins", "pass_routes", "passed_fields", "cache_headers",
+        "connections_max", "limits.body_bytes_max", "admin_hosts"),
+    "Timeouts": (
+        "timeouts.connect_s", "timeouts.first_byte_s", "timeouts.idle_s", "timeouts.total_s",
+        "client_timeouts.request_s", "client_timeouts.send_s", "ready_s", "unready_s", "shutdown_s"),
+    "Logs and traces": (
+        "log_requests", "log_decisions", "log_json", "otlp_endpoint", "trace_share", "miss_reasons.enabled",
+        "miss_reasons.share"),
+}  # fmt: skip
+"""The headings of `router run --help` and the settings under each; the rest is set by file, environment or --set."""
+PICKER_SETTINGS = ("health_port", "metrics_port", "self_signed", "fallbacks", "objectives")
+SHADOW_SETTINGS = ("shadow.log", "shadow.report", "shadow.requests_max", "shadow.warm_share", "shadow.every_s")
+
+SCHEMA = Schema(ProcessConfig, "router", HELP_SECTIONS)
+SHADOW_SCHEMA = Schema(ShadowProcessConfig, "router", {**HELP_SECTIONS, "Comparison": SHADOW_SETTINGS})
+EPP_SCHEMA = Schema(EppConfig, "router", {**HELP_SECTIONS, "Endpoint picker": PICKER_SETTINGS})

@@ -72,10 +72,19 @@ def router_options(command: Callable[..., None]) -> Callable[..., None]:
 
     file = click.Path(dir_okay=False)
     for option in (
-        click.option("--tls-key", type=file, metavar="FILE", help="Of --tls-cert."),
-        click.option("--tls-cert", type=file, metavar="FILE", help="What the router is shown, where it asks for one."),
-        click.option("--tls-ca", type=file, metavar="FILE", help="Who signed its. [default: the system's authorities]"),
-        click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="The admin key; or set ROUTER_ADMIN_API_KEY."),
+        click.option("--tls-key", type=file, metavar="FILE", help="Private key (PEM) of --tls-cert."),
+        click.option(
+            "--tls-cert", type=file, metavar="FILE", help="Certificate (PEM) shown to a router that requires one."
+        ),
+        click.option(
+            "--tls-ca",
+            type=file,
+            metavar="FILE",
+            help="Authorities (PEM) of an https:// router. [default: the system's]",
+        ),
+        click.option(
+            "--key", envvar="ROUTER_ADMIN_API_KEY", help="Admin key of the router; ROUTER_ADMIN_API_KEY sets it too."
+        ),
         click.argument("url", default="http://127.0.0.1:8080"),
     ):
         run = option(run)

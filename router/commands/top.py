@@ -82,9 +82,11 @@ def fetch_workers(router: AdminClient) -> WorkersPage:
   router top --once --sort load
 """)  # fmt: skip
 @router_options
-@click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds.")
-@click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True)
-@click.option("--once", is_flag=True, help="Print two looks' difference, and end.")
+@click.option(
+    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between two updates."
+)
+@click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True, help="Order of workers.")
+@click.option("--once", is_flag=True, help="Print one update and end.")
 def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
     try:
         from rich.console import Console

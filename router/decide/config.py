@@ -48,35 +48,36 @@ class CostConfig:
 class LearnConfig:
     """Online estimation of each worker's ServiceModel."""
 
-    enabled: Annotated[bool, "Learn how fast each worker is."] = True
-    half_life: Annotated[Positive, "First tokens after which an observation weighs half."] = 300.0
+    enabled: Annotated[bool, "Learn how fast workers are."] = True
+    half_life: Annotated[Positive, "Number of observations after which one weighs half."] = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
     """Requests that wait in the router: for their tenant's turn, or in the background."""
 
-    enqueue_above_s: Annotated[NotNegative, "Queue a request when the winner's slow * Q is longer than this."] = 0.2
+    enqueue_above_s: Annotated[NotNegative, "Queue a request whose worker would let it wait longer than this."] = 0.2
     """Enough to keep an engine busy for a step."""
     fair: Annotated[bool, Flag("--fair/--no-fair"),
-        "Queue requests while every worker is busy; the API key that was given least of the workers goes first."
+        "Queue requests while all workers are busy; the least served API key goes first."
     ] = False
     """docs/sharing.md. Without keys: between addresses of clients."""
     background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
         Flag("--background-priority"),
-        "Requests of this priority, or a higher number, are the background: each waits until a worker has nothing to "
-        "prefill. [default: none are]"] = None
+        "Requests of priority N and above wait until a worker is idle. [default: none]",
+        "A worker is idle when it has nothing to prefill."] = None
     background_running: Annotated[Count, Flag("--background-running"),
-        "Background requests that run on a worker at once."] = 4
+        "Most background requests on a worker at once."] = 4
     background_wait_s_max: Annotated[Seconds,
-        "Longest wait of a background request; the cheapest worker then gets it."] = 600.0
+        "Longest wait of a background request; after it the cheapest worker gets it."] = 600.0
     ttft_s_max: Annotated[Annotated[float, Meta(gt=0, le=1e9, title="SECONDS")] | None, Flag("--max-ttft"),
-        "Answer 429, with the time after which it would do, what is predicted to wait longer for its first token. "
-        "[default: whatever takes its time is taken]"] = None
+        "Answer 429 where the predicted time to first token is longer. [default: never]",
+        "The answer's Retry-After says when the request would be accepted."] = None
     """A client asks for less with x-blockcast-ttft-ms."""
-    requests_max: Annotated[Count, "Requests queued, and of the background as many; more are refused with 429."] = 4096
+    requests_max: Annotated[Count,
+        "Most requests in the queue, and as many of the background; more are answered 429."] = 4096
     wait_s_max: Annotated[Seconds,
-        "Longest wait of a request without a deadline; it is then refused."] = 120.0
+        "Longest wait in the queue of a request without a deadline."] = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,9 @@ class CoreConfig:
     """All of the above."""
 
     policy: Annotated[Literal["kv", "round_robin", "least_requests", "random", "sticky"], Flag(),
-        "kv: the lowest price, as docs/routing.md has it. The others are for comparison."] = "kv"
+        "How workers are chosen; kv is the price of docs/routing.md."] = "kv"
     policy_function: Annotated[str | None, Flag(metavar="MODULE:NAME"),
-        "A function of your own that chooses instead; examples/own_policy.py has one."] = None
+        "Your own function that chooses, as in examples/own_policy.py."] = None
     service: ServiceModel = field(default_factory=ServiceModel)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
@@ -123,15 +124,16 @@ class CoreConfig:
     working_set: WorkingSetConfig = field(default_factory=WorkingSetConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
-    session_affinity: Annotated[bool, Flag(), "Keep a session on its worker."] = False
+    session_affinity: Annotated[bool, Flag(),
+        "Keep a session on the worker that it began on, while that is up."] = False
     """While it is eligible, whatever the policy."""
-    session_ttl_s: Annotated[Seconds, "A session that pauses longer is forgotten."] = 3600.0
-    sessions_max: Annotated[Count, "Sessions remembered."] = 100_000
+    session_ttl_s: Annotated[Seconds, "How long a session is remembered after its last request."] = 3600.0
+    sessions_max: Annotated[Count, "Most sessions that are remembered."] = 100_000
     pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
     """The answer races its last events by milliseconds. While it counts, what was evicted meanwhile is promised all the
     same: no longer, then, than a slow link needs."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
-        "Requests in flight or queued; more are answered 429."] = 100_000
+        "Most requests in flight or queued; more are answered 429."] = 100_000
 
     def __post_init__(self) -> None:
         check(self)

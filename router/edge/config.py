@@ -33,14 +33,14 @@ WorkerField = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}$", title="NAME", e
 class Timeouts:
     """Checked a few times a second, so an expiry can come up to `sweep_s` late."""
 
-    connect_s: Annotated[Seconds, Flag("--connect-timeout"), "To reach a worker."] = 5.0
+    connect_s: Annotated[Seconds, Flag("--connect-timeout"), "Longest wait for a connection to a worker."] = 5.0
     first_byte_s: Annotated[Seconds, Flag("--first-byte-timeout"),
-        "From the request's end to the answer's first byte."] = 600.0
+        "Longest wait for the first byte of an answer."] = 600.0
     """An answer that is not streamed starts when it is complete."""
-    idle_s: Annotated[Seconds, Flag("--idle-timeout"), "Without a byte in the middle of an answer."] = 300.0
+    idle_s: Annotated[Seconds, Flag("--idle-timeout"), "Longest pause within an answer."] = 300.0
     """Whichever side is to blame."""
-    total_s: Annotated[Seconds, Flag("--total-timeout"), "From the request to the answer's end."] = 3600.0
-    sweep_s: Annotated[Seconds, "Between two looks at all these."] = 0.25
+    total_s: Annotated[Seconds, Flag("--total-timeout"), "Longest time of a whole exchange."] = 3600.0
+    sweep_s: Annotated[Seconds, "Time between two checks of all timeouts."] = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +51,45 @@ class EdgeConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
-        "Require Authorization: Bearer KEY (or x-api-key) under /v1. May be repeated; or set ROUTER_API_KEY.",
+        "Key that clients must send; ROUTER_API_KEY sets it too.",
+        "Clients send it as Authorization: Bearer KEY, or x-api-key, with every request under /v1.",
     ] = field(default=(), repr=False)
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
-        "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. May "
-        "be repeated."] = ()
+        "Pass this route to workers as well; /v1/x/* stands for all below it."] = ()
     passed_fields: Annotated[tuple[WorkerField, ...], Flag("--pass-worker-field", metavar="NAME"),
-        "Let clients set this field, or header, that is workers' own (docs/security.md has the list): where every "
-        "client is trusted. May be repeated."] = ()
+        "Let clients set this internal field or header of workers (docs/security.md).",
+        "Only where every client is trusted."] = ()
     cors_origins: Annotated[tuple[CorsOrigin, ...], Flag("--cors-origin", metavar="ORIGIN"),
-        "Let pages of this origin (https://app.example; * for all) call /v1 from browsers. May be repeated. "
-        "[default: none]"] = ()
+        "Let web pages of this origin call /v1; * for all. [default: none]"] = ()
     session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
-        "A header that names the session, looked at before those that are known anyway (docs/routing.md); "
-        "agent=NAME, parent=NAME, parent_agent=NAME, final=NAME: that tells those. May be repeated."] = ()
+        "A header that names the session, besides the well-known ones.",
+        "agent=NAME, parent=NAME, parent_agent=NAME and final=NAME name the headers that carry "
+        "these (docs/agents.md)."] = ()
     key_requests_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-in-flight-by-key"),
-        "Requests of one API key in flight or queued; more are answered 429."] = 100_000
+        "Most requests of one API key at once; more are answered 429."] = 100_000
     key_tokens_max: Annotated[int, Meta(ge=1, le=10**15, title="N"), Flag("--max-tokens-by-key"),
-        "Prompt tokens of one API key's requests in flight; a request that would be more is answered 429."] = 10**9
+        "Most prompt tokens of one API key at once; more are answered 429."] = 10**9
     priority_min: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, title="N"), Flag("--min-priority"),
-        "The lowest number, which is the highest priority, that clients may ask for; lower ones count as this."] = 0
+        "Highest priority (lowest number) that clients may ask for."] = 0
     key_priorities: Annotated[tuple[KeyPriority, ...], SECRET, Flag("--key-priority", metavar="KEY=N"),
-        "Another --min-priority for one API key. May be repeated."] = field(default=(), repr=False)
+        "The --min-priority of one API key."] = field(default=(), repr=False)
     key_shares: Annotated[tuple[KeyShare, ...], SECRET, Flag("--key-share", metavar="KEY=N"),
-        "With --fair, the share of one API key beside the others', which have 1 each. May be repeated."
+        "With --fair: the weight of one API key; others have 1."
     ] = field(default=(), repr=False)
     tenant_salts: Annotated[bool, Flag(),
-        "Give each API key's prompts a cache_salt of its own, so that keys share no cache."] = False
+        "Keep the caches of API keys apart, by a cache_salt for each."] = False
     cache_headers: Annotated[bool, Flag(),
-        "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*)."] = True
+        "Tell clients the worker and its cached tokens (x-blockcast-* headers)."] = True
     continue_streams: Annotated[bool, Flag(),
-        "Have another worker complete an answer whose worker died in the middle, where that is exact."] = True
+        "Let another worker go on with a stream whose worker died, where exact."] = True
     connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
-        "Of clients, as far as file descriptors are enough; more are answered 503."] = CONNECTIONS_MAX
+        "Most connections of clients at once; more are answered 503."] = CONNECTIONS_MAX
     ready_s: Annotated[Pause, Flag("--ready-timeout"),
-        "Until then /readyz waits for the caches of the workers to be known."] = 10.0
+        "Longest that /readyz waits until the caches of all workers are known."] = 10.0
     unready_s: Annotated[Pause, Flag("--shutdown-delay"),
-        "After SIGTERM /readyz is 503 for so long while requests are still taken."] = 0.0
-    shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"), "For requests in flight after SIGTERM."] = 30.0
+        "How long requests are still taken after SIGTERM, while /readyz is 503."] = 0.0
+    shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"),
+        "Longest that requests in flight may take after SIGTERM."] = 30.0
 
     def __post_init__(self) -> None:
         if any(share <= 0 for share in self.shares.values()):

@@ -71,34 +71,37 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 class FleetConfig:
     """How often workers are looked at."""
 
-    health_s: Annotated[Seconds, Flag("--health-interval"), "Between two looks at a worker."] = 2.0
-    sources_s: Annotated[Seconds, "Between two looks at where a worker publishes."] = 10.0
+    health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
+    sources_s: Annotated[Seconds, "Time between two requests for a worker's event sources."] = 10.0
     """A new epoch means that it restarted."""
-    loads_s: Annotated[Seconds, "Between two looks at what a worker's `/metrics` says of its load."] = 4.0
+    loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
     """Doubles up to a minute while it says nothing."""
-    starting_s: Annotated[Seconds, "Between two looks at a worker that is down, or was never reached."] = 0.5
-    starting_s_max: Annotated[Seconds, "The pause for one that was never reached doubles up to this."] = 5.0
-    failures_to_down: Annotated[int, Meta(ge=1, le=10**9), "Failed looks in a row that take it out."] = 2
+    starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
+    starting_s_max: Annotated[Seconds, "The pause before a worker that was never reached doubles up to this."] = 5.0
+    failures_to_down: Annotated[
+        int, Meta(ge=1, le=10**9), "Failed health checks in a row after which a worker is down."
+    ] = 2
     """Traffic's own failures do so at once."""
     trust_event_endpoints: Annotated[
         bool,
         Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
-        "Follow event endpoints that workers name on other hosts than their own, and ipc:// ones.",
+        "Follow event endpoints that workers name on other hosts, and ipc:// ones.",
     ] = False
     streams_max: Annotated[
         int,
         Meta(ge=1, le=10**6),
-        "Event streams of all workers, as far as there are file "
-        "descriptors; a worker that has more is routed by history.",
+        "Most event streams of all workers, as far as file descriptors allow.",
+        "The cache of a worker with further streams is estimated from the requests sent to it.",
     ] = 16_384
     index_mb: Annotated[
         Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
         Flag("--index-memory"),
-        "For what workers' events say; beyond it the worker that announced most for its cache is forgotten.",
+        "Largest size of the index of all workers' blocks.",
+        "Beyond it the worker that announced the most, for the size of its cache, is dropped from the index.",
     ] = 8192
-    names_s: Annotated[Seconds, "Between two resolutions of names that stand for many workers."] = 10.0
-    peers_s: Annotated[Seconds, "Before other routers are asked again for what none could tell; doubles."] = 10.0
-    peers_s_max: Annotated[Seconds, "The longest pause between such questions."] = 600.0
+    names_s: Annotated[Seconds, "Time between two resolutions of host names of many workers."] = 10.0
+    peers_s: Annotated[Seconds, "Pause before other routers are asked for a snapshot again; doubles."] = 10.0
+    peers_s_max: Annotated[Seconds, "Longest pause between such requests."] = 600.0
 
 
 @dataclass(slots=True)

@@ -17,24 +17,26 @@ Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 class HttpLimits:
     """What a client may send."""
 
-    head_bytes_max: Annotated[Bytes, "Of a request's head; longer ones are answered 431."] = 64 << 10
-    headers_max: Annotated[int, Meta(ge=1, le=10**6), "Of a request; more are answered 431."] = 128
-    body_bytes_max: Annotated[Bytes, Flag("--max-body-bytes"), "Of a request; longer ones are answered 413."] = 64 << 20
+    head_bytes_max: Annotated[Bytes, "Largest head of a request; larger ones are answered 431."] = 64 << 10
+    headers_max: Annotated[int, Meta(ge=1, le=10**6), "Most header fields of a request; more are answered 431."] = 128
+    body_bytes_max: Annotated[Bytes, Flag("--max-body-bytes"),
+        "Largest body of a request; larger ones are answered 413."] = 64 << 20
     request_buffer_bytes_max: Annotated[Bytes, Flag("--max-request-buffer-bytes"),
-        "Of all requests that arrive or are in flight, each above 16 KiB, and of answers that wait for their clients, "
-        "each above 64 KiB; a request that would be more is answered 503, an answer is broken off.",
+        "Most memory for request bodies and for answers that clients have not read.",
+        "Bodies count above 16 KiB each, answers above 64 KiB each. A request that would exceed this is answered 503, "
+        "an answer is cut off.",
     ] = 1 << 30
     tenant_buffer_bytes_max: Annotated[Bytes, Flag("--max-request-buffer-bytes-by-key"),
-        "Of those with one API key, or from one address where no keys are needed; more is answered 429."] = 512 << 20
+        "Most of that memory for one API key, or one address without keys."] = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts:
     """How long a client may take."""
 
-    request_s: Annotated[Seconds, Flag("--request-timeout"), "For a client to send a whole request."] = 60.0
+    request_s: Annotated[Seconds, Flag("--request-timeout"), "Longest that a client may take to send a request."] = 60.0
     """From its first byte to its last: slow-loris clients are cut off with 408."""
     send_s: Annotated[Seconds, Flag("--send-timeout"),
-        "For a client to take any byte of an answer that waits for it."] = 60.0
+        "Longest that a client may read nothing of an answer that waits for it."] = 60.0
     """Between two bytes that leave, not for the whole answer: after it the connection is broken off."""
-    keep_alive_s: Annotated[Seconds, "Between two requests of a client's connection."] = 75.0
+    keep_alive_s: Annotated[Seconds, "Longest pause between two requests of a connection."] = 75.0

@@ -16,10 +16,10 @@ class MissReasonsConfig:
     """Why turns miss (router/miss_reasons)."""
 
     enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
-        "Say why prompts were not cached: GET /requests/ID, /route, metrics, dashboard."] = True
+        "Find out why prompts missed the cache (/requests/ID, metrics, dashboard)."] = True
     share: Annotated[float, Meta(ge=0, le=1, title="SHARE"), Flag("--reasons-share"),
-        "Of the conversations whose prompts are compared with the ones before, for reasons that need that."] = 0.125
+        "Share of the conversations whose prompts are compared with earlier ones."] = 0.125
     memory_mb: Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20),
-        "For the last prompts of conversations, as token ids and digests."] = 64
-    ttl_s: Annotated[Seconds, "A conversation's last prompt is forgotten after so long."] = 3600.0
-    requests_max: Annotated[int, Meta(ge=1, le=10**7), "Requests that GET /requests/ID knows, the last ones."] = 4096
+        "Memory for the last prompts of these conversations."] = 64
+    ttl_s: Annotated[Seconds, "How long a conversation's last prompt is remembered."] = 3600.0
+    requests_max: Annotated[int, Meta(ge=1, le=10**7), "Number of recent requests that GET /requests/ID knows."] = 4096

@@ -19,16 +19,16 @@ class PickerConfig:
     """Ports and priorities."""
 
     health_port: Annotated[Port, Flag("--health-port"),
-        "Of gRPC health checks; 0 lets the system choose."] = 9003
+        "Port of gRPC health checks; 0 lets the system choose."] = 9003
     metrics_port: Annotated[Port, Flag("--metrics-port"),
-        "Of /metrics and the admin routes; 0 lets the system choose."] = 9090
+        "Port of /metrics and the admin routes; 0 lets the system choose."] = 9090
     self_signed: Annotated[bool, Flag(),
-        "gRPC with TLS and a certificate made at the start, which gateways of the Inference Extension ask for unless "
-        "told otherwise."] = False
+        "Serve gRPC with TLS and a certificate made at the start.",
+        "Gateways of the Inference Extension expect this unless they are configured otherwise."] = False
     fallbacks: Annotated[int, Meta(ge=0, le=16, title="N"), Flag("--fallbacks"),
-        "Other workers that Envoy is told to try where the chosen one does not answer."] = 2
+        "Number of other workers that Envoy is told to try after the chosen one."] = 2
     objectives: Annotated[tuple[Objective, ...], Flag("--objective", metavar="NAME=N"),
-        "Priority of requests whose x-gateway-inference-objective is NAME; lower goes first. May be repeated."] = ()
+        "Priority of requests with x-gateway-inference-objective: NAME; low goes first."] = ()
 
     @property
     def priorities(self) -> dict[str, int]:

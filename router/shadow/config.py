@@ -16,12 +16,13 @@ class ShadowConfig:
     """A log of requests instead of copies, and what is made of them."""
 
     log: Annotated[str | None, FILE, Flag("--log", metavar="FILE"),
-        "Read bodies from this file instead, one JSON object a line; report, and end."] = None
+        "Read requests from FILE, one JSON body a line, then report and end."] = None
     report: Annotated[str | None, Flag("--report", metavar="FILE"),
-        "Write the report there, one HTML page, or JSON (FILE.json): at the end, and after each comparison."] = None
+        "Write the report here, as an HTML page or JSON (FILE.json)."] = None
     requests_max: Annotated[int, Meta(ge=10, le=10**6, title="N"), Flag("--keep"),
-        "Requests that are compared, the last ones; about a kilobyte each and 8 bytes for each block."] = 10_000
+        "Number of requests that are compared, the most recent ones."] = 10_000
     warm_share: Annotated[float, Meta(ge=0, le=0.9, title="SHARE"), Flag("--warm-share"),
-        "Of them, the first, which only fill the caches that are played with."] = 0.1
-    every_s: Annotated[Seconds, Flag("--every"), "Between two comparisons; each takes a core for some seconds."] = 60.0
-    placed_s: Annotated[Seconds, "A request whose worker no event told within so long has none."] = 60.0
+        "Share of them, the first ones, that only fill the simulated caches."] = 0.1
+    every_s: Annotated[Seconds, Flag("--every"),
+        "Time between two comparisons; each takes a core for some seconds."] = 60.0
+    placed_s: Annotated[Seconds, "How long events may take to show a request's worker."] = 60.0

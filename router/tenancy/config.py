@@ -29,12 +29,12 @@ class TenancyConfig:
     """docs/sharing.md."""
 
     model_aliases: Annotated[tuple[AliasRule, ...], Flag("--model-alias", metavar="NAME=MODEL"),
-        "Requests for NAME are for MODEL. One * in NAME stands for any text, in names that no worker serves. May be "
-        "repeated."] = ()
+        "Serve requests for NAME by MODEL; one * in NAME stands for any text.",
+        "A NAME with * counts only for names that no worker serves."] = ()
     model_fallbacks: Annotated[tuple[FallbackRule, ...], Flag("--model-fallback", metavar="MODEL=OTHER"),
-        "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
+        "Serve requests for MODEL by OTHER while no worker of MODEL is up."] = ()
     model_canaries: Annotated[tuple[CanaryRule, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
-        "NEW answers this share of the conversations that ask for MODEL, each of them whole. May be repeated."] = ()
+        "Serve this share of the conversations with MODEL by NEW, each as a whole."] = ()
 
     def __post_init__(self) -> None:
         for flag, texts in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
