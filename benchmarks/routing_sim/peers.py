@@ -21,8 +21,8 @@ from simulation.workload import SimRequest
 class Residency(Router):
     """Which blocks each worker holds, as its events said so far, and what is in flight where."""
 
-    HOST_CREDIT = 1.0
-    """What a block in host memory counts for, beside one on the device."""
+    DEVICE_CREDIT = HOST_CREDIT = 1.0
+    """Cached blocks that a block on the device, and one in host memory, count as."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -51,15 +51,11 @@ class Residency(Router):
         return [prefix_len(ids, blocks) for blocks in self.resident]
 
     def credited_blocks(self, request: SimRequest) -> list[float]:
-        """The same, where a block in host memory counts for `HOST_CREDIT`."""
-        host_discount = 1.0 - self.HOST_CREDIT
+        """Cached prefix of each worker in blocks, weighted by `DEVICE_CREDIT` and `HOST_CREDIT`."""
         block_credits = []
         for count, host_blocks in zip(self.prefix_blocks(request), self.host_blocks):
-            block_credits.append(
-                count - host_discount * sum(block in host_blocks for block in request.ids[:count])
-                if host_blocks
-                else count
-            )
+            host_count = sum(block in host_blocks for block in request.ids[:count]) if host_blocks else 0
+            block_credits.append(self.DEVICE_CREDIT * (count - host_count) + self.HOST_CREDIT * host_count)
         return block_credits
 
     def choose(self, request: SimRequest, now: float) -> int:
@@ -209,6 +205,8 @@ class Dynamo(Residency):
     """
 
     HOST_CREDIT = 0.75
+    ACTIVE_REQUEST_TOKENS = 0.0
+    """Cost of each request in flight there, as tokens of prefill at weight 1."""
 
     def __init__(self, weight: float = 1.0, seed: int = 0) -> None:
         super().__init__(seed)
@@ -221,14 +219,15 @@ class Dynamo(Residency):
         self.pending: dict[int, int] = {}
 
     def costs(self, request: SimRequest) -> list[float]:
-        """Of every worker, in blocks."""
+        """Cost of each worker, in blocks."""
         prefix = self.credited_blocks(request)
         costs = []
         for w in range(self.count):
-            prefill = (self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w]
+            prefill = max((self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w], 0.0)
             active = self.active[w]
             decode = len(active) + sum(1 for block in request.ids if block not in active)
-            costs.append(self.weight * prefill + decode)
+            requests = self.ACTIVE_REQUEST_TOKENS / request.block * self.in_flight[w]
+            costs.append(self.weight * prefill + decode + requests)
         return costs
 
     def choose(self, request: SimRequest, now: float) -> int:
@@ -250,6 +249,58 @@ class Dynamo(Residency):
             if not active[block]:
                 del active[block]
         return super().on_finished(request, worker, cached_tokens, now)
+
+
+class DynamoAgentic(Dynamo):
+    """NVIDIA Dynamo's `--agentic` preset (docs: "Router Presets"): overlap_score_credit 2, prefill_load_scale 4 and
+    decode_active_request_weight 64, a block being 16 tokens.
+
+        cost = 4 * max(0, potential prefill blocks before cache hits - 2 * cached blocks)
+             + potential decode blocks + 64 * active requests
+
+    A block of the simulation is larger than 16 tokens: the weight of an active request is kept in tokens.
+    """
+
+    DEVICE_CREDIT = 2.0
+    ACTIVE_REQUEST_TOKENS = 64 * 16
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(4.0, seed)
+
+
+class LMetric(Residency):
+    """LMetric (arXiv 2603.15202, "Multiplication may be all you need"), which has no parameters:
+
+        cost = (tokens routed there and not yet prefilled + uncached tokens of this prompt) * (requests in flight + 1)
+
+    The least product wins; ties at random.
+    """
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.prefill_tokens = [0] * self.count
+        self.pending: dict[int, int] = {}
+
+    def uncached_tokens(self, request: SimRequest) -> list[int]:
+        """Prompt tokens that each worker would have to prefill."""
+        return [request.prompt_tokens - prefix * request.block for prefix in self.prefix_blocks(request)]
+
+    def costs(self, request: SimRequest) -> list[int]:
+        """Cost of each worker, in tokens times requests."""
+        uncached = self.uncached_tokens(request)
+        return [
+            (queued + new) * (count + 1) for queued, new, count in zip(self.prefill_tokens, uncached, self.in_flight)
+        ]
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        worker = argmin(self.costs(request), self.rng)
+        self.pending[request.index] = self.uncached_tokens(request)[worker]
+        self.prefill_tokens[worker] += self.pending[request.index]
+        return worker
+
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+        self.prefill_tokens[worker] -= self.pending.pop(request.index)
+        return []
 
 
 class LlmD(Residency):

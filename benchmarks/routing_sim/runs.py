@@ -103,6 +103,8 @@ POLICIES: dict[str, Factory] = {
     "sglang_tree": lambda o: peers.SglangTree(),
     "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
     "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
+    "dynamo_agentic": lambda o: peers.DynamoAgentic(o.seed),
+    "lmetric": lambda o: peers.LMetric(o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
     "blockcast": lambda o: CoreRouter(CoreConfig(), seed=o.seed),
 }
@@ -135,7 +137,8 @@ EXTRA |= {
     for name, term in ABLATIONS.items()
 }
 CHAT_POLICIES = [
-    *("round_robin", "least_requests", "power_of_two", "sglang_tree", "dynamo_w1", "dynamo_w16", "llm_d", "blockcast")
+    *("round_robin", "least_requests", "power_of_two", "sglang_tree", "dynamo_w1", "dynamo_w16", "dynamo_agentic"),
+    *("lmetric", "llm_d", "blockcast"),
 ]
 """What is compared where decoding costs."""
 BOUNDS = ("INF", "POOL")

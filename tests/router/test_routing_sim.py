@@ -195,11 +195,46 @@ def test_dynamo_by_hand(sim: Any) -> None:
     assert policy.choose(sim_request, 0.0) == 1
 
 
+def test_dynamos_agentic_preset_by_hand(sim: Any) -> None:
+    """8 blocks of prompt. Worker 1 holds 3 and has 2 other blocks active and 1,024 tokens to prefill. A request costs
+    as much as 2 blocks; one runs on each of workers 0 and 1, and 11 on worker 2.
+
+    Worker 0: 4 * 8 + 8 + 2 = 42; worker 1: 4 * (2 + 8 - 2 * 3) + (2 + 8) + 2 = 28. Worker 2 holds 6: 2 * 6 is more than
+    8, so its prefill costs nothing: 8 blocks and 11 requests, 22 blocks: 30."""
+    policy = attach_policy(sim, sim.peers.DynamoAgentic(), workers=3)
+    policy.on_blocks_stored(1, [0, 1, 2], None, 0.0)
+    policy.on_blocks_stored(2, [0, 1, 2, 3, 4, 5], None, 0.0)
+    policy.prefill_tokens[1] = 1024
+    policy.active[1].update([90, 91])
+    policy.in_flight = [1, 1, 11]
+    sim_request = request(sim, 0, list(range(8)))
+    assert policy.costs(sim_request) == [42.0, 28.0, 30.0]
+    assert policy.choose(sim_request, 0.0) == 1
+
+
+def test_lmetric_by_hand(sim: Any) -> None:
+    """4,096 tokens of prompt. Worker 0 has nothing cached and 1 request: 4096 * 2 = 8,192. Worker 1 has 2,048 cached,
+    512 queued and 2 requests: (512 + 2048) * 3 = 7,680. Worker 2 has 3,584 cached and 15 requests: 512 * 16 = 8,192."""
+    policy = attach_policy(sim, sim.peers.LMetric(), workers=3)
+    policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
+    policy.on_blocks_stored(2, [0, 1, 2, 3, 4, 5, 6], None, 0.0)
+    policy.prefill_tokens[1] = 512
+    policy.in_flight = [1, 2, 15]
+    sim_request = request(sim, 0, list(range(8)))
+    assert policy.costs(sim_request) == [8192, 7680, 8192]
+    assert policy.route(sim_request, 0.0) == [(0, 1)]
+    assert (policy.prefill_tokens[1], policy.in_flight[1]) == (2560, 3)
+    policy.on_first_token(sim_request, 1, 1.0)
+    policy.on_finished(sim_request, 1, 0, 2.0)
+    assert (policy.prefill_tokens[1], policy.in_flight[1]) == (512, 2)
+
+
 def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) -> None:
-    """Two of worker 1's four blocks have moved: Dynamo counts 3.5 of them, llm-d 3.6."""
+    """Two of worker 1's four blocks have moved: Dynamo counts 3.5 of them, its agentic preset 5.5, llm-d 3.6."""
     sim_request = request(sim, 0, list(range(8)))
     for peer_policy, credit in (
         (sim.peers.Dynamo(1.0), 3.5),
+        (sim.peers.DynamoAgentic(), 5.5),
         (sim.peers.LlmD(), 3.6),
         (sim.peers.LongestPrefix(), 4.0),
     ):
@@ -210,7 +245,7 @@ def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) ->
         assert policy.prefix_blocks(sim_request) == [0, 4]
         policy.on_blocks_moved(1, [2], False, 2.0)
         policy.on_blocks_removed(1, [3], 3.0)
-        assert policy.credited_blocks(sim_request) == [0.0, 3.0]
+        assert policy.credited_blocks(sim_request) == [0.0, 3.0 * policy.DEVICE_CREDIT]
 
 
 def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
