@@ -1,0 +1,42 @@
+"""Run seeds and print what happened, one JSON line a seed: `replay.py POLICY FIRST LAST [--lines]`.
+
+Runs in a process of its own, because the clocks of `time` are replaced before anything else is imported. The code
+under test is that of the environment which runs it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+
+
+def main() -> None:
+    virtual_loop = importlib.import_module(f"{__package__}.virtual_loop")
+    clock = virtual_loop.VirtualClock()
+    clock.install()
+    other_program = os.environ.get("DIFFERENTIAL_PROGRAM")
+    if other_program:
+        spec = importlib.util.spec_from_file_location(f"{__package__}.program", other_program)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[f"{__package__}.program"] = module
+        spec.loader.exec_module(module)
+    scenario = importlib.import_module(f"{__package__}.scenario")
+    traffic = importlib.import_module(f"{__package__}.traffic")
+    policy, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if "--logs" not in sys.argv:
+        logging.disable(logging.CRITICAL)
+    for seed in range(first, last + 1):
+        lines = scenario.run_scenario(clock, traffic.make_scenario(seed, policy))
+        result = {"seed": seed, "digests": {part: scenario.digest(lines[part]) for part in scenario.PARTS}}
+        if "--lines" in sys.argv:
+            result["lines"] = lines
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
