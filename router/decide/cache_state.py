@@ -111,21 +111,21 @@ class CacheState:
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
-        if target.running_chunk_counts is None:
-            target.running_chunk_counts = self._index.tally()
+        if target.load.running_chunk_counts is None:
+            target.load.running_chunk_counts = self._index.tally()
         cache_tokens = spec.cache_tokens
-        target.kv_capacity_tokens = (
-            target.observed_kv_capacity_tokens if cache_tokens is None else cache_tokens // spec.ranks
+        target.capacity.kv_tokens = (
+            target.capacity.observed_kv_tokens if cache_tokens is None else cache_tokens // spec.ranks
         )
         target.recompute_decode_load()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
         self.working_sets.set_capacity(
-            target.name, target.kv_capacity_tokens and target.kv_capacity_tokens + host_tokens
+            target.name, target.capacity.kv_tokens and target.capacity.kv_tokens + host_tokens
         )
         if spec.max_num_seqs is not None:
-            target.max_num_seqs, target.has_reported_max_num_seqs = spec.max_num_seqs, True
-        if target.is_shortest_first is not spec.is_shortest_first:
-            target.is_shortest_first = spec.is_shortest_first
+            target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = spec.max_num_seqs, True
+        if target.prefill_queue.is_shortest_first is not spec.is_shortest_first:
+            target.prefill_queue.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()
         if spec.cache_view is CacheView.APPROXIMATE and target.name not in self._approximate_caches:
             self._approximate_caches[target.name] = ApproximateCache(
@@ -260,20 +260,20 @@ class CacheState:
 
     def _count_running_chunks(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
-        assert target.running_chunk_counts is not None
+        assert target.load.running_chunk_counts is not None
         self._add_shared_chunks(
-            target, self._running_chunks.enter(keys, target.running_chunk_counts, self._running_chunk_targets, now)
+            target, self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets, now)
         )
 
     def _uncount_running_chunks(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
-        assert target.running_chunk_counts is not None
+        assert target.load.running_chunk_counts is not None
         self._add_shared_chunks(
-            target, -self._running_chunks.leave(keys, target.running_chunk_counts, self._running_chunk_targets)
+            target, -self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
         )
 
     def _add_shared_chunks(self, target: Target, chunk_count: int) -> None:
-        target.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
+        target.load.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(
@@ -303,15 +303,15 @@ class CacheState:
     def estimate_memory_wait_s(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        running_chunks, chunk_tokens = target.running_chunk_counts, self._chunk_tokens
+        running_chunks, chunk_tokens = target.load.running_chunk_counts, self._chunk_tokens
         running_chunk_count = (
             0 if running_chunks is None else running_chunks.leading(prompt.get_chunk_keys(chunk_tokens), 1)
         )
         excess_tokens = needed_tokens - target.free_kv_tokens - chunk_tokens * running_chunk_count
-        capacity_tokens = target.kv_capacity_tokens
+        capacity_tokens = target.capacity.kv_tokens
         if capacity_tokens is None or excess_tokens <= 0.0:
             return 0.0
-        running_requests = max(target.own_request_count, 1)
+        running_requests = max(target.load.request_count, 1)
         return target.estimate_drain_s(
             math.ceil(min(excess_tokens / capacity_tokens, 1.0) * running_requests) / running_requests
         )
@@ -332,14 +332,16 @@ class CacheState:
         assert set(self._pins) <= live_request_ids
         assert set(self._running_prompts) <= live_request_ids
         for target in (running.target for running in self._running_prompts.values()):
-            assert target.running_chunk_counts is not None
-            duplicates = sum(count - 1 for count in target.running_chunk_counts.counts().values())
-            assert target.duplicate_prompt_tokens == self._chunk_tokens * duplicates
+            assert target.load.running_chunk_counts is not None
+            duplicates = sum(count - 1 for count in target.load.running_chunk_counts.counts().values())
+            assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
         running = Counter(key for prompt in self._running_prompts.values() for key in prompt.chunk_keys)
         assert self._running_chunks.counts() == running
         holders = {running.target for running in self._running_prompts.values()}  # a name may come back
         chunk_counts = [
-            target.running_chunk_counts.counts() for target in holders if target.running_chunk_counts is not None
+            target.load.running_chunk_counts.counts()
+            for target in holders
+            if target.load.running_chunk_counts is not None
         ]
         assert self._running_chunk_targets.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()

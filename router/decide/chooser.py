@@ -140,7 +140,7 @@ class Chooser:
         if queued_ahead_s:
             choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in candidates]
         predicted_tokens = choice.cost.cached_tokens
-        if shortlist[0].speeds.is_untrained and not all(target.prefilling_requests for target in shortlist):
+        if shortlist[0].speed.pool.is_untrained and not all(target.prefill_queue.requests for target in shortlist):
             # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
             choice.cost.cached_tokens = choice.resident_tokens[:]
         self._price_media(request, choice, now)
@@ -184,7 +184,7 @@ class Chooser:
             if hits.slower_tier_matches:
                 tier_load_s = [0.0] * len(targets)
                 for i, match in hits.slower_tier_matches.items():
-                    tier_load_s[i] = estimate_tier_load_s(match, self._cost_config) * targets[i].tier_load_speed.factor
+                    tier_load_s[i] = estimate_tier_load_s(match, self._cost_config) * targets[i].speed.tier_load.factor
         cost = KvCost(
             targets,
             cached_tokens,
@@ -204,8 +204,8 @@ class Chooser:
             total_running_count = 0.0
             for i, target in enumerate(targets):
                 total_step_s += target.step_s
-                total_single_step_s += target.single_step_s
-                total_running_count += target.own_request_count
+                total_single_step_s += target.speed.single_step_s
+                total_running_count += target.load.request_count
                 if target.free_kv_tokens < needed_tokens:
                     cost.memory_wait_s[i] = self._cache_state.estimate_memory_wait_s(
                         prompt_query, target, needed_tokens

@@ -150,7 +150,7 @@ class RouterCore:
 
     def count_in_flight_by_rank(self, worker_id: str) -> list[int]:
         """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
-        return [target.own_request_count for target in self.registry.get_targets(worker_id)]
+        return [target.load.request_count for target in self.registry.get_targets(worker_id)]
 
     def record_engine_load(
         self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
@@ -165,8 +165,8 @@ class RouterCore:
         has_changed = False
         for worker_id, capacities_tokens in sizes.items():
             for target, capacity_tokens in zip(self.registry.get_targets(worker_id), capacities_tokens):
-                if target.observed_kv_capacity_tokens != capacity_tokens:
-                    target.observed_kv_capacity_tokens = capacity_tokens
+                if target.capacity.observed_kv_tokens != capacity_tokens:
+                    target.capacity.observed_kv_tokens = capacity_tokens
                     self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
@@ -440,7 +440,7 @@ class RouterCore:
 
     def _has_background_room(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
-        if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefilling_requests:
+        if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefill_queue.requests:
             return False
         running_count = sum(name == target.name for name in self._background_targets.values())
         return running_count < self.config.queue.background_running
@@ -498,7 +498,7 @@ class RouterCore:
             stream=request.is_streaming,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
-            tier_load_s=choice.cost.get_tier_load_s(choice.winner_index) / target.tier_load_speed.factor,
+            tier_load_s=choice.cost.get_tier_load_s(choice.winner_index) / target.speed.tier_load.factor,
         )
         if choice.prompt_query is not None:
             self.cache_state.add_request(
@@ -520,7 +520,7 @@ class RouterCore:
             self.registry.apply_worker_changes()
         if request.priority >= self._background_priority:
             self._background_targets[request.request_id] = target.name
-        target.routed_requests += 1
+        target.load.routed_requests += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 

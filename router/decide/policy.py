@@ -98,19 +98,19 @@ class KvCost:
         self.queue_waits_s = queue_waits_s
         self.step_waits_s = [target.estimate_step_wait_s(now) for target in targets]
         for target in targets:
-            wait_s = target.total_pending_prefill_s
-            if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress_s = (now - target.busy_since_s - target.fixed_step_share * target.step_s) / target.slowdown
+            load, queue = target.load, target.prefill_queue
+            wait_s = queue.total_prefill_s
+            if wait_s:  # as `Target.estimate_queue_s`, written out: this loop is a good part of what a decision costs
+                progress_s = (now - queue.busy_since_s - queue.fixed_step_share * target.step_s) / target.slowdown
                 if progress_s > 0.0:
-                    remaining_s, overdue_s = target.oldest_prefill_s - progress_s, target.OVERDUE_SHARE * progress_s
-                    wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_prefill_s
+                    remaining_s, overdue_s = queue.oldest_prefill_s - progress_s, target.OVERDUE_SHARE * progress_s
+                    wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - queue.oldest_prefill_s
             queue_waits_s.append(wait_s)
             if wait_s * target.slowdown < shortest_wait_s:
                 shortest_wait_s = wait_s * target.slowdown
-            work_rate += target.utilisation_scaled
-            arrival_rate += target.arrivals_scaled
-            if target.peer_load is not None:
-                utilisation += target.peer_load.utilisation
+            work_rate += load.utilisation_scaled
+            arrival_rate += load.arrivals_scaled
+            utilisation += target.peer_load.utilisation
         target_count = len(targets)
         if pool is not None:
             utilisation = pool.peer_utilisation
@@ -142,7 +142,8 @@ class KvCost:
         for i, (target, hit_tokens, wait_s) in enumerate(
             zip(self.targets, self.priced_cached_tokens, self.queue_waits_s)
         ):
-            prefill_s = target.prefill_rate * (prompt_tokens - hit_tokens) + target.quadratic_rate * (
+            speed, load = target.speed, target.load
+            prefill_s = speed.prefill_rate * (prompt_tokens - hit_tokens) + speed.quadratic_rate * (
                 prompt_tokens_squared - hit_tokens * hit_tokens
             )
             stall_s = 0.0
@@ -151,20 +152,19 @@ class KvCost:
                 prefill_s -= shared_discount * shared_prefill_s
                 stall_s = decode_weight * self.estimate_decode_stall_s(shared_prefill_s) * target.total_request_count
             cost = prefill_weight * prefill_s + wait_s
-            if wait_s and target.is_shortest_first:
+            if wait_s and target.prefill_queue.is_shortest_first:
                 cost = prefill_weight * prefill_s + self.estimate_shortest_first_s(target, hit_tokens, wait_s)
             if queued_ahead_s is not None:
                 cost += queued_ahead_s[i]
-            cost = target.slowdown * cost + utilisation_weight * target.utilisation_scaled
-            if target.peer_load is not None:
-                cost += config.utilisation_weight * target.peer_load.utilisation
+            cost = target.slowdown * cost + utilisation_weight * load.utilisation_scaled
+            cost += config.utilisation_weight * target.peer_load.utilisation
             if decode_weight:
-                context_s = target.decode_context_s * mean_context_tokens
-                decode_s = expected_tokens * (target.single_step_s + context_s)
+                context_s = speed.decode_context_s * mean_context_tokens
+                decode_s = expected_tokens * (speed.single_step_s + context_s)
                 running_count = target.total_request_count
                 if running_count:
                     overlap_tokens = expected_tokens
-                    mean_remaining_tokens = target.mean_remaining_output_tokens
+                    mean_remaining_tokens = load.mean_remaining_output_tokens
                     if mean_remaining_tokens < expected_tokens:
                         overlap_tokens *= 2.0 * mean_remaining_tokens / (mean_remaining_tokens + expected_tokens)
                     decode_s += overlap_tokens * (target.mutual_step_delay_s + running_count * context_s)
@@ -211,14 +211,11 @@ class KvCost:
         config, target, hit_tokens = self.config, self.targets[i], self.priced_cached_tokens[i]
         prefill_s = target.estimate_prefill_s(self.prompt_tokens, hit_tokens)
         queue_s, overtaken_count = self.queue_waits_s[i], 0
-        if target.is_shortest_first:
+        if target.prefill_queue.is_shortest_first:
             queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
-        utilisation = target.utilisation_scaled * self.utilisation_decay
-        decode_requests = target.decode_request_count
-        if target.peer_load is not None:
-            utilisation += target.peer_load.utilisation
-            decode_requests += target.peer_load.decode_requests
+        utilisation = target.load.utilisation_scaled * self.utilisation_decay + target.peer_load.utilisation
+        decode_requests = target.load.decode_request_count + target.peer_load.decode_requests
         tier_load_s = self.get_tier_load_s(i)
         pressure_s = self.pressures_s[i] if self.pressures_s is not None else 0.0
         shared_prefill_s = (
@@ -310,8 +307,8 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Fewest requests in flight, other routers' included; ties in turn."""
     request_counts = [
-        t.own_request_count + (t.peer_load.prefill_requests + t.peer_load.decode_requests if t.peer_load else 0)
-        for t in targets
+        target.load.request_count + target.peer_load.prefill_requests + target.peer_load.decode_requests
+        for target in targets
     ]
     fewest = min(request_counts)
     tied_candidates = [i for i, count in enumerate(request_counts) if count == fewest]

@@ -351,8 +351,8 @@ def make_worker_snapshot(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
 ) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service = target.service
-    peer = target.peer_load
+    service = target.speed.service
+    load, peer = target.load, target.peer_load
     reported_load = target.reported_load
     external = target.make_external_peer_load()
     return WorkerSnapshot(
@@ -364,14 +364,14 @@ def make_worker_snapshot(
         models=sorted(worker.models),
         roles=sorted(worker.spec.roles),
         cache_view=worker.spec.cache_view.value,
-        prefilling=len(target.prefilling_requests),
-        decoding=target.decode_request_count,
-        peer_prefilling=(peer.prefill_requests if peer else 0) - (external.prefill_requests if external else 0),
-        peer_decoding=(peer.decode_requests if peer else 0) - (external.decode_requests if external else 0),
+        prefilling=len(target.prefill_queue.requests),
+        decoding=load.decode_request_count,
+        peer_prefilling=peer.prefill_requests - (external.prefill_requests if external else 0),
+        peer_decoding=peer.decode_requests - (external.decode_requests if external else 0),
         engine_load=reported_load.latest if reported_load is not None else None,
         external_requests=external.prefill_requests + external.decode_requests if external else 0,
-        cache_tokens=target.kv_capacity_tokens,
-        prefill_order="shortest" if target.is_shortest_first else "arrival",
+        cache_tokens=target.capacity.kv_tokens,
+        prefill_order="shortest" if target.prefill_queue.is_shortest_first else "arrival",
         queue_s=target.estimate_queue_s(now),
         utilisation=tracker.compute_utilisation(target, now),
         slowdown=target.slowdown,
@@ -380,11 +380,11 @@ def make_worker_snapshot(
             "quadratic_tokens": service.quadratic_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
-            "load_factor": target.tier_load_speed.factor,
-            "observations": target.speeds.get_observation_count(target.name),
+            "load_factor": target.speed.tier_load.factor,
+            "observations": target.speed.pool.get_observation_count(target.name),
         },
-        routed_requests=target.routed_requests,
-        predicted_cached_tokens=target.predicted_cached_tokens,
-        reported_cached_tokens=target.reported_cached_tokens,
+        routed_requests=load.routed_requests,
+        predicted_cached_tokens=load.predicted_cached_tokens,
+        reported_cached_tokens=load.reported_cached_tokens,
         alarms=alarms,
     )

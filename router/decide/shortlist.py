@@ -141,18 +141,17 @@ class LoadOrder:
         prompt_tokens, answer_tokens = int(self.typical.prompt_tokens), self.typical.answer_tokens
         computed_tokens = int(self.typical.computed_tokens)
         prefill_s = target.estimate_prefill_s(prompt_tokens, prompt_tokens - computed_tokens)
-        wait_s = target.total_pending_prefill_s - 0.5 * target.oldest_prefill_s
-        if target.is_shortest_first:
+        wait_s = target.prefill_queue.total_prefill_s - 0.5 * target.prefill_queue.oldest_prefill_s
+        if target.prefill_queue.is_shortest_first:
             before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
             wait_s = before_s + overtaken_count * prefill_s
         cost_s = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
-        cost_s += self._config.utilisation_weight * target.utilisation_scaled * factor
+        cost_s += self._config.utilisation_weight * target.load.utilisation_scaled * factor
         if target.total_request_count:
             cost_s += 0.5 * target.step_s
-        if target.peer_load is not None:
-            cost_s += self._config.utilisation_weight * target.peer_load.utilisation
-        if target.kv_capacity_tokens and target.free_kv_tokens < computed_tokens:
-            cost_s += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.kv_capacity_tokens)
+        cost_s += self._config.utilisation_weight * target.peer_load.utilisation
+        if target.capacity.kv_tokens and target.free_kv_tokens < computed_tokens:
+            cost_s += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.capacity.kv_tokens)
         return cost_s + self._config.decode_weight * target.estimate_decode_s(prompt_tokens, answer_tokens)
 
     def check_invariants(self) -> None:
@@ -166,6 +165,5 @@ class LoadOrder:
 
 def _summed_load(target: Target) -> SummedLoad:
     """What it adds to the sums."""
-    peer = target.peer_load
-    utilisation = peer.utilisation if peer is not None else 0.0
-    return SummedLoad(target.utilisation_scaled, target.arrivals_scaled, utilisation, target.own_request_count)
+    load = target.load
+    return SummedLoad(load.utilisation_scaled, load.arrivals_scaled, target.peer_load.utilisation, load.request_count)

@@ -21,8 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import msgspec
+
 from router.decide.config import LearnConfig, ServiceModel
 
+_INTERVAL_TOKENS_MAX, _INTERVAL_STEPS_MAX = 4.0, 16
+"""An interval of so many steps' tokens, or of so many steps, is not made longer."""
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
 _SPREAD = (3.0, 1.0, 1.0, 3.0)
 """How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
@@ -364,6 +368,136 @@ class TierLoadSpeed:
         self._recent.append(min(max(excess_s / tier_load_s, _RATIO_MIN), _RATIO_MAX))
         if len(self._recent) >= _TIER_LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
+
+
+class WorkTotals(msgspec.Struct, eq=False):
+    """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
+
+    updated_at_s: float = 0.0
+    decode_request_seconds: float = 0.0
+    """Decoding requests, over time."""
+    context_token_seconds: float = 0.0
+    uncached_tokens: float = 0.0
+    """Prefilled, of all first tokens so far."""
+    quadratic_work: float = 0.0
+
+    def observe_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int, is_complete: bool) -> Observation:
+        """What was done after `start`, in so many steps."""
+        return Observation(
+            elapsed_s=elapsed_s,
+            uncached_tokens=self.uncached_tokens - start.uncached_tokens,
+            quadratic_work=self.quadratic_work - start.quadratic_work,
+            steps=step_count,
+            decode_requests=(self.decode_request_seconds - start.decode_request_seconds) / elapsed_s,
+            decode_context_tokens=(self.context_token_seconds - start.context_token_seconds) / elapsed_s,
+            is_complete=is_complete,
+            relative_noise=0.1 if is_complete else 0.5,
+        )
+
+
+@dataclass(slots=True)
+class PrefillInterval:
+    """First tokens of one engine step, or of several where a step may have begun a prompt that the next one ended:
+    before they are learned from."""
+
+    start_s: float
+    end_s: float
+    uncached_tokens: int
+    quadratic_work: float
+    decode_requests: float
+    decode_context_tokens: float
+    is_usable: bool
+    waited_steps: float = 0.0
+    """Who comes while others decode waits for half a step, on average, before its own."""
+    last_step_start_s: float = 0.0
+    """When its last step began, about."""
+    step_count: int = 1
+    tier_load_s: float = 0.0
+    """By the configured rates, of all its requests."""
+    estimated_tier_load_s: float = 0.0
+    """What of it is taken to be loading."""
+    sample: WorkerSample | None = None
+    """What was learned from it, once it was."""
+
+    def can_add_step(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
+        """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the
+        next prompt what its budget leaves. What the two steps did is known together; of many tokens it is little."""
+        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
+        return has_room and routed_s <= self.last_step_start_s and since_s <= self.end_s
+
+    def add_step(self, decode_requests: float, decode_context: float) -> None:
+        """Another step belongs to it, beside so many decodes; it began when the last one ended."""
+        self.last_step_start_s, step_count = self.end_s, self.step_count + 1
+        self.decode_requests += (decode_requests - self.decode_requests) / step_count
+        self.decode_context_tokens += (decode_context - self.decode_context_tokens) / step_count
+        self.step_count = step_count
+
+    def to_observation(self, step_tokens: int) -> Observation:
+        """What it teaches of a worker whose steps have so many prefill tokens."""
+        return Observation(
+            elapsed_s=self.end_s - self.start_s - self.estimated_tier_load_s,
+            uncached_tokens=self.uncached_tokens,
+            quadratic_work=self.quadratic_work,
+            steps=max(float(self.step_count), self.uncached_tokens / step_tokens) + self.waited_steps,
+            decode_requests=self.decode_requests,
+            decode_context_tokens=self.decode_context_tokens,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Speed:
+    """How fast one target is: the service model in use, unpacked, as it is read for every request, and what is being
+    observed of the target."""
+
+    pool: PoolSpeeds
+    target_name: str
+    tier_load: TierLoadSpeed = field(default_factory=TierLoadSpeed)
+    work_totals: WorkTotals = field(default_factory=WorkTotals)
+    last_step_observation_s: float = -math.inf
+    open_prefill_interval: PrefillInterval | None = None
+    service: ServiceModel = field(init=False)
+    prefill_rate: float = 0.0
+    """a"""
+    quadratic_rate: float = 0.0
+    """a / (2 * Lq)"""
+    step_s: float = 0.0
+    """Fixed time of a step."""
+    decode_request_s: float = 0.0
+    decode_context_s: float = 0.0
+    single_step_s: float = 0.0
+    """Time of a step of one sequence without its context."""
+    step_prefill_s: float = 0.0
+    """Time of a step's prefill tokens at an empty context."""
+
+    def __post_init__(self) -> None:
+        self.pool.add_worker(self.target_name)
+        self.set_service_model(self.pool.make_service_model(self.target_name))
+
+    def set_service_model(self, service: ServiceModel) -> None:
+        """The target is as fast as `service` says."""
+        self.service = service
+        self.prefill_rate = service.prefill_s_per_token
+        self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
+        self.step_s = service.step_s
+        self.decode_request_s = service.decode_request_s
+        self.decode_context_s = service.decode_context_s
+        self.single_step_s = service.step_s + self.decode_request_s
+        self.step_prefill_s = self.prefill_rate * service.step_tokens
+
+    def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
+        """Return P, the seconds that the uncached part of a prompt takes."""
+        quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
+        return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
+
+    def predict_step_s(self, observation: Observation) -> float:
+        """Return the time of a decode step in such an interval."""
+        step_s = self.step_s + self.decode_request_s * observation.decode_requests
+        return step_s + self.decode_context_s * observation.decode_context_tokens
+
+    def predict_interval_s(self, observation: Observation) -> float:
+        """Return the time that such an interval takes here, as far as is known."""
+        prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic_work
+        return prefill_s + self.predict_step_s(observation) * observation.steps
 
 
 def _scale_model(model: ServiceModel, factor: float) -> ServiceModel:

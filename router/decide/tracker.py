@@ -18,10 +18,11 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.load import PeerLoad, merge_peer_loads
 from router.decide.reported_load import MISMATCHES_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeeds
-from router.decide.target import InFlightRequest, PeerLoad, PrefillInterval, RequestPhase, Target, merge_peer_loads
+from router.decide.speed import PoolSpeeds, PrefillInterval
+from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
 _SAME_STEP_S: Final = 0.004
@@ -78,7 +79,7 @@ class LoadTracker:
         """Its requests in flight stay known by id until they end; they no longer count anywhere."""
         target = self.targets.pop(name, None)
         if target is not None:
-            target.speeds.remove_worker(name)
+            target.speed.pool.remove_worker(name)
         self.changed_targets.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -97,12 +98,13 @@ class LoadTracker:
         """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `tier_load_s`:
         to fetch what lies on slower tiers, by the configured rates."""
         assert request_id not in self.in_flight_requests, f"request {request_id} is already in flight"
+        load, prefill_queue = target.load, target.prefill_queue
         prefill_s = target.estimate_prefill_s(prompt_tokens, cached_tokens)
         target.record_queue_progress(now)
         request = InFlightRequest(
             request_id=request_id,
             target=target,
-            send_index=target.next_send_index,
+            send_index=prefill_queue.next_send_index,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             expected_output_tokens=expected_tokens,
@@ -116,20 +118,19 @@ class LoadTracker:
             request.load_expectation = self._make_load_expectation(request, target.reported_load, now)
         if not stream:
             heapq.heappush(self._estimated_first_token_heap, (now + request.expected_ttft_s, request_id))
-        target.next_send_index += 1
+        prefill_queue.next_send_index += 1
         self.in_flight_requests[request_id] = request
         self._mark_changed(target)
-        target.prefilling_requests[request_id] = request
-        target.own_pending_prefill_s += request.prefill_s
-        target.own_request_count += 1
-        target.pending_prompt_tokens += prompt_tokens
-        target.remaining_output_tokens += expected_tokens
+        prefill_queue.add(request)
+        load.request_count += 1
+        load.pending_prompt_tokens += prompt_tokens
+        load.remaining_output_tokens += expected_tokens
         target.recompute_decode_load()
         target.recompute_queue()
         window_s = self.cost.utilisation_window_s
         growth = math.exp((now - self._update_decay_epoch(now)) / window_s)
-        target.utilisation_scaled += request.prefill_s / window_s * growth
-        target.arrivals_scaled += growth / window_s
+        load.utilisation_scaled += request.prefill_s / window_s * growth
+        load.arrivals_scaled += growth / window_s
         return request
 
     def record_first_token(self, request_id: str, now: float) -> InFlightRequest | None:
@@ -144,7 +145,7 @@ class LoadTracker:
             self._merge_peer_load(request.target)
         self._observe_first_token(request, now)
         self._start_decode(request, now)
-        request.target.last_step_at_s = now
+        request.target.load.last_step_at_s = now
         request.target.learn_max_num_seqs(now - request.routed_at_s, request.expected_ttft_s, now)
         return request
 
@@ -156,14 +157,14 @@ class LoadTracker:
             return
         request.output_tokens = output_tokens
         context_tokens = request.prompt_tokens + output_tokens
-        request.target.decode_context_tokens += context_tokens - request.context_tokens
+        request.target.load.decode_context_tokens += context_tokens - request.context_tokens
         request.context_tokens = context_tokens
         request.target.recompute_decode_load()
         target = request.target
         if (
             at_s is not None
-            and not target.prefilling_requests
-            and at_s - target.last_step_observation_s >= target.speeds.step_observation_interval_s
+            and not target.prefill_queue.requests
+            and at_s - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
         ):
             self._observe_steps(request, output_tokens - request.observed_output_tokens, at_s)
 
@@ -176,33 +177,34 @@ class LoadTracker:
         request = self.in_flight_requests.pop(request_id, None)
         if request is None:
             return
-        target = request.target
+        target, load = request.target, request.target.load
         self._mark_changed(target)
         target.advance_work_totals(now)
         target.record_queue_progress(now)
-        target.own_request_count -= 1
-        target.last_request_end_s = now
+        load.request_count -= 1
+        load.last_request_end_s = now
         if is_computed:
-            target.last_step_at_s = now
+            load.last_step_at_s = now
         # Recomputed when empty, so that rounding never accumulates.
-        target.remaining_output_tokens = (
-            target.remaining_output_tokens - request.expected_output_tokens if target.own_request_count else 0.0
+        load.remaining_output_tokens = (
+            load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
         if request.phase is RequestPhase.PREFILL:
-            if self._remove_from_prefill(request):
-                target.oldest_prefill_since_s = now
+            load.pending_prompt_tokens -= request.prompt_tokens
+            if target.prefill_queue.remove(request):
+                target.prefill_queue.oldest_since_s = now
         else:
-            target.decode_request_count -= 1
-            target.decode_context_tokens -= request.context_tokens
+            load.decode_request_count -= 1
+            load.decode_context_tokens -= request.context_tokens
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
             window_s = self.cost.utilisation_window_s
             growth = math.exp((request.routed_at_s - self._update_decay_epoch(now)) / window_s)
-            target.utilisation_scaled = max(0.0, target.utilisation_scaled - request.prefill_s / window_s * growth)
+            load.utilisation_scaled = max(0.0, load.utilisation_scaled - request.prefill_s / window_s * growth)
         if reported_cached is not None:
-            target.predicted_cached_tokens += request.cached_tokens
-            target.reported_cached_tokens += reported_cached
+            load.predicted_cached_tokens += request.cached_tokens
+            load.reported_cached_tokens += reported_cached
             if request.prefill_interval is not None:
                 self._correct_observation(request, request.prefill_interval, reported_cached)
 
@@ -234,7 +236,7 @@ class LoadTracker:
         """Nothing was heard of a pool yet: that tells something too."""
         oldest_requests = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
         targets = {
-            request.target.name: request.target for request in oldest_requests if request.target.speeds is speeds
+            request.target.name: request.target for request in oldest_requests if request.target.speed.pool is speeds
         }
         overdue_ratios = [
             ratio for target in targets.values() if (ratio := target.compute_overdue_ratio(now)) is not None
@@ -243,35 +245,24 @@ class LoadTracker:
             self._apply_learned_models(next(iter(targets.values())), speeds.raise_prior(overdue_ratios))
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
-        target = request.target
+        target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue
         self._mark_changed(target)
         target.record_queue_progress(now)
-        self._remove_from_prefill(request)
+        prefill_queue.remove(request)
+        load.pending_prompt_tokens -= request.prompt_tokens
         target.advance_work_totals(now)
-        target.oldest_prefill_since_s = max(target.oldest_prefill_since_s, now)
+        prefill_queue.oldest_since_s = max(prefill_queue.oldest_since_s, now)
         request.phase = RequestPhase.DECODE
         request.context_tokens = request.prompt_tokens
-        target.decode_request_count += 1
-        target.decode_context_tokens += request.context_tokens
-        totals = target.work_totals
+        load.decode_request_count += 1
+        load.decode_context_tokens += request.context_tokens
+        totals = target.speed.work_totals
         totals.uncached_tokens += request.prompt_tokens - request.cached_tokens
         totals.quadratic_work += float(request.prompt_tokens**2 - request.cached_tokens**2)
         if request.is_streaming:
             request.decode_start_totals = msgspec.structs.replace(totals)
         target.recompute_decode_load()
         target.recompute_queue()
-
-    def _remove_from_prefill(self, request: InFlightRequest) -> bool:
-        """Take a request's P off; True where it was the oldest."""
-        target = request.target
-        was_oldest = next(iter(target.prefilling_requests)) == request.request_id
-        del target.prefilling_requests[request.request_id]
-        target.pending_prompt_tokens -= request.prompt_tokens
-        # Recomputed when empty, so that rounding never accumulates.
-        target.own_pending_prefill_s = (
-            target.own_pending_prefill_s - request.prefill_s if target.prefilling_requests else 0.0
-        )
-        return was_oldest
 
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
@@ -281,9 +272,7 @@ class LoadTracker:
     def compute_utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
         factor = self.compute_utilisation_decay(now)  # first: it may rescale what it is multiplied with
-        return target.utilisation_scaled * factor + (
-            target.peer_load.utilisation if target.peer_load is not None else 0.0
-        )
+        return target.load.utilisation_scaled * factor + target.peer_load.utilisation
 
     def _update_decay_epoch(self, now: float) -> float:
         """Decay is kept as one growing factor for all; start over before it overflows."""
@@ -293,8 +282,8 @@ class LoadTracker:
         elif now - self._epoch_s > _RESCALE_WINDOWS * window_s:
             factor = math.exp(-(now - self._epoch_s) / window_s)
             for target in self.targets.values():
-                target.utilisation_scaled *= factor
-                target.arrivals_scaled *= factor
+                target.load.utilisation_scaled *= factor
+                target.load.arrivals_scaled *= factor
             self._epoch_s = now
             for order in self.load_orders:
                 order.rebuild(1.0)
@@ -305,28 +294,24 @@ class LoadTracker:
         """Time from when the worker turned to this request until its first token: one observation, or part of one."""
         if not request.is_streaming:
             return
-        target = request.target
-        if target.is_shortest_first:
-            is_in_turn = request.send_index > target.last_answered_send_index
-            target.last_answered_send_index = max(request.send_index, target.last_answered_send_index)
+        target, prefill_queue = request.target, request.target.prefill_queue
+        if prefill_queue.is_shortest_first:
+            is_in_turn = request.send_index > prefill_queue.last_answered_send_index
+            prefill_queue.last_answered_send_index = max(request.send_index, prefill_queue.last_answered_send_index)
         else:
-            is_in_turn = next(iter(target.prefilling_requests)) == request.request_id
-        is_alone = (target.peer_load is None or target.peer_load.prefill_s <= 0.0) and target.external_load is None
+            is_in_turn = next(iter(prefill_queue.requests)) == request.request_id
+        is_alone = target.peer_load.prefill_s <= 0.0 and target.external_load is None
         uncached_tokens = request.prompt_tokens - request.cached_tokens
         quadratic_work = float(request.prompt_tokens**2 - request.cached_tokens**2)
-        interval = target.open_prefill_interval
-        oldest_since_s = (
-            target.oldest_prefill_since_s
-            if target.peer_load is None
-            else max(target.oldest_prefill_since_s, target.peer_load.oldest_prefill_since_s)
-        )
+        interval = target.speed.open_prefill_interval
+        oldest_since_s = max(prefill_queue.oldest_since_s, target.peer_load.oldest_prefill_since_s)
         joins_interval = interval is not None and now - interval.end_s <= _SAME_STEP_S
         if interval is not None and not joins_interval:
             joins_interval = is_in_turn and interval.can_add_step(
-                request.routed_at_s, oldest_since_s, target.service.step_tokens
+                request.routed_at_s, oldest_since_s, target.speed.service.step_tokens
             )
             if joins_interval:
-                interval.add_step(target.decode_request_count, target.decode_context_tokens)
+                interval.add_step(target.load.decode_request_count, target.load.decode_context_tokens)
         if interval is not None and joins_interval:
             interval.end_s = now
             interval.uncached_tokens += uncached_tokens
@@ -336,15 +321,15 @@ class LoadTracker:
             request.prefill_interval = interval
             return
         self.close_interval(target)
-        steps_waited = 0.5 if target.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
+        steps_waited = 0.5 if target.load.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
         start_s = max(oldest_since_s, request.routed_at_s)
-        request.prefill_interval = target.open_prefill_interval = PrefillInterval(
+        request.prefill_interval = target.speed.open_prefill_interval = PrefillInterval(
             start_s=start_s,
             end_s=now,
             uncached_tokens=uncached_tokens,
             quadratic_work=quadratic_work,
-            decode_requests=target.decode_request_count,
-            decode_context_tokens=target.decode_context_tokens,
+            decode_requests=target.load.decode_request_count,
+            decode_context_tokens=target.load.decode_context_tokens,
             is_usable=is_in_turn and is_alone,
             waited_steps=steps_waited,
             last_step_start_s=start_s + (now - start_s) * steps_waited / (1.0 + steps_waited),
@@ -374,38 +359,38 @@ class LoadTracker:
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return
-        observation = target.work_totals.observe_since(
-            start_totals, elapsed_s, step_count=step_count, is_complete=not target.prefilling_requests
+        observation = target.speed.work_totals.observe_since(
+            start_totals, elapsed_s, step_count=step_count, is_complete=not target.prefill_queue.requests
         )
-        request.decode_start_totals = msgspec.structs.replace(target.work_totals, updated_at_s=now)
+        request.decode_start_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
         if request.load_expectation is not None and target.reported_load is not None:
             target.compare_with_expectation(request.load_expectation, observation)
             self._merge_peer_load(target)
         if (
             target.external_load is None
-            and now - target.last_step_observation_s >= target.speeds.step_observation_interval_s
+            and now - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
         ):
-            target.last_step_observation_s = now
-            changed_names, _ = target.speeds.observe(target.name, observation)
+            target.speed.last_step_observation_s = now
+            changed_names, _ = target.speed.pool.observe(target.name, observation)
             self._apply_learned_models(target, changed_names)
 
     def close_interval(self, target: Target) -> None:
         """Close the open interval and learn from it."""
-        interval = target.open_prefill_interval
-        target.open_prefill_interval = None
+        interval = target.speed.open_prefill_interval
+        target.speed.open_prefill_interval = None
         if interval is None or not interval.is_usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
         if interval.tier_load_s:
-            observation = interval.to_observation(target.service.step_tokens)
-            target.tier_load_speed.observe(
-                interval.tier_load_s, observation.elapsed_s - target.predict_interval_s(observation)
+            observation = interval.to_observation(target.speed.service.step_tokens)
+            target.speed.tier_load.observe(
+                interval.tier_load_s, observation.elapsed_s - target.speed.predict_interval_s(observation)
             )
             interval.estimated_tier_load_s = min(
-                interval.tier_load_s * target.tier_load_speed.factor, 0.9 * observation.elapsed_s
+                interval.tier_load_s * target.speed.tier_load.factor, 0.9 * observation.elapsed_s
             )
-        changed_names, interval.sample = target.speeds.observe(
-            target.name, interval.to_observation(target.service.step_tokens)
+        changed_names, interval.sample = target.speed.pool.observe(
+            target.name, interval.to_observation(target.speed.service.step_tokens)
         )
         self._apply_learned_models(target, changed_names)
 
@@ -418,34 +403,35 @@ class LoadTracker:
         interval.quadratic_work += float(request.cached_tokens**2 - cached_tokens**2)
         target = request.target
         if interval.sample is not None and self.targets.get(target.name) is target:
-            observation = interval.to_observation(target.service.step_tokens)
-            self._apply_learned_models(target, target.speeds.correct(interval.sample, observation))
+            observation = interval.to_observation(target.speed.service.step_tokens)
+            self._apply_learned_models(target, target.speed.pool.correct(interval.sample, observation))
             interval.sample = None  # a lesson is corrected once; steps of several corrected requests are rare
 
     def _apply_learned_models(self, target: Target, target_names: list[str]) -> None:
         """Give the targets of one pool what was newly learned of them."""
         for name in target_names:
             changed_target = self.targets.get(name)
-            if changed_target is not None and changed_target.speeds is target.speeds:
-                changed_target.set_service_model(changed_target.speeds.make_service_model(name))
+            if changed_target is not None and changed_target.speed.pool is target.speed.pool:
+                changed_target.set_service_model(changed_target.speed.pool.make_service_model(name))
                 self._merge_peer_load(changed_target)
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
         """This router's own part of a target's load."""
-        oldest_request = next(iter(target.prefilling_requests.values()), None)
+        load, prefill_queue = target.load, target.prefill_queue
+        oldest_request = next(iter(prefill_queue.requests.values()), None)
         factor = self.compute_utilisation_decay(now)
         return PeerLoad(
-            prefill_s=target.own_pending_prefill_s,
-            prefill_requests=len(target.prefilling_requests),
+            prefill_s=prefill_queue.own_prefill_s,
+            prefill_requests=len(prefill_queue.requests),
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
             oldest_routed_s=oldest_request.routed_at_s if oldest_request else now,
-            oldest_prefill_since_s=target.oldest_prefill_since_s,
-            decode_requests=target.decode_request_count,
-            decode_context_tokens=target.decode_context_tokens,
-            utilisation=target.utilisation_scaled * factor,
+            oldest_prefill_since_s=prefill_queue.oldest_since_s,
+            decode_requests=load.decode_request_count,
+            decode_context_tokens=load.decode_context_tokens,
+            utilisation=load.utilisation_scaled * factor,
             updated_s=now,
-            prefill_rate=target.prefill_rate,
+            prefill_rate=target.speed.prefill_rate,
         )
 
     def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, is_full: bool = True) -> None:
@@ -461,25 +447,26 @@ class LoadTracker:
                 self._merge_peer_load(self.targets[name])
 
     # Engines that tell of their load -------------------------------------------------------------------------------
-    def record_engine_load(self, name: str, load: EngineLoad | None, now: float, *, in_flight: int) -> None:
+    def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
         """What a target's engine says; None: it was asked in vain. `in_flight`: our requests when it was asked."""
         target = self.targets.get(name)
-        if target is None or (load is None and target.reported_load is None):
+        if target is None or (engine_load is None and target.reported_load is None):
             return
+        load = target.load
         reported_load = target.reported_load = target.reported_load or ReportedLoad()
-        previous_external_load, in_flight = reported_load.trusted_external, max(in_flight, target.own_request_count)
-        kv_tokens = target.decode_context_tokens + target.pending_prompt_tokens - target.duplicate_prompt_tokens
+        previous_external_load, in_flight = reported_load.trusted_external, max(in_flight, load.request_count)
+        kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
         for peer_loads in self._peer_loads_by_router.values():
             if (peer_load := peer_loads.get(name)) is not None:
                 in_flight += peer_load.decode_requests + peer_load.prefill_requests
                 kv_tokens += peer_load.decode_context_tokens
         reported_load.update(
-            load,
+            engine_load,
             now,
             in_flight=in_flight,
-            max_num_seqs=target.max_num_seqs,
+            max_num_seqs=target.capacity.max_num_seqs,
             kv_tokens=kv_tokens,
-            capacity=target.kv_capacity_tokens,
+            capacity=target.capacity.kv_tokens,
         )
         if reported_load.trusted_external != previous_external_load:
             target.advance_work_totals(now)
@@ -508,9 +495,7 @@ class LoadTracker:
         external_load = target.make_external_peer_load()
         if external_load is not None:
             loads.append(external_load)
-        target.peer_load = merge_peer_loads(loads, target.prefill_rate) if loads else None
-        target.recompute_decode_load()
-        target.recompute_queue()
+        target.set_peer_load(merge_peer_loads(loads, target.speed.prefill_rate))
         for order in self.load_orders:
             order.mark_changed(target)
 
@@ -518,42 +503,43 @@ class LoadTracker:
     def check_invariants(self) -> None:
         """Every sum equals what it sums."""
         for target in self.targets.values():
+            load, queue = target.load, target.prefill_queue
             requests = [f for f in self.in_flight_requests.values() if f.target is target]
             decoding_requests = [f for f in requests if f.phase is RequestPhase.DECODE]
             prefilling_ids = [f.request_id for f in requests if f.phase is RequestPhase.PREFILL]
-            assert target.own_request_count == len(requests), (
-                f"{target.name}: {target.own_request_count} requests, {len(requests)} known"
+            assert load.request_count == len(requests), (
+                f"{target.name}: {load.request_count} requests, {len(requests)} known"
             )
-            assert sorted(target.prefilling_requests) == sorted(prefilling_ids), f"{target.name}: prefills differ"
+            assert sorted(queue.requests) == sorted(prefilling_ids), f"{target.name}: prefills differ"
             assert math.isclose(
-                target.own_pending_prefill_s,
-                sum(f.prefill_s for f in target.prefilling_requests.values()),
+                queue.own_prefill_s,
+                sum(f.prefill_s for f in queue.requests.values()),
                 abs_tol=1e-6,
             )
-            assert target.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
-            assert target.pending_prompt_tokens == sum(f.prompt_tokens for f in target.prefilling_requests.values())
+            assert load.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
+            assert load.pending_prompt_tokens == sum(f.prompt_tokens for f in queue.requests.values())
             assert math.isclose(
-                target.remaining_output_tokens, sum(f.expected_output_tokens for f in requests), abs_tol=1e-3
+                load.remaining_output_tokens, sum(f.expected_output_tokens for f in requests), abs_tol=1e-3
             )
             cached_values = (
                 target.slowdown,
-                target.total_pending_prefill_s,
-                target.busy_since_s,
-                target.oldest_prefill_s,
+                queue.total_prefill_s,
+                queue.busy_since_s,
+                queue.oldest_prefill_s,
                 target.mutual_step_delay_s,
             )
             target.recompute_decode_load()
             target.recompute_queue()
             fresh_values = (
                 target.slowdown,
-                target.total_pending_prefill_s,
-                target.busy_since_s,
-                target.oldest_prefill_s,
+                queue.total_prefill_s,
+                queue.busy_since_s,
+                queue.oldest_prefill_s,
                 target.mutual_step_delay_s,
             )
             assert cached_values == fresh_values, (
                 f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
             )
-            assert target.decode_context_tokens == sum(f.context_tokens for f in decoding_requests), (
+            assert load.decode_context_tokens == sum(f.context_tokens for f in decoding_requests), (
                 f"{target.name}: context"
             )

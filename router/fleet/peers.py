@@ -20,7 +20,7 @@ import zmq
 
 from events.frames import HANDSHAKE_MS_MAX
 from prompts.errors import RequestError
-from router.decide.target import PeerLoad
+from router.decide.load import PeerLoad
 from router.decide.tracker import LoadTracker
 
 log = logging.getLogger("router")

@@ -134,7 +134,7 @@ class Recorder:
     def _cache_tokens(self, worker_id: str, declared_tokens: int | None) -> int | None:
         if declared_tokens is not None:
             return declared_tokens
-        target_tokens = [target.observed_kv_capacity_tokens for target in self.core.registry.get_targets(worker_id)]
+        target_tokens = [target.capacity.observed_kv_tokens for target in self.core.registry.get_targets(worker_id)]
         return sum(tokens or 0 for tokens in target_tokens) or None
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:

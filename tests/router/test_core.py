@@ -698,8 +698,12 @@ class Books(RuleBasedStateMachine):
         assert not self.core.tracker.in_flight_requests
         assert not self.index.pins
         for target in self.core.tracker.targets.values():
-            assert (target.own_request_count, target.decode_request_count, target.decode_context_tokens) == (0, 0, 0)
-            assert target.own_pending_prefill_s == 0.0
+            assert (target.load.request_count, target.load.decode_request_count, target.load.decode_context_tokens) == (
+                0,
+                0,
+                0,
+            )
+            assert target.prefill_queue.own_prefill_s == 0.0
         snapshot = self.core.snapshot(self.now + 10.0)
         assert (snapshot.queued_requests, snapshot.in_flight) == (0, 0)
 

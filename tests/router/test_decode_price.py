@@ -73,7 +73,7 @@ def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> N
         now = i * 0.05
         send(core, make_request(f"r{i}", i), now)
         core.record_first_token(f"r{i}", now + 0.04)
-    running = [target.own_request_count for target in core.tracker.targets.values()]
+    running = [target.load.request_count for target in core.tracker.targets.values()]
     assert max(running) <= 1.25 * 50, running
 
 
@@ -238,15 +238,15 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
         core.check_invariants()
     for target in core.tracker.targets.values():
         counters = (
-            target.own_request_count,
-            target.remaining_output_tokens,
-            target.pending_prompt_tokens,
-            target.decode_context_tokens,
-            target.duplicate_prompt_tokens,
+            target.load.request_count,
+            target.load.remaining_output_tokens,
+            target.load.pending_prompt_tokens,
+            target.load.decode_context_tokens,
+            target.load.duplicate_prompt_tokens,
         )
         assert counters == (0, 0.0, 0, 0, 0)
-        assert target.running_chunk_counts is not None
-        assert not target.running_chunk_counts.counts()
+        assert target.load.running_chunk_counts is not None
+        assert not target.load.running_chunk_counts.counts()
         assert target.free_kv_tokens == 20_000
 
 
@@ -346,5 +346,5 @@ def test_nobody_waits_for_a_seat_while_another_worker_has_one(is_limit_known: bo
         model = (ServedModel("m", "m"),)
         core.add_worker(WorkerSpec("w0", "http://w0", models=model, max_num_seqs=8), 0.0)
     waits = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
-    assert core.tracker.targets["w0"].max_num_seqs == 8
+    assert core.tracker.targets["w0"].capacity.max_num_seqs == 8
     assert sum(waits.values()) <= 5, waits

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.load import NO_PEER_LOAD
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
@@ -65,10 +66,10 @@ def test_two_routers_see_what_one_would(
         books, targets = pair[i]
         for target, single_target in zip(targets, all_targets):
             at = now + offset[i]
-            in_flight = target.own_request_count + (
-                target.peer_load.prefill_requests + target.peer_load.decode_requests if target.peer_load else 0
+            in_flight = target.load.request_count + (
+                target.peer_load.prefill_requests + target.peer_load.decode_requests
             )
-            assert in_flight == single_target.own_request_count
+            assert in_flight == single_target.load.request_count
             assert target.slowdown == pytest.approx(single_target.slowdown)
             assert books.compute_utilisation(target, at) == pytest.approx(
                 single_tracker.compute_utilisation(single_target, now), rel=1e-3, abs=1e-5
@@ -95,7 +96,7 @@ def test_work_is_told_whatever_each_learned() -> None:
     assert targets[0].estimate_queue_s(0.0) == pytest.approx(targets[0].estimate_prefill_s(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].estimate_queue_s(60.0) == pytest.approx(late_s)
-    assert targets[0].peer_load is not None
+    assert targets[0].peer_load is not NO_PEER_LOAD
     assert targets[0].peer_load.utilisation == pytest.approx(targets[0].estimate_prefill_s(8000, 0) / 60.0)
 
 
@@ -106,18 +107,18 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     loads.apply_message(message, 0.0)
-    assert targets[0].peer_load is not None
+    assert targets[0].peer_load is not NO_PEER_LOAD
     fresh, _ = tracker()
     restart_message = PeerLoads(fresh, "you").next_message(1.0)
     assert restart_message is not None
     loads.apply_message(restart_message, 1.0)
-    assert targets[0].peer_load is None, "the new life has nothing in flight"
+    assert targets[0].peer_load is NO_PEER_LOAD, "the new life has nothing in flight"
     loads.apply_message(message, 1.5)
     loads.expire(3.0)
     assert list(loads._peers) == ["you"]
     loads.expire(4.0)
     assert list(loads._peers) == []
-    assert targets[0].peer_load is None
+    assert targets[0].peer_load is NO_PEER_LOAD
     assert loads.stats.expired == 1
 
 
@@ -126,13 +127,13 @@ def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", PeerConfig(heartbeat_s=1.0))
     their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     loads.apply_message(other.next_message(0.0) or b"", 0.0)
-    assert targets[0].total_pending_prefill_s > 0.0
+    assert targets[0].prefill_queue.total_prefill_s > 0.0
     their_tracker.end_request("a", 0.1)
     assert other.next_message(0.1) is not None, "this one is lost"
     full = other.next_message(1.1)
     assert full is not None
     loads.apply_message(full, 1.1)
-    assert targets[0].total_pending_prefill_s == 0.0
+    assert targets[0].prefill_queue.total_prefill_s == 0.0
 
 
 def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
@@ -151,7 +152,7 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     loads.apply_message(msgspec.msgpack.encode(LoadMessage(99, "x", "e", 1, True, [])), 0.3)
     loads.apply_message(loads.next_message(0.3) or b"", 0.3)
     assert (loads.stats.late, loads.stats.malformed, loads.stats.received) == (1, 2, 1)
-    assert targets[0].peer_load is not None
+    assert targets[0].peer_load is not NO_PEER_LOAD
 
 
 def test_nothing_is_said_when_nothing_changed() -> None:
@@ -175,12 +176,12 @@ def test_over_real_sockets() -> None:
     second.connect(first.address)
     first_tracker.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
     end = time.monotonic() + 10
-    while second_targets[1].peer_load is None and time.monotonic() < end:
+    while second_targets[1].peer_load is NO_PEER_LOAD and time.monotonic() < end:
         first.exchange_loads(time.monotonic())
         second.exchange_loads(time.monotonic())
         time.sleep(0.01)
-    assert second_targets[1].peer_load is not None
-    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].own_pending_prefill_s)
+    assert second_targets[1].peer_load is not NO_PEER_LOAD
+    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
     first.close()
     second.close()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.load import NO_PEER_LOAD, PeerLoad
 from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
     CONGESTION_MAX,
@@ -25,7 +26,7 @@ from router.decide.policy import (
     estimate_tier_load_s,
     make_sticky_key,
 )
-from router.decide.target import PeerLoad, Target
+from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
@@ -139,7 +140,7 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
 def test_all_seats_taken_is_a_wait() -> None:
     """Two seats, both taken by answers of which 100 tokens are to come: a third waits for half of what runs to end."""
     tracker, targets = tracker_of(2)
-    targets[0].max_num_seqs = 2
+    targets[0].capacity.max_num_seqs = 2
     for k in range(2):
         tracker.add_request(
             f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100
@@ -244,7 +245,7 @@ def test_another_routers_load_counts() -> None:
     assert targets[0].slowdown > targets[1].slowdown
     assert cost.choose_cheapest(0) == 1
     tracker.set_peer_loads("other", {})
-    assert targets[0].peer_load is None
+    assert targets[0].peer_load is NO_PEER_LOAD
     assert price(tracker, targets, [0, 0], 1000, 10.0).make_terms(0, 0).queue_s == 0.0
 
 

@@ -342,17 +342,25 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
         assert not router.core.tracker.in_flight_requests
         assert router.core.index.stats().pins == 0
         for target in router.core.tracker.targets.values():
-            assert (target.own_pending_prefill_s, target.decode_request_count, target.decode_context_tokens) == (
+            assert (
+                target.prefill_queue.own_prefill_s,
+                target.load.decode_request_count,
+                target.load.decode_context_tokens,
+            ) == (
                 0.0,
                 0,
                 0,
             )
-            assert (target.remaining_output_tokens, target.pending_prompt_tokens, target.duplicate_prompt_tokens) == (
+            assert (
+                target.load.remaining_output_tokens,
+                target.load.pending_prompt_tokens,
+                target.load.duplicate_prompt_tokens,
+            ) == (
                 0.0,
                 0,
                 0,
             )
-            assert not target.running_chunk_counts.counts()
+            assert not target.load.running_chunk_counts.counts()
     assert len(core_routers) == 2
     assert CoreConfig().policy == "kv"
 

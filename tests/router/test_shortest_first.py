@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
 from router.decide.core import RouterCore
+from router.decide.load import PeerLoad
 from router.decide.messages import Enqueue, Forward, RouteRequest
 from router.decide.policy import KvCost
-from router.decide.target import PeerLoad, Target
+from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.discovery import WorkerFacts, make_worker_spec, parse_worker_flag
@@ -30,7 +31,7 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
     for target in targets:
-        target.is_shortest_first = True
+        target.prefill_queue.is_shortest_first = True
         target.recompute_queue()
     return tracker, targets
 
@@ -54,7 +55,7 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     lefts = sorted(target.estimate_prefill_s(tokens, 0) for tokens in other_tokens)
     own_s, wait_s = target.estimate_prefill_s(own_tokens, 0), target.estimate_queue_s(elapsed_s)
     if lefts:  # by how much the first is done is what `queue_s` says
-        lefts[0] -= target.own_pending_prefill_s - wait_s
+        lefts[0] -= target.prefill_queue.own_prefill_s - wait_s
     before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, wait_s)
     assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
@@ -75,7 +76,7 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 0
     assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose_cheapest(0) == 1
     for target in targets:
-        target.is_shortest_first = False
+        target.prefill_queue.is_shortest_first = False
         target.recompute_queue()
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 1
 
@@ -86,8 +87,8 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
     sizes = [500 + 61 * (i * 37 % 100) for i in range(count)]
     for i, tokens in enumerate(sizes):
         tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
-    assert target.estimate_queue_s(0.0) == pytest.approx(target.own_pending_prefill_s)
-    assert len(target.sorted_remaining_prefill_s) == 128
+    assert target.estimate_queue_s(0.0) == pytest.approx(target.prefill_queue.own_prefill_s)
+    assert len(target.prefill_queue.sorted_remaining_s) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
         own_s = target.estimate_prefill_s(prompt_tokens, 0)
         before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, target.estimate_queue_s(0.0))
@@ -130,14 +131,14 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         name, now = str(number), i * 0.1
         apply_operation(tracker, target, operation, name, tokens, now)
         if operation == "turn":  # its engine was restarted with the other order
-            target.is_shortest_first = not target.is_shortest_first
+            target.prefill_queue.is_shortest_first = not target.prefill_queue.is_shortest_first
             target.recompute_queue()
         tracker.advance(now)
         tracker.check_invariants()
         assert target.estimate_queue_s(now) >= 0.0
-        if target.is_shortest_first:
-            flights = target.prefilling_requests.values()
-            assert target.sorted_remaining_prefill_s == sorted(
+        if target.prefill_queue.is_shortest_first:
+            flights = target.prefill_queue.requests.values()
+            assert target.prefill_queue.sorted_remaining_s == sorted(
                 flight.estimate_remaining_prefill_s() for flight in flights
             )
             assert all(
@@ -151,10 +152,10 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     for name in list(tracker.in_flight_requests):
         tracker.end_request(name, 1e6)
     assert (
-        target.own_request_count,
-        target.own_pending_prefill_s,
-        target.sorted_remaining_prefill_s,
-        target.total_pending_prefill_s,
+        target.load.request_count,
+        target.prefill_queue.own_prefill_s,
+        target.prefill_queue.sorted_remaining_s,
+        target.prefill_queue.total_prefill_s,
     ) == (0, 0.0, [], 0.0)
 
 
@@ -164,7 +165,7 @@ def test_what_was_done_before_another_went_first_is_remembered() -> None:
     p = target.estimate_prefill_s(40_000, 0)
     tracker.add_request("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
     tracker.record_first_token("short", 3.2)
-    assert target.sorted_remaining_prefill_s == [pytest.approx(p - 3.0, rel=0.1)]
+    assert target.prefill_queue.sorted_remaining_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:

@@ -16,10 +16,10 @@ from events.types import BlockStored, EventBatch
 from router.decide import chooser
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
+from router.decide.load import PeerLoad
 from router.decide.messages import Decision, Forward, RouteRequest
 from router.decide.policy import KvCost
 from router.decide.shortlist import RIVALS_MIN
-from router.decide.target import PeerLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
@@ -70,7 +70,7 @@ def bound(core: RouterCore, decision: Decision) -> float:
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
         + config.decode_weight * (max(differ) - min(differ))
-        + max(target.slowdown * target.oldest_prefill_s for target in targets)
+        + max(target.slowdown * target.prefill_queue.oldest_prefill_s for target in targets)
         + max(target.step_s for target in targets)
         + 1e-6
     )

@@ -235,7 +235,7 @@ def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is
         world.send([i] * 200, 5)
         while world.live:
             world.step()
-    assert (world.full.evictions, world.core.registry.get_targets("w")[0].kv_capacity_tokens) == (0, None)
+    assert (world.full.evictions, world.core.registry.get_targets("w")[0].capacity.kv_tokens) == (0, None)
     full = ObservedCapacity()
     for held_tokens in range(320, 3200, 320):
         full.record_batch(held_tokens, IngestReport(stored=10))
@@ -253,7 +253,7 @@ def test_a_worker_that_tells_its_capacity_is_believed() -> None:
     world = World(70, cache_tokens=70 * 32)
     world.core.record_cache_sizes({"w": [64]})
     (target,) = world.core.registry.get_targets("w")
-    assert target.kv_capacity_tokens == 70 * 32
+    assert target.capacity.kv_tokens == 70 * 32
 
 
 def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
@@ -261,10 +261,10 @@ def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
     (target,) = world.core.registry.get_targets("w")
     world.core.record_cache_sizes({"w": [2240]})
     request_id = world.send([1] * 100, 5)
-    assert (target.kv_capacity_tokens, request_id.terms.cached_tokens) == (2240, 0)
+    assert (target.capacity.kv_tokens, request_id.terms.cached_tokens) == (2240, 0)
     assert target.free_kv_tokens < 2240
     world.core.record_cache_sizes({"w": [None]})
-    assert (target.kv_capacity_tokens, target.free_kv_tokens) == (None, float("inf"))
+    assert (target.capacity.kv_tokens, target.free_kv_tokens) == (None, float("inf"))
     while world.live:
         world.step()
 

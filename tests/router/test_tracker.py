@@ -43,7 +43,7 @@ def test_a_removed_target_takes_nothing_with_it() -> None:
     tracker.record_first_token("a", 1.0)
     tracker.end_request("a", 2.0)
     tracker.check_invariants()
-    assert other.own_pending_prefill_s > 0.0
+    assert other.prefill_queue.own_prefill_s > 0.0
 
 
 def test_utilisation_decays_and_survives_rescaling() -> None:
@@ -88,10 +88,10 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
     for name in list(tracker.in_flight_requests):
         tracker.end_request(name, 1e6)
     assert (
-        target.own_request_count,
-        target.decode_request_count,
-        target.decode_context_tokens,
-        target.own_pending_prefill_s,
+        target.load.request_count,
+        target.load.decode_request_count,
+        target.load.decode_context_tokens,
+        target.prefill_queue.own_prefill_s,
     ) == (0, 0, 0, 0.0)
 
 
@@ -181,7 +181,7 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
         seconds = truth.prefill_s_per_token * (length + length**2 / 1e5) + steps * truth.step_s
         free_s = max(free_s, now) + seconds
         ends.append((free_s, str(i)))
-    assert target.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
+    assert target.speed.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
 
 
 def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
@@ -209,7 +209,7 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
         for name in ("first", *names):
             tracker.end_request(name, now)
         now += 1.0
-    service = target.service
+    service = target.speed.service
     taken_s = service.prefill_s_per_token * (4050 + 4050**2 / (2 * service.quadratic_tokens)) + service.step_s
     assert taken_s == pytest.approx(0.415, rel=0.1)
     assert service.prefill_s_per_token * 82 + service.step_s < 0.05
@@ -233,7 +233,7 @@ def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> Non
             tracker.record_first_token(str(i), now)
             now += 0.5
             tracker.end_request(str(i), now, reported_cached=0 if reports else None)
-        rates[reports] = target.service.prefill_s_per_token
+        rates[reports] = target.speed.service.prefill_s_per_token
     assert rates[True] == pytest.approx(2e-4, rel=0.15)
     assert abs(rates[True] - 2e-4) < abs(rates[False] - 2e-4)
 
@@ -242,11 +242,11 @@ def test_a_newcomer_starts_at_its_pools_speed() -> None:
     tracker, target = make(learn=True)
     rng = random.Random(9)
     for _ in range(50):
-        target.speeds.observe("w", observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
+        target.speed.pool.observe("w", observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
     fresh = tracker.add_target("new", None, HolderId(5))
     other = tracker.add_target("other", None, HolderId(6), pool="another model")
-    assert fresh.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
-    assert other.service.prefill_s_per_token == pytest.approx(0.9e-4)
+    assert fresh.speed.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
+    assert other.speed.service.prefill_s_per_token == pytest.approx(0.9e-4)
 
 
 LIVE = ServiceModel(3e-4, 50_000, 0.02, 1e-3, 2.5e-8)
@@ -263,8 +263,8 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
     def step_s(target: Target) -> float:
         return (
             LIVE.step_s
-            + LIVE.decode_request_s * target.decode_request_count
-            + LIVE.decode_context_s * target.decode_context_tokens
+            + LIVE.decode_request_s * target.load.decode_request_count
+            + LIVE.decode_context_s * target.load.decode_context_tokens
         )
 
     for tick in range(60):
@@ -279,7 +279,7 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
         own_s = 80 * LIVE.prefill_s_per_token * (1 + 2040 / LIVE.quadratic_tokens)
         tracker.record_first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
         output_tokens[f"r{tick}"] = 1.0
-    service = targets[0].service
+    service = targets[0].speed.service
     assert service.step_s + 10 * service.decode_request_s == pytest.approx(0.030, rel=0.2), service
     assert service.decode_request_s > 5 * ServiceModel().decode_request_s, service
 
@@ -293,7 +293,7 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
     assert targets[3].estimate_prefill_s(2000, 0) < 0.2
     tracker.advance(0.6)
     assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.55, rel=0.1)
-    assert targets[0].prefilling_requests["r0"].prefill_s == targets[3].estimate_prefill_s(2000, 0)
+    assert targets[0].prefill_queue.requests["r0"].prefill_s == targets[3].estimate_prefill_s(2000, 0)
     assert targets[0].estimate_queue_s(0.6) >= 0.1, "it will take longer still"
     tracker.record_first_token("r0", 0.7)
     tracker.record_first_token("r1", 0.71)
@@ -355,20 +355,20 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
         target = targets[i % 8]
         now += 0.004
         tracker.add_request(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
-        step = truth.step_s + truth.decode_request_s * target.decode_request_count
-        wait = rng.random() * step if target.decode_request_count else 0.0
+        step = truth.step_s + truth.decode_request_s * target.load.decode_request_count
+        wait = rng.random() * step if target.load.decode_request_count else 0.0
         prefill_s = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
         tracker.record_first_token(f"r{i}", now + wait + step + prefill_s)
         if i >= 80:
             tracker.end_request(f"r{i - 80}", now + 0.03)
-    services = {target.service for target in targets}
+    services = {target.speed.service for target in targets}
     assert len(services) == 1, services
-    assert targets[0].service.step_s == pytest.approx(truth.step_s, rel=0.15)
+    assert targets[0].speed.service.step_s == pytest.approx(truth.step_s, rel=0.15)
 
 
 def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None:
     tracker, target = make(learn=True)
-    rng, now, before = random.Random(3), 0.0, target.service.prefill_s_per_token
+    rng, now, before = random.Random(3), 0.0, target.speed.service.prefill_s_per_token
     for i in range(60):
         uncached_tokens = rng.randrange(500, 4000)
         loads = i % 2 == 1
@@ -388,8 +388,8 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         tracker.end_request(str(i), now + 0.001)
         now += 1.0
     tracker.close_interval(target)
-    assert target.tier_load_speed.factor == pytest.approx(30, rel=0.1)
-    assert target.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
+    assert target.speed.tier_load.factor == pytest.approx(30, rel=0.1)
+    assert target.speed.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
 
 
 def _compute_s(uncached_tokens: int, steps: float) -> float:

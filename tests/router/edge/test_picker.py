@@ -126,7 +126,7 @@ async def picker(
 
 
 def load(edge: Any) -> dict[str, int]:
-    return {target.worker_id: target.own_request_count for target in edge.core.tracker.targets.values()}
+    return {target.worker_id: target.load.request_count for target in edge.core.tracker.targets.values()}
 
 
 def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
@@ -289,7 +289,7 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
             for number in range(40):
                 await stream.write(pb.ProcessingRequest(response_body={"body": b"data: %d\n\n" % number}))
                 assert (await stream.read()).HasField("response_body")
-            assert any(target.decode_request_count for target in edge.core.tracker.targets.values())
+            assert any(target.load.decode_request_count for target in edge.core.tracker.targets.values())
             await stream.write(pb.ProcessingRequest(response_body={"body": usage, "end_of_stream": True}))
             await stream.read()
             await edge.until(lambda: not sum(load(edge).values()))
