@@ -7,16 +7,16 @@ import logging
 from prompts.routing import API_KIND_BY_PATH
 from router.decide.core import RouterCore
 from router.decide.workers import Worker, WorkerState
-from router.edge.exchange import Exchange
+from router.edge.request_context import RequestContext
 from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
 
-def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
-    """Add an ended exchange to the counters."""
-    path = exchange.request.path if exchange.request.path in API_KIND_BY_PATH else "other"
-    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+def count_ended_request(core: RouterCore, metrics: Metrics, context: RequestContext, now: float) -> None:
+    """Add a request that ended to the counters."""
+    path = context.request.path if context.request.path in API_KIND_BY_PATH else "other"
+    route, decision, usage = context.route, context.decision, context.usage
     # Names that clients make up must not become labels.
     model, worker = "unknown", ""
     if decision is not None:
@@ -24,16 +24,16 @@ def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange,
     if route is not None and (worker or core.resolve_model(route.model) is not None):
         model = route.model
     stream = "true" if route is not None and route.is_streaming else "false"
-    ended_requests = metrics.get_ended(path, model, exchange.outcome, worker, stream)
+    ended_requests = metrics.get_ended(path, model, context.outcome, worker, stream)
     ended_requests.count += 1
-    ended_requests.request_s.observe(now - exchange.started_at_s)
-    if exchange.first_byte_at_s is not None:
-        ended_requests.ttft_s.observe(exchange.first_byte_at_s - exchange.started_at_s)
-    if exchange.outcome == "client_gone":
+    ended_requests.request_s.observe(now - context.started_at_s)
+    if context.progress.first_byte_at_s is not None:
+        ended_requests.ttft_s.observe(context.progress.first_byte_at_s - context.started_at_s)
+    if context.outcome == "client_gone":
         metrics.client_disconnects += 1
     if route is None or decision is None:
         return
-    metrics.routing_s.observe(decision.decided_s - exchange.started_at_s)
+    metrics.routing_s.observe(decision.decided_s - context.started_at_s)
     if route.token_ids is not None:
         metrics.prompt_tokens += route.prompt_tokens
         metrics.predicted_cached_tokens += decision.predicted_cached_tokens
@@ -42,22 +42,22 @@ def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange,
         metrics.reported_cached_tokens += usage.cached_tokens or 0
 
 
-def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
+def count_tokens_of_key(metrics: Metrics, context: RequestContext) -> None:
     """Add the tokens of a request that a worker answered to the counters of its API key. Where the worker does not say
     how many it used, the router's own figures count."""
-    route, decision, usage = exchange.route, exchange.decision, exchange.usage
-    if route is None or decision is None or exchange.first_byte_at_s is None:
+    route, decision, usage = context.route, context.decision, context.usage
+    if route is None or decision is None or context.progress.first_byte_at_s is None:
         return
-    if exchange.outcome.startswith("status_") and exchange.outcome != "status_200":
+    if context.outcome.startswith("status_") and context.outcome != "status_200":
         return
     if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
         prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
-        output_tokens = exchange.progress.read_count if route.is_streaming else 0
+        output_tokens = context.progress.read_count if route.is_streaming else 0
     else:
         prompt_tokens = usage.prompt_tokens
         cached_tokens = usage.cached_tokens or 0
         output_tokens = usage.completion_tokens
-    key, tokens = exchange.client.tenant, metrics.key_tokens
+    key, tokens = context.tenant, metrics.key_tokens
     metrics.key_requests[key] += 1
     tokens[key, "prompt"] += prompt_tokens
     tokens[key, "cached"] += cached_tokens
@@ -73,17 +73,17 @@ def log_state_change(worker: Worker, previous_state: WorkerState | None) -> None
     log.log(level, "worker %s: %s -> %s%s", worker.worker_id, previous_name, worker.state.value, why)
 
 
-def make_log_fields(exchange: Exchange, now: float) -> dict[str, object]:
+def make_log_fields(context: RequestContext, now: float) -> dict[str, object]:
     """What the log says of a request."""
-    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+    route, decision, usage = context.route, context.decision, context.usage
     fields: dict[str, object] = {
-        "request_id": exchange.trace_id.decode("latin-1"),
-        "path": exchange.request.path,
-        "outcome": exchange.outcome,
-        "seconds": round(now - exchange.started_at_s, 4),
+        "request_id": context.name,
+        "path": context.request.path,
+        "outcome": context.outcome,
+        "seconds": round(now - context.started_at_s, 4),
     }
-    if exchange.first_byte_at_s is not None:
-        fields["first_byte_seconds"] = round(exchange.first_byte_at_s - exchange.started_at_s, 4)
+    if context.progress.first_byte_at_s is not None:
+        fields["first_byte_seconds"] = round(context.progress.first_byte_at_s - context.started_at_s, 4)
     if route is not None:
         fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.is_streaming}
     if decision is not None:

@@ -21,8 +21,8 @@ import msgspec
 
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
-from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.edge.request_context import RequestContext
 from router.http.connection import ClientConnection
 from router.http.local_replies import Header
 from router.http.routes import Response
@@ -93,14 +93,19 @@ class _RequestSummary:
     """Summary of a request that ended, without its body and its prompt. A row is made of it when a viewer needs one."""
 
     def __init__(
-        self, exchange: Exchange, route: RouteRequest, decision: Decision, cached_tokens: int | None, ended_at: float
+        self,
+        context: RequestContext,
+        route: RouteRequest,
+        decision: Decision,
+        cached_tokens: int | None,
+        ended_at: float,
     ) -> None:
-        first_s = exchange.first_byte_at_s
-        self._trace_id = exchange.trace_id
-        self._outcome = exchange.outcome
+        first_s = context.progress.first_byte_at_s
+        self._trace_id = context.trace_id
+        self._outcome = context.outcome
         self._ended_at = ended_at
         self._cached_tokens = cached_tokens
-        self._ttft_s = None if first_s is None else first_s - exchange.started_at_s
+        self._ttft_s = None if first_s is None else first_s - context.started_at_s
         self._model, self._stream, self._is_tokenized = route.model, route.is_streaming, route.token_ids is not None
         self._decision = decision
 
@@ -166,7 +171,7 @@ class Dashboard:
         self._ttft_s: list[float] = []
         self._next_point_s = 0.0
         self._next_beat_s = 0.0
-        proxy.on_end.append(self._on_exchange_end)
+        proxy.on_end.append(self._on_request_end)
 
     def watch(self, connection: ClientConnection) -> Viewer:
         """Start the stream of events on `connection`."""
@@ -232,17 +237,17 @@ class Dashboard:
         ) = self._reported_cached_tokens = 0
         self._ttft_s = []
 
-    def _on_exchange_end(self, exchange: Exchange) -> None:
-        """An exchange ended: count it, and note its decision."""
+    def _on_request_end(self, context: RequestContext) -> None:
+        """A request ended: count it, and note its decision."""
         self._request_count += 1
-        if exchange.outcome != "status_200":
+        if context.outcome != "status_200":
             self._failure_count += 1
-        route, decision, usage = exchange.route, exchange.decision, exchange.usage
+        route, decision, usage = context.route, context.decision, context.usage
         if route is None or decision is None:
             return
-        first_s = exchange.first_byte_at_s
+        first_s = context.progress.first_byte_at_s
         if first_s is not None and len(self._ttft_s) < TTFTS_MAX:
-            self._ttft_s.append(first_s - exchange.started_at_s)
+            self._ttft_s.append(first_s - context.started_at_s)
         cached_tokens = usage.cached_tokens if usage is not None else None
         if route.token_ids is not None:
             self._prompt_tokens += route.prompt_tokens
@@ -250,7 +255,7 @@ class Dashboard:
             if cached_tokens is not None:
                 self._reported_prompt_tokens += route.prompt_tokens
                 self._reported_cached_tokens += cached_tokens
-        summary = _RequestSummary(exchange, route, decision, cached_tokens, time.time())
+        summary = _RequestSummary(context, route, decision, cached_tokens, time.time())
         self._decisions.append(summary)
         if self._viewers:
             self._unsent.append(summary)

@@ -27,7 +27,7 @@ from options import ConfigError
 from options.system import raise_file_limit
 from options.tls import make_client_context
 from prompts.errors import RequestError
-from router.app.accounting import count_ended_exchange, count_tokens_of_key, log_state_change, make_log_fields
+from router.app.accounting import count_ended_request, count_tokens_of_key, log_state_change, make_log_fields
 from router.app.admin import AdminRoutes
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
@@ -49,9 +49,10 @@ from router.app.tracing import Tracing
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.edge.config import CONNECTIONS_MAX
-from router.edge.exchange import Exchange
+from router.edge.exchange import Exchange as ForwardedExchange
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
-from router.edge.proxy import Proxy
+from router.edge.proxy import Exchange, Proxy
+from router.edge.request_context import RequestContext
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
@@ -59,7 +60,6 @@ from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes, fetch_seed
 from router.fleet.peers import PeerLoads, PeerSockets
-from router.http.budget import Budget
 from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.http.routes import Response
@@ -112,14 +112,11 @@ class RouterProcess:
             self._core,
             self._pool,
             self._metrics,
+            config.edge,
             now=self._now,
-            timeouts=config.edge.timeouts,
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
-            budget=Budget(config.edge.limits, self._metrics),
         )
         self._proxy.log_share = config.log_decisions
-        self._proxy.sends_cache_headers = config.edge.cache_headers
-        self._proxy.continues_streams = config.edge.continue_streams
         self._prompts = PromptReader(
             self._executor,
             override=config.tokenizer,
@@ -133,7 +130,7 @@ class RouterProcess:
         session_names = SessionNames(config.edge.session_headers)
         conversations = ConversationCache(config.conversation_cache_mb << 20)
         self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
-        self._proxy.on_end.append(self._request_reader.stored_responses.record_ended_exchange)
+        self._proxy.on_end.append(self._request_reader.stored_responses.record_ended_request)
         self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.tenancy)
         self._request_reader.model_names = names if names.has_renames else None
@@ -259,14 +256,14 @@ class RouterProcess:
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
         self._core.registry.on_state_change = log_state_change
-        proxy.may_send_key = self._fleet.may_receive_api_key
+        proxy.workers.may_send_key = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._on_attempt_failed)
-        proxy.on_end.append(self._on_exchange_end)
+        proxy.on_end.append(self._on_request_end)
         if self._tracing is not None:
             tracing = self._tracing
             proxy.tracer = tracing.begin
-            proxy.on_end.append(lambda exchange: tracing.end(exchange, self._now()))
+            proxy.on_end.append(lambda context: tracing.end(context, self._now()))
 
     def _bind_picker(self, config: EppConfig) -> tuple[PickerServer, int]:
         """Take the picker's ports; the picker and its port. Raises OSError where a port cannot be had."""
@@ -299,7 +296,7 @@ class RouterProcess:
         log.info("endpoint picker on %s:%d", host, port)
         print(f"picker listening on {host}:{port}", flush=True)
 
-    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
+    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = ForwardedExchange) -> RouterApp:
         return RouterApp(
             self._proxy,
             self._request_reader,
@@ -431,15 +428,15 @@ class RouterProcess:
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self._fleet.check_soon(decision.worker)
 
-    def _on_exchange_end(self, exchange: Exchange) -> None:
-        self._tenants.remove_request(exchange.request_id)
+    def _on_request_end(self, context: RequestContext) -> None:
+        self._tenants.remove_request(context)
         if self._config.edge.api_keys:
-            count_tokens_of_key(self._metrics, exchange)
+            count_tokens_of_key(self._metrics, context)
         now = self._now()
-        count_ended_exchange(self._core, self._metrics, exchange, now)
+        count_ended_request(self._core, self._metrics, context, now)
         share = self._config.log_requests
         if share and (share >= 1 or random.random() < share):
-            fields = make_log_fields(exchange, now)
+            fields = make_log_fields(context, now)
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     # Ending -------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from router.app.guard import Guard, bearer_token
 from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
 from router.app.tenant_limits import TenantLimits, make_key_name
 from router.edge.config import EdgeConfig
-from router.edge.exchange import Exchange
+from router.edge.exchange import Exchange as ForwardedExchange
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
-from router.edge.proxy import Proxy
-from router.edge.response_redactor import build_key_pattern
+from router.edge.proxy import Exchange, Proxy
+from router.edge.request_context import RequestContext
 from router.http.connection import Client, ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
@@ -78,7 +78,7 @@ class RouterApp:
         guard: Guard,
         reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[None]] | None = None,
-        make_exchange: Callable[..., Exchange] = Exchange,
+        make_exchange: Callable[[Proxy, Any, RequestContext], Exchange] = ForwardedExchange,
         forwards_requests: bool = True,
     ) -> None:
         """`discover_model`: asks workers for a model that none is known to serve. `make_exchange`: makes what
@@ -86,7 +86,7 @@ class RouterApp:
         self._make_exchange = make_exchange
         self.limits = config.limits
         self.budget = proxy.budget
-        self.scheduler = proxy.scheduler
+        self.scheduler = proxy.pool.scheduler
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.now = proxy.now
         self._proxy = proxy
@@ -95,8 +95,7 @@ class RouterApp:
         self._metrics = metrics
         self._api_keys = [key.encode() for key in config.api_keys]
         self._local_routes = local_routes
-        request_reader.allowed_fields = proxy.passed_fields = frozenset(config.passed_fields)
-        proxy.redacted_keys = build_key_pattern(proxy.passed_fields)
+        request_reader.allowed_fields = proxy.passed_fields
         self._guard = guard
         self._miss_reasons = reasons
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
@@ -205,7 +204,7 @@ class RouterApp:
                     exchange,
                     tenant,
                     reader.read_suffix_in_thread(
-                        request, path, conversation_match, lambda: not exchange.is_done, tenant
+                        request, path, conversation_match, lambda: not exchange.context.is_done, tenant
                     ),
                 )
                 return
@@ -217,11 +216,12 @@ class RouterApp:
                 return
         if not reader.is_light(request, path):
             exchange = self._open_exchange(connection, request, tenant)
-            self._route_when_read(exchange, tenant, reader.read(request, path, lambda: not exchange.is_done, tenant))
+            is_wanted = lambda: not exchange.context.is_done  # noqa: E731
+            self._route_when_read(exchange, tenant, reader.read(request, path, is_wanted, tenant))
             return
         intent = reader.read_intent(request, path)
         exchange = self._open_exchange(connection, request, tenant)
-        tokens = reader.tokenize(intent, request, lambda: not exchange.is_done, tenant)
+        tokens = reader.tokenize(intent, request, lambda: not exchange.context.is_done, tenant)
         if isinstance(tokens, TokenizedPrompt):
             self._route_exchange(exchange, tenant, intent, tokens)
         else:
@@ -264,9 +264,9 @@ class RouterApp:
         """Read a request anew after the workers were asked for its model."""
         assert self._discover_model is not None
         await self._discover_model(model)
-        request = exchange.request
+        context = exchange.context
         return await self._request_reader.read(
-            request, request.path, lambda: not exchange.is_done, exchange.client.tenant
+            context.request, context.request.path, lambda: not context.is_done, context.tenant
         )
 
     def _route_exchange(
@@ -279,45 +279,48 @@ class RouterApp:
         is_rediscovered: bool = False,
     ) -> None:
         """Hand a request to the core once its prompt was read. `is_rediscovered`: workers were asked for its model."""
+        context = exchange.context
         is_unknown = intent.body_request.model is not None and not self._proxy.core.registry.is_model_known(
             intent.model
         )
-        if is_unknown and not is_rediscovered and self._discover_model is not None and not exchange.is_done:
+        if is_unknown and not is_rediscovered and self._discover_model is not None and not context.is_done:
             self._route_when_read(
                 exchange, tenant, self._read_after_discovery(exchange, intent.model), is_rediscovered=True
             )
             return
-        fields = self._tenant_limits.apply_key_settings(tenant, exchange.request.path, intent)
+        fields = self._tenant_limits.apply_key_settings(tenant, context.request.path, intent)
         if intent.is_renamed:
             fields["model"] = intent.model
         try:
-            self._request_reader.rewrite_body(exchange.request, intent, fields)
+            self._request_reader.rewrite_body(context.request, intent, fields)
         except RequestError as error:
             self._reject(exchange, error)
             return
         if intent.body_request.kind != "other":
             self._metrics.tokenize_s.observe(tokens.seconds)
-        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_at_s)
+        route = self._request_reader.build_route_request(intent, tokens, context.request_id, context.started_at_s)
         try:
-            self._tenant_limits.add_prompt_tokens(exchange.request_id, route.prompt_tokens)
+            self._tenant_limits.add_prompt_tokens(context, route.prompt_tokens)
         except RequestError as error:
             self._reject(exchange, error)
         else:
             route.tenant = tenant
             if self._tenant_limits.share_by_tenant:
                 route.share = self._tenant_limits.share_by_tenant.get(tenant, 1.0)
-            self._proxy.route(exchange, route)
+            exchange.place(route)
             self._request_reader.store_conversation(intent, tokens, route)
-            if self._miss_reasons is not None and not exchange.is_done:
-                self._miss_reasons.register_request(exchange, intent)
+            if self._miss_reasons is not None and not context.is_done:
+                self._miss_reasons.register_request(context, intent)
 
     # Shared -------------------------------------------------------------------------------------------------------
 
     def _open_exchange(self, connection: Client, request: HttpRequest, tenant: str) -> Exchange:
         """Raises RequestError where the key has enough in flight."""
         self._tenant_limits.check_request_limit(tenant)
-        exchange = self._proxy.open(connection, request, self._make_trace_id(request), self._make_exchange)
-        self._tenant_limits.add_request(tenant, exchange.request_id)
+        context = RequestContext(request, tenant, self.now(), trace_id=self._make_trace_id(request))
+        exchange = self._make_exchange(self._proxy, connection, context)
+        self._proxy.open(exchange)
+        self._tenant_limits.add_request(context)
         connection.responder = exchange
         return exchange
 

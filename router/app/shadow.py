@@ -29,8 +29,8 @@ from router.app.process import RouterProcess, run_process
 from router.app.request_reader import RequestIntent, is_worker_path
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
-from router.edge.exchange import Exchange
 from router.edge.mirrored_exchange import MirroredExchange
+from router.edge.proxy import Exchange
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Response
@@ -80,16 +80,15 @@ class ShadowApp(RouterApp):
         *,
         is_rediscovered: bool = False,
     ) -> None:
-        assert isinstance(exchange, MirroredExchange)
+        context = exchange.context
         self._metrics.tokenize_s.observe(tokens.seconds)
-        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_at_s)
-        exchange.price(intent, route)
+        route = self._request_reader.build_route_request(intent, tokens, context.request_id, context.started_at_s)
+        context.turn = intent
+        exchange.place(route)
         self._request_reader.store_conversation(intent, tokens, route)
-        exchange.answer()
 
     def _reject(self, exchange: Exchange, error: RequestError) -> None:
-        assert isinstance(exchange, MirroredExchange)
-        exchange.answer()
+        exchange.reject(error)
 
 
 class ShadowProcess(RouterProcess):
@@ -126,10 +125,10 @@ class ShadowProcess(RouterProcess):
         self._compare_at_end()
         self._write_report()
 
-    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
+    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = MirroredExchange) -> RouterApp:
         return ShadowApp(
             self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
-            guard=guard, reasons=self._reasons, make_exchange=MirroredExchange,
+            guard=guard, reasons=self._reasons, make_exchange=kind,
         )  # fmt: skip
 
     def _serve_report_page(self, request: HttpRequest, _: str) -> Response:

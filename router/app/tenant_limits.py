@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
+from collections.abc import Iterable
 
 from prompts.errors import RequestError
 from router.app.request_reader import RequestIntent
 from router.edge.config import EdgeConfig
+from router.edge.request_context import RequestContext
 from router.metrics import Metrics
 
 _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
@@ -41,8 +43,6 @@ class TenantLimits:
         )
         self.requests_in_flight: Counter[str] = Counter()
         self.tokens_in_flight: Counter[str] = Counter()
-        self._usage_by_request: dict[str, tuple[str, int]] = {}
-        """request id -> (tenant, prompt tokens)."""
         self._has_keys = bool(tenant_by_key)
 
     def check_request_limit(self, tenant: str) -> None:
@@ -50,33 +50,31 @@ class TenantLimits:
         if self._has_keys and self.requests_in_flight[tenant] >= self._requests_max:
             self._refuse("requests", f"this API key has {self.requests_in_flight[tenant]} requests in flight")
 
-    def add_request(self, tenant: str, request_id: str) -> None:
+    def add_request(self, context: RequestContext) -> None:
         """Count a request that begins."""
         if self._has_keys:
-            self.requests_in_flight[tenant] += 1
-            self._usage_by_request[request_id] = (tenant, 0)
+            self.requests_in_flight[context.tenant] += 1
+            context.charged_tokens = 0
 
-    def add_prompt_tokens(self, request_id: str, tokens: int) -> None:
+    def add_prompt_tokens(self, context: RequestContext, tokens: int) -> None:
         """Count the tokens of a request's prompt. Raises RequestError where its key has too many in flight."""
-        usage = self._usage_by_request.get(request_id)
-        if usage is None:
+        if context.charged_tokens is None:
             return  # its client left, or there are no keys
-        tenant = usage[0]
+        tenant = context.tenant
         if self.tokens_in_flight[tenant] and self.tokens_in_flight[tenant] + tokens > self._tokens_max:
             self._refuse("tokens", f"this API key has prompts of {self.tokens_in_flight[tenant]} tokens in flight")
         self.tokens_in_flight[tenant] += tokens
-        self._usage_by_request[request_id] = (tenant, tokens)
+        context.charged_tokens = tokens
 
-    def remove_request(self, request_id: str) -> None:
+    def remove_request(self, context: RequestContext) -> None:
         """Stop counting a request that ended."""
-        usage = self._usage_by_request.pop(request_id, None)
-        if usage is None:
+        if context.charged_tokens is None:
             return
-        tenant, prompt_tokens = usage
-        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, prompt_tokens)):
-            sums[tenant] -= amount
-            if not sums[tenant]:
-                del sums[tenant]
+        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, context.charged_tokens)):
+            sums[context.tenant] -= amount
+            if not sums[context.tenant]:
+                del sums[context.tenant]
+        context.charged_tokens = None
 
     def apply_key_settings(self, tenant: str, path: str, intent: RequestIntent) -> dict[str, object]:
         """Give a request its key's name of its session, its key's salt, and no more priority than its key may ask for.
@@ -97,11 +95,12 @@ class TenantLimits:
             intent.body_request = intent.body_request.replace(cache_salt=salt)
         return body_fields
 
-    def check_invariants(self) -> None:
-        request_counts = Counter(tenant for tenant, _ in self._usage_by_request.values())
-        token_counts: Counter[str] = Counter()
-        for tenant, prompt_tokens in self._usage_by_request.values():
-            token_counts[tenant] += prompt_tokens
+    def check_invariants(self, contexts: Iterable[RequestContext]) -> None:
+        """The sums are those of the requests in flight."""
+        counted = [context for context in contexts if context.charged_tokens is not None]
+        request_counts, token_counts = Counter(context.tenant for context in counted), Counter[str]()
+        for context in counted:
+            token_counts[context.tenant] += context.charged_tokens or 0
         assert request_counts == self.requests_in_flight
         assert +token_counts == self.tokens_in_flight
 

@@ -2,7 +2,7 @@
 
 Off, nothing of it is loaded or called. On, a request that is not drawn costs a look for its `traceparent`; of one that
 is traced, the span is begun when it is complete (its id goes to the worker in `traceparent`) and the rest is made of
-the times that the exchange keeps anyway, after its end. Sending is the SDK's: a thread, in batches, bounded.
+the times that the request keeps anyway, after its end. Sending is the SDK's: a thread, in batches, bounded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from options import ConfigError
 from router.decide.messages import Decision, Terms
-from router.edge.exchange import Exchange
+from router.edge.request_context import RequestContext
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name != "worker")
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
 class Tracing:
-    """`begin` and `end` of every exchange."""
+    """`begin` and `end` of every request."""
 
     def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
         """`endpoint`: of OTLP over HTTP, `/v1/traces` is added where it is missing. `share`: of requests that bring no
@@ -49,9 +49,9 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
-    def begin(self, exchange: Exchange, now: float) -> tuple[Any, bytes] | None:
+    def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
         """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
-        request, parent_context = exchange.request, None
+        request, parent_context = context.request, None
         traceparent = request.header(b"traceparent")
         traceparent_match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
         if traceparent_match is not None:
@@ -63,7 +63,7 @@ class Tracing:
         clock_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
             f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
-            start_time=clock_ns + int(exchange.started_at_s * 1e9),
+            start_time=clock_ns + int(context.started_at_s * 1e9),
         )  # fmt: skip
         span_context = span.get_span_context()
         return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
@@ -77,45 +77,46 @@ class Tracing:
         )
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
-    def end(self, exchange: Exchange, now: float) -> None:
+    def end(self, context: RequestContext, now: float) -> None:
         """Say what became of a request, and of what its time was made."""
-        if exchange.span is None:
+        if context.span is None:
             return
-        (span, clock_ns), _ = exchange.span
+        (span, clock_ns), _ = context.span
 
         def to_ns(moment_s: float) -> int:
             return int(clock_ns + int(moment_s * 1e9))
 
-        attributes: dict[str, str | int] = {"blockcast.outcome": exchange.outcome}
-        attributes |= {"blockcast.request_id": exchange.trace_id.decode("latin-1")}
+        attributes: dict[str, str | int] = {"blockcast.outcome": context.outcome}
+        attributes |= {"blockcast.request_id": context.name}
         span_parent = self._api.set_span_in_context(span)
-        route, decision = exchange.route, exchange.decision
+        route, decision = context.route, context.decision
         if route is not None:
             attributes |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
         if decision is not None:
-            attributes |= self._add_decision_span(exchange, decision, span_parent, to_ns)
-        if exchange.sent_at_s is not None:
-            answer_span = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_at_s),
+            attributes |= self._add_decision_span(context, decision, span_parent, to_ns)
+        progress = context.progress
+        if progress.sent_at_s is not None:
+            answer_span = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(progress.sent_at_s),
                                              kind=self._api.SpanKind.CLIENT)  # fmt: skip
-            if exchange.first_byte_at_s is not None:
-                answer_span.add_event("first byte", timestamp=to_ns(exchange.first_byte_at_s))
+            if progress.first_byte_at_s is not None:
+                answer_span.add_event("first byte", timestamp=to_ns(progress.first_byte_at_s))
             answer_span.end(to_ns(now))
-        if exchange.usage is not None and exchange.usage.cached_tokens is not None:
-            attributes["blockcast.cached_tokens"] = exchange.usage.cached_tokens
+        if context.usage is not None and context.usage.cached_tokens is not None:
+            attributes["blockcast.cached_tokens"] = context.usage.cached_tokens
         span.set_attributes(attributes)  # one by one each would take the span's lock
-        if not exchange.outcome.startswith("status_2"):
-            span.set_status(self._api.StatusCode.ERROR, exchange.outcome)
+        if not context.outcome.startswith("status_2"):
+            span.set_status(self._api.StatusCode.ERROR, context.outcome)
         span.end(to_ns(now))
 
     def _add_decision_span(
-        self, exchange: Exchange, decision: Decision, span_parent: Any, to_ns: Any
+        self, context: RequestContext, decision: Decision, span_parent: Any, to_ns: Any
     ) -> dict[str, str | int]:
         """The span of it, with the terms of the price that are not 0; what the request's own span says of it."""
         terms = decision.terms
         attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
         attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
-        decided_s = min(decision.decided_s, exchange.sent_at_s or decision.decided_s)
-        began_ns = to_ns(exchange.started_at_s)
+        decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
+        began_ns = to_ns(context.started_at_s)
         self._tracer.start_span("read and decide", span_parent, attributes=attributes, start_time=began_ns).end(
             to_ns(decided_s)
         )

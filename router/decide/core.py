@@ -196,6 +196,10 @@ class RouterCore:
         self._rng.setstate(rng_state)
         return choice if isinstance(choice, Refuse) else self._chooser.make_decision(request, choice, now, explain=True)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request is queued or in flight."""
+        return request_id in self._active_requests
+
     def find_fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
         with the shortest queues, the shortest first."""

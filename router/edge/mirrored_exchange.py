@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+from prompts.errors import RequestError
 from router.decide.messages import Decision, RouteRequest
-from router.edge.exchange import Exchange
-from router.edge.exchange_services import ExchangeServices
+from router.edge.config import Timeouts
+from router.edge.proxy import Proxy
+from router.edge.request_context import RequestContext
 from router.http.connection import Client
-from router.http.request import HttpRequest
 
 MIRRORED: Final = "mirrored"
 """Outcome of a copy."""
 _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
-class MirroredExchange(Exchange):
+class MirroredExchange:
     """One copy. The core is asked for prices only, so none of its books has the copy."""
 
-    __slots__ = ("asked",)
+    __slots__ = ("_proxy", "client", "context")
 
-    def __init__(
-        self, proxy: ExchangeServices, client: Client, request: HttpRequest, request_id: str, trace_id: bytes
-    ) -> None:
-        super().__init__(proxy, client, request, request_id, trace_id)
-        self.asked: Any = None
-        """What the request asks for, where that could be read."""
+    def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
+        self._proxy = proxy
+        self.client = client
+        self.context = context
 
-    def price(self, asked: Any, route: RouteRequest) -> None:
-        """Note what the router would have done, with the terms of every candidate."""
-        found = self._services.core.explain(route, self._services.now())
-        if isinstance(found, Decision):
-            self.asked, self.route, self.decision = asked, route, found
+    def place(self, route: RouteRequest) -> None:
+        """Note what the router would have done, with the terms of every candidate, and answer."""
+        decision = self._proxy.core.explain(route, self._proxy.now())
+        if isinstance(decision, Decision):
+            self.context.route, self.context.decision = route, decision
+        self.answer()
 
     def answer(self) -> None:
-        """Answer 204, whatever could be read of the copy."""
-        client, keep_alive = self.client, self.request.keep_alive
-        if self._end(MIRRORED):
-            client.write(_NO_CONTENT)
-            client.finish(keep_alive=keep_alive)
+        """Answer 204, whatever could be read of the copy: whoever answers the request itself says what is wrong."""
+        if self._proxy.end(self.context, MIRRORED):
+            self.client.write(_NO_CONTENT)
+            self.client.finish(keep_alive=self.context.request.keep_alive)
 
-    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
-        """Answer 204: whoever answers the request itself says what is wrong with it."""
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
+    ) -> None:
         self.answer()
+
+    def reject(self, error: RequestError) -> None:
+        self.answer()
+
+    def client_gone(self) -> None:
+        """The client closed its connection."""
+        self._proxy.end(self.context, "client_gone")
+
+    def client_paused(self) -> None: ...
+
+    def client_resumed(self) -> None: ...
+
+    def crash(self, error: Exception) -> None:
+        """What handles the copy raised `error`."""
+        self._proxy.end_crashed(self, error)
+
+    # Nothing is asked of a worker -----------------------------------------------------------------------------------
+
+    @property
+    def last_progress_at_s(self) -> float | None:
+        return None
+
+    def forward(self, decision: Decision) -> None:
+        raise AssertionError("a copy is only priced")
+
+    def migrate(self, reason: str, *, is_stalled: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+    def expire(self, now: float, timeouts: Timeouts) -> None:
+        """End a copy whose prompt is not read in time."""
+        if now - self.context.started_at_s > timeouts.total_s:
+            self.answer()

@@ -21,9 +21,9 @@ from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
-from router.edge.exchange import Exchange
 from router.edge.prompt_comparison import PromptComparison, Sampling
 from router.edge.proxy import Proxy
+from router.edge.request_context import RequestContext
 from router.index.protocol import HolderId
 from router.metrics import Metrics
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
@@ -82,7 +82,7 @@ class MissReasonsRecorder:
         """Number of sessions that are watched."""
         return len(self._operator_watches)
 
-    def register_request(self, exchange: Exchange, turn: ConversationTurn) -> None:
+    def register_request(self, context: RequestContext, turn: ConversationTurn) -> None:
         """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
         at hand."""
         if not self.is_enabled or turn.body_request.kind == "other":
@@ -92,7 +92,7 @@ class MissReasonsRecorder:
                 self._header_watches.add(turn.conversation_keys()[-1])
             sampling = self._choose_sampling(turn)
             if sampling.is_compared:
-                exchange.miss_analysis = PromptComparison(turn, sampling)
+                context.miss_analysis = PromptComparison(turn, sampling)
                 for key in turn.conversation_keys():
                     self._header_watches.record_prompt(key, self._proxy.now())
                     self._operator_watches.record_prompt(key, self._proxy.now())
@@ -145,43 +145,43 @@ class MissReasonsRecorder:
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _on_first_byte(self, exchange: Exchange) -> None:
-        route, decision, analysis = exchange.route, exchange.decision, exchange.miss_analysis
-        if route is None or decision is None or not exchange.is_in_core or route.token_ids is None:
+    def _on_first_byte(self, context: RequestContext) -> None:
+        route, decision, analysis = context.route, context.decision, context.miss_analysis
+        if route is None or decision is None or not self._proxy.is_in_core(context) or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
             query = self._core.cache_state.get_query(route.request_id)
             removed_prefix = self._find_removed_prefix(
                 route.token_ids if query is None else query.prepared_ids, route, decision
             )
-            name = exchange.trace_id.decode("latin-1")
+            name = context.name
             if analysis is None:
                 now, prompt_tokens = self._proxy.now(), len(route.token_ids)
-                exchange.miss_analysis = self.analyzer.record_placed(
+                context.miss_analysis = self.analyzer.record_placed(
                     name, route.session, prompt_tokens, decision, removed_prefix, now, time.time()
                 )
             elif isinstance(analysis, PromptComparison) and not analysis.has_started:
-                self._compare(exchange, analysis, name, route, decision, removed_prefix)
+                self._compare(context, analysis, name, route, decision, removed_prefix)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
             self._record_crash(error)
 
-    def _on_end(self, exchange: Exchange) -> None:
-        analysis, exchange.miss_analysis = exchange.miss_analysis, None
-        if analysis is None or exchange.outcome != "status_200":
+    def _on_end(self, context: RequestContext) -> None:
+        analysis, context.miss_analysis = context.miss_analysis, None
+        if analysis is None or context.outcome != "status_200":
             return
-        usage, route, completion_tokens = exchange.usage, exchange.route, 0
+        usage, route, completion_tokens = context.usage, context.route, 0
         if usage is not None and usage.completion_tokens is not None:
             completion_tokens = usage.completion_tokens
         elif route is not None and route.is_streaming:
-            completion_tokens = exchange.progress.read_count
-        request_end = usage, completion_tokens, self._proxy.now(), exchange.is_sampled
+            completion_tokens = context.progress.read_count
+        request_end = usage, completion_tokens, self._proxy.now(), context.is_logged
         if isinstance(analysis, PromptComparison):
             analysis.end = request_end
         else:
             self._record_end(analysis, request_end)
 
     def _compare(
-        self, exchange: Exchange | None, comparison: PromptComparison, name: str, route: RouteRequest, decision:
+        self, context: RequestContext | None, comparison: PromptComparison, name: str, route: RouteRequest, decision:
         Decision, removed_prefix: RemovedPrefix | None,
     ) -> None:  # fmt: skip
         """Compare a request that began, at once or as soon as its body was outlined by another process."""
@@ -196,8 +196,8 @@ class MissReasonsRecorder:
             )
             if comparison.end is not None:
                 self._record_end(analyzed_request, comparison.end)
-            elif exchange is not None and exchange.miss_analysis is comparison:
-                exchange.miss_analysis = analyzed_request
+            elif context is not None and context.miss_analysis is comparison:
+                context.miss_analysis = analyzed_request
 
         if comparison.pieces is None:
             compare()

@@ -1,7 +1,7 @@
-"""All exchanges of a process, and the hands of the core: its instructions become attempts, refusals and waiting.
+"""All requests in flight of a process, and the hands of the core: its instructions become attempts and refusals.
 
-Owns the names of requests in flight and the connections' targets. Refuses to know what an exchange does with its bytes
-(router/edge/exchange.py) and why the core decides as it does.
+Owns the names of requests in flight, the one end of each, and who is told of it. Refuses to know how a request is
+answered (router/edge/exchange.py, router/picker/pick_exchange.py) and why the core decides as it does.
 """
 
 from __future__ import annotations
@@ -9,85 +9,152 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from prompts.errors import describe_context_overflow
+from prompts.errors import RequestError, describe_context_overflow
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
-from router.edge.config import Timeouts
-from router.edge.exchange import Exchange
-from router.edge.exchange_services import ExchangeServices, is_final_refusal
-from router.edge.upstream import Endpoint, UpstreamPool
+from router.decide.messages import (
+    Decision,
+    FailureKind,
+    Forward,
+    Instruction,
+    Refuse,
+    ReportedUsage,
+    RouteRequest,
+    WorkerLost,
+)
+from router.edge.config import EdgeConfig, Timeouts
+from router.edge.request_context import RequestContext
+from router.edge.response_progress import RESPONSES_PATH
+from router.edge.response_redactor import build_key_pattern
+from router.edge.upstream import UpstreamPool
+from router.edge.worker_directory import WorkerDirectory
 from router.http.budget import Budget
-from router.http.config import HttpLimits
-from router.http.connection import Client
-from router.http.request import HttpRequest
+from router.http.connection import Client, Responder
 from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
+CHUNKS_PER_PROGRESS_REPORT: Final = 32
+"""Chunks of a stream between two reports of progress to the core."""
+RETRYABLE_STATUSES: Final = {
+    429: FailureKind.OVERLOADED,
+    500: FailureKind.INTERNAL,
+    502: FailureKind.SERVER_ERROR,
+    503: FailureKind.SERVER_ERROR,
+}
+"""Status of a worker's answer -> how the attempt failed."""
 
-class Proxy(ExchangeServices):
-    """All exchanges, and the hands of the core."""
+
+class Exchange(Responder, Protocol):
+    """What answers one request: by a worker's answer, by telling Envoy where to, or by pricing a copy."""
+
+    context: RequestContext
+
+    @property
+    def client(self) -> Client:
+        """Where the answer goes."""
+
+    @property
+    def last_progress_at_s(self) -> float | None:
+        """When the last byte came of a stream that is in its middle; None where none is to be expected."""
+
+    def place(self, route: RouteRequest) -> None:
+        """The prompt was read: find a worker."""
+
+    def forward(self, decision: Decision) -> None:
+        """Start an attempt."""
+
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
+    ) -> None:
+        """End with an error of the router's own."""
+
+    def reject(self, error: RequestError) -> None:
+        """End with what was found wrong with the request."""
+
+    def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
+        """Leave a worker that is lost or stands still, where another one can take the request."""
+
+    def expire(self, now: float, timeouts: Timeouts) -> None:
+        """End or repeat what took too long. Called a few times a second."""
+
+    def crash(self, error: Exception) -> None:
+        """End this request alone: what handles it raised `error`."""
+
+    def close(self) -> None:
+        """Give up what the request holds. Called at its end, and once is enough."""
+
+
+class Proxy:
+    """All requests in flight, and the hands of the core."""
 
     def __init__(
         self,
         core: RouterCore,
         pool: UpstreamPool,
         metrics: Metrics,
+        config: EdgeConfig,
         *,
         now: Callable[[], float],
-        timeouts: Timeouts,
         worker_authorization: bytes | None = None,
-        budget: Budget | None = None,
     ) -> None:
-        super().__init__(core, pool, metrics, now, worker_authorization)
-        self.scheduler = pool.scheduler
-        self.budget = budget if budget is not None else Budget(HttpLimits(), metrics)
+        self.core = core
+        self.pool = pool
+        self.metrics = metrics
+        self.config = config
+        self.now = now
+        self.budget = Budget(config.limits, metrics)
+        self.workers = WorkerDirectory(core.workers, worker_authorization)
+        self.passed_fields = frozenset(config.passed_fields)
+        """Fields and headers of workers that clients may set, and are answered."""
+        self.redacted_keys = build_key_pattern(self.passed_fields)
+        """Pattern of the fields that are hidden in answers."""
+        self.continues_streams = config.continue_streams
+        """Streams whose worker dies go on at another one."""
         self.explains_decisions = False
         """Keep every candidate's terms in decisions: while somebody watches."""
         self.log_share = 0.0
         """Share of requests whose decisions are logged with every candidate's terms."""
-        self.tracer: Callable[[Exchange, float], tuple[Any, bytes] | None] | None = None
-        """Called with every exchange that begins, and the time; what it returns is the exchange's `span`."""
+        self.tracer: Callable[[RequestContext, float], tuple[Any, bytes] | None] | None = None
+        """Called with every request that begins, and the time; what it returns is the context's `span`."""
         self.exchanges: dict[str, Exchange] = {}
+        """Request id -> what answers the request."""
         self.on_first_byte: list[Callable[..., None]] = []
-        """Called with every exchange whose answer has begun, once that is on its way to the client."""
+        """Called with the context of every request whose answer has begun, once that is on its way to the client."""
         self.on_end: list[Callable[..., None]] = []
-        """Called with every exchange that ended."""
+        """Called with the context of every request that ended."""
         self.on_worker_lost: list[Callable[..., None]] = []
         """Called with the id of a worker that died."""
         self.on_failure: list[Callable[..., None]] = []
         """Called with (Decision | None, FailureKind, reason) of every attempt that failed."""
-        self._timeouts = timeouts
-        self._endpoints: dict[str, tuple[str, Endpoint]] = {}
         self._count = 0
 
-    def open(
-        self, client: Client, request: HttpRequest, trace_id: bytes, kind: Callable[..., Exchange] = Exchange
-    ) -> Exchange:
+    def open(self, exchange: Exchange) -> None:
         """Begin the life of a complete request."""
         self._count += 1
-        name = f"r{self._count}"
-        exchange = self.exchanges[name] = kind(self, client, request, name, trace_id)
+        context = exchange.context
+        context.request_id = f"r{self._count}"
+        self.exchanges[context.request_id] = exchange
         if self.tracer is not None:
-            exchange.span = self.tracer(exchange, self.now())
-        return exchange
+            context.span = self.tracer(context, self.now())
 
-    def route(self, exchange: Exchange, route: RouteRequest) -> None:
+    def route(self, context: RequestContext, route: RouteRequest) -> None:
         """Ask the core for a worker and do what it says."""
-        if exchange.is_done:
+        if context.is_done:
             return
-        route.allowed_workers = self.core.registry.reachable_workers
-        exchange.add_routing_hints(route)
-        exchange.route = route
-        exchange.is_in_core = True
-        exchange.is_sampled = self.log_share > 0 and random.random() < self.log_share
-        self._execute(self.core.route(route, self.now(), explain=self.explains_decisions or exchange.is_sampled))
+        if route.allowed_workers is None:
+            route.allowed_workers = self.core.registry.reachable_workers
+        context.route = route
+        context.is_logged = self.log_share > 0 and random.random() < self.log_share
+        self._execute(self.core.route(route, self.now(), explain=self.explains_decisions or context.is_logged))
+
+    # What the core says -------------------------------------------------------------------------------------------
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
+        """Do what the core says."""
         for instruction in instructions:
             self._execute(instruction)
 
@@ -100,86 +167,42 @@ class Proxy(ExchangeServices):
             return
         try:
             if isinstance(instruction, Forward):
-                if exchange.is_sampled:
-                    fields = {
-                        **instruction.decision.to_json_fields(),
-                        "request_id": exchange.trace_id.decode("latin-1"),
-                    }
-                    text = msgspec.json.encode(fields).decode()
-                    log.info("decision %s", text, extra={"fields": {"decision": fields}})
+                if exchange.context.is_logged:
+                    _log_decision(exchange.context, instruction.decision)
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
-                exchange.is_in_core = False
                 exchange.refuse(
                     instruction.status,
                     instruction.code,
-                    _refusal_message(instruction, exchange),
+                    _refusal_message(instruction, exchange.context),
                     instruction.retry_after_s,
+                    param=_refused_field(instruction.code, exchange.context.request.path),
                 )
         except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
             exchange.crash(error)
 
-    def _notify(self, listeners: list[Callable[..., None]], event: object) -> None:
-        """Tell all; one that raises keeps nothing from the others."""
-        for listener in listeners:
-            try:
-                listener(event)
-            except Exception as error:  # noqa: BLE001  a boundary
-                self.metrics.record_crash("listener", error)
+    # What the core is told ----------------------------------------------------------------------------------------
 
-    def endpoint_of(self, worker_id: str) -> Endpoint | None:
-        worker = self.core.workers.get(worker_id)
-        if worker is None or not worker.spec.url:
-            return None
-        entry = self._endpoints.get(worker_id)
-        if entry is None or entry[0] != worker.spec.url:
-            entry = self._endpoints[worker_id] = (worker.spec.url, Endpoint.parse(worker.spec.url))
-        return entry[1]
+    def is_in_core(self, context: RequestContext) -> bool:
+        """Whether the core has the request, queued or in flight."""
+        return self.core.has_request(context.request_id)
 
-    def sweep(self, now: float) -> None:
-        """Enforce the timeouts of all exchanges; to be called several times a second."""
-        progress_times: dict[str, float] = {}
-        for exchange in list(self.exchanges.values()):
-            try:
-                exchange.expire(now, self._timeouts)
-            except Exception as error:  # noqa: BLE001  a boundary
-                exchange.crash(error)
-            self._migrate_if_needed(exchange, now)
-            moved_s, decision = exchange.last_progress_at_s, exchange.decision
-            if moved_s is not None and decision is not None:
-                progress_times[decision.worker] = max(moved_s, progress_times.get(decision.worker, moved_s))
-        for worker_id in self.core.update_stalled_workers(progress_times, now):
-            if worker_id in self.core.stall_detector.stalled_workers:
-                log.warning("worker %s stands still: none of its streams moves", worker_id)
-            else:
-                log.info("worker %s stands still no more", worker_id)
-        for worker_id in self._endpoints.keys() - self.core.workers.keys():
-            del self._endpoints[worker_id]
+    def record_first_token(self, context: RequestContext, now: float) -> None:
+        """Tell the core that the first token of a stream came."""
+        self.perform(self.core.record_first_token(context.request_id, now))
 
-    def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
-        """Move what is on a worker that is gone, is down or stands still."""
-        decision = exchange.decision
-        if decision is None or exchange.is_done:
-            return
-        worker, stall_detector = self.core.workers.get(decision.worker), self.core.stall_detector
-        try:
-            if worker is None and exchange.first_byte_at_s is None:
-                exchange.migrate("the worker was removed")
-            elif worker is not None and worker.is_down and worker.probe != exchange.request_id:
-                exchange.migrate("the worker is down")
-            elif worker is not None and worker.is_asleep and exchange.first_byte_at_s is None:
-                exchange.migrate("the worker sleeps")
-            elif (
-                decision.worker in stall_detector.stalled_workers
-                and now - (exchange.last_progress_at_s or now) >= stall_detector.stall_s
-            ):
-                exchange.migrate("the worker stands still", is_stalled=True)
-        except Exception as error:  # noqa: BLE001  a boundary
-            exchange.crash(error)
+    def finish(self, context: RequestContext, usage: ReportedUsage | None, *, is_error: bool) -> None:
+        """Tell the core that the whole answer was passed on."""
+        self.perform(self.core.finish_request(context.request_id, usage, self.now(), is_error=is_error))
 
-    def withdraw(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
-        """What the core would do about this very request is not wanted any more."""
-        now = self.now()
+    def abort(self, context: RequestContext) -> None:
+        """Tell the core that nobody waits for the request any more."""
+        self.perform(self.core.abort_request(context.request_id, self.now()))
+
+    def withdraw(self, context: RequestContext, kind: FailureKind | None, silent_s: float = 0.0) -> None:
+        """Tell the core of a request's last failure, or that it ended without one; what the core would do about this
+        very request is not wanted any more. `silent_s`: as in `RouterCore.fail_attempt`."""
+        request_id, now = context.request_id, self.now()
         instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
         if not is_final_refusal(instructions, request_id):
             instructions = instructions + self.core.abort_request(request_id, now)
@@ -189,13 +212,42 @@ class Proxy(ExchangeServices):
             if isinstance(instruction, WorkerLost) or instruction.request_id != request_id
         )
 
-    def notify_first_byte(self, request_id: str) -> None:
-        self._notify(self.on_first_byte, self.exchanges[request_id])
+    # What everybody is told ---------------------------------------------------------------------------------------
 
-    def notify_end(self, request_id: str) -> None:
-        self._notify(self.on_end, self.exchanges.pop(request_id))
+    def notify_first_byte(self, context: RequestContext) -> None:
+        """The first byte of an answer was passed on."""
+        self._notify(self.on_first_byte, context)
+
+    def end(self, context: RequestContext, outcome: str) -> bool:
+        """End a request, once; False where it had ended before."""
+        if context.is_done:
+            return False
+        context.is_done = True
+        context.outcome = context.outcome or outcome
+        exchange = self.exchanges.pop(context.request_id)
+        self._notify(self.on_end, context)
+        try:
+            exchange.close()
+        except Exception as error:  # noqa: BLE001  a boundary: the core is to be told in any case
+            self.metrics.record_crash("exchange", error)
+        return True
+
+    def end_crashed(self, exchange: Exchange, error: Exception) -> None:
+        """What handles a request raised `error`: the client gets what can still be said, nobody else notices."""
+        context, client = exchange.context, exchange.client
+        context.outcome = context.outcome or "crashed"
+        if client.responder is exchange:
+            client.crash(error)  # which ends the request as if the client had gone
+        else:
+            self.metrics.record_crash("exchange", error)
+        try:
+            self.end(context, "crashed")
+            self.abort(context)
+        except Exception as second_error:  # noqa: BLE001  a boundary
+            self.metrics.record_crash("exchange", second_error)
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        """An attempt failed, whether or not it is repeated."""
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         for listener in self.on_failure:
             try:
@@ -203,11 +255,88 @@ class Proxy(ExchangeServices):
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
 
+    def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:
+        """An answer broke off in the middle, and was continued, completed or cut."""
+        self.metrics.broken_streams[event] += 1
+        log.info("the answer to %s broke off and was %s: %s", context.name, event, reason)
 
-def _refusal_message(refusal: Refuse, exchange: Exchange) -> str:
+    def _notify(self, listeners: list[Callable[..., None]], event: object) -> None:
+        """Tell all; one that raises keeps nothing from the others."""
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001  a boundary
+                self.metrics.record_crash("listener", error)
+
+    # Timers -------------------------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> None:
+        """Enforce the timeouts of all requests; to be called several times a second."""
+        progress_times: dict[str, float] = {}
+        for exchange in list(self.exchanges.values()):
+            try:
+                exchange.expire(now, self.config.timeouts)
+            except Exception as error:  # noqa: BLE001  a boundary
+                exchange.crash(error)
+            self._migrate_if_needed(exchange, now)
+            moved_s, decision = exchange.last_progress_at_s, exchange.context.decision
+            if moved_s is not None and decision is not None:
+                progress_times[decision.worker] = max(moved_s, progress_times.get(decision.worker, moved_s))
+        for worker_id in self.core.update_stalled_workers(progress_times, now):
+            if worker_id in self.core.stall_detector.stalled_workers:
+                log.warning("worker %s stands still: none of its streams moves", worker_id)
+            else:
+                log.info("worker %s stands still no more", worker_id)
+        self.workers.forget_removed()
+
+    def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
+        """Move what is on a worker that is gone, is down or stands still."""
+        context = exchange.context
+        decision, has_started = context.decision, context.progress.first_byte_at_s is not None
+        if decision is None or context.is_done:
+            return
+        worker, stall_detector = self.core.workers.get(decision.worker), self.core.stall_detector
+        try:
+            if worker is None and not has_started:
+                exchange.migrate("the worker was removed")
+            elif worker is not None and worker.is_down and worker.probe != context.request_id:
+                exchange.migrate("the worker is down")
+            elif worker is not None and worker.is_asleep and not has_started:
+                exchange.migrate("the worker sleeps")
+            elif (
+                decision.worker in stall_detector.stalled_workers
+                and now - (exchange.last_progress_at_s or now) >= stall_detector.stall_s
+            ):
+                exchange.migrate("the worker stands still", is_stalled=True)
+        except Exception as error:  # noqa: BLE001  a boundary
+            exchange.crash(error)
+
+
+def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
+    """Whether the core has nobody else for this request."""
+    first_instruction = instructions[0] if instructions else None
+    return isinstance(first_instruction, Refuse) and first_instruction.request_id == request_id
+
+
+def _log_decision(context: RequestContext, decision: Decision) -> None:
+    fields = {**decision.to_json_fields(), "request_id": context.name}
+    text = msgspec.json.encode(fields).decode()
+    log.info("decision %s", text, extra={"fields": {"decision": fields}})
+
+
+def _refused_field(code: str, path: str) -> str | None:
+    """The field of the body that a refusal is about, as clients of its API know it."""
+    if code == "unknown_model":
+        return "model"
+    if code == "context_length_exceeded":
+        return {"/v1/completions": "prompt", RESPONSES_PATH: "input"}.get(path, "messages")
+    return None
+
+
+def _refusal_message(refusal: Refuse, context: RequestContext) -> str:
     """Why a request is refused, as clients of its API know it."""
-    route = exchange.route
+    route = context.route
     if refusal.context_max is None or route is None:
         return refusal.message
     tokens = route.longest_prompt_tokens or route.prompt_tokens
-    return describe_context_overflow(exchange.request.path, tokens, refusal.context_max, is_exact=route.is_counted)
+    return describe_context_overflow(context.request.path, tokens, refusal.context_max, is_exact=route.is_counted)

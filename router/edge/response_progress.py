@@ -15,6 +15,7 @@ from router.decide.messages import ReportedUsage
 TAIL_BYTES: Final = 2048
 TAIL_READS: Final = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
+RESPONSES_PATH: Final = "/v1/responses"
 FIRST_BYTES: Final = 2048
 """Holds the event that starts a message, whose usage may be all that is told of the prompt."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
@@ -45,9 +46,11 @@ _COUNT_PATTERN = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 
 
 class ResponseProgress:
-    """Of one answer."""
+    """Counts, times and both ends of one answer."""
 
-    __slots__ = ("_tail", "first_bytes", "has_started", "last_byte_at_s", "read_count")
+    __slots__ = (
+        "_tail", "first_byte_at_s", "first_bytes", "has_started", "last_byte_at_s", "read_count", "sent_at_s",
+    )  # fmt: skip
 
     def __init__(self, now: float) -> None:
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
@@ -57,6 +60,10 @@ class ResponseProgress:
         """The worker that is at it has begun to speak."""
         self.first_bytes = b""
         """Of the answer: its name is there."""
+        self.sent_at_s: float | None = None
+        """When the running attempt was sent to its worker; None while none is."""
+        self.first_byte_at_s: float | None = None
+        """When the first byte of the answer came from any worker."""
         self.last_byte_at_s = now
 
     def restart(self) -> None:
@@ -71,6 +78,11 @@ class ResponseProgress:
             self.first_bytes += data[:FIRST_BYTES]
         if data:
             self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+
+    @staticmethod
+    def is_output(data: bytes, path: str) -> bool:
+        """Whether the model has begun: a stream of Responses begins with events that say only that it was asked."""
+        return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:
         """Return what the answer cost, as its end says, or of its prompt as its beginning says: Messages may tell that
@@ -98,7 +110,7 @@ class ResponseProgress:
         if _FINAL_EVENT_PATTERN.search(tail) is not None:
             return True
         # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end.
-        return path == "/v1/responses" and _EVENT_END_PATTERN.search(tail) is not None and find_usage(tail) is not None
+        return path == RESPONSES_PATH and _EVENT_END_PATTERN.search(tail) is not None and find_usage(tail) is not None
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:

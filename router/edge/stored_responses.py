@@ -9,7 +9,8 @@ import re
 from collections import OrderedDict
 from typing import Final
 
-from router.edge.exchange import RESPONSES_PATH, Exchange
+from router.edge.request_context import RequestContext
+from router.edge.response_progress import RESPONSES_PATH
 from router.http.request import HttpRequest
 
 STORED_RESPONSES_MAX: Final = 100_000
@@ -27,12 +28,12 @@ class StoredResponses:
     def __len__(self) -> int:
         return len(self._worker_by_response_id)
 
-    def record_ended_exchange(self, exchange: Exchange) -> None:
-        """Note what an exchange that ended has stored, if it was one that stores."""
-        request, decision = exchange.request, exchange.decision
-        if request.path != RESPONSES_PATH or decision is None or not exchange.outcome.startswith("status_200"):
+    def record_ended_request(self, context: RequestContext) -> None:
+        """Note what a request that ended has stored, if it was one that stores."""
+        request, decision = context.request, context.decision
+        if request.path != RESPONSES_PATH or decision is None or not context.outcome.startswith("status_200"):
             return
-        match = _RESPONSE_ID_PATTERN.search(exchange.progress.first_bytes)
+        match = _RESPONSE_ID_PATTERN.search(context.progress.first_bytes)
         if match is not None:
             self.record(match[1].decode(), decision.worker)
 

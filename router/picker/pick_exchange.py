@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.config import Timeouts
-from router.edge.exchange import CHUNKS_PER_PROGRESS_REPORT, Exchange
-from router.edge.exchange_services import RETRYABLE_STATUSES, ExchangeServices
+from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
+from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
 from router.http.connection import Client
-from router.http.request import HttpRequest
 from router.picker.ext_proc_stream import Choice, ResponseStart
 
 if TYPE_CHECKING:
@@ -67,110 +67,129 @@ class EnvoyClient(Client, Protocol):
     def abandon(self) -> None: ...
 
 
-class PickExchange(Exchange):
+class PickExchange:
     """One request."""
 
-    __slots__ = ("_envoy", "_fairness_id", "_status", "picker_state")
+    __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
 
-    def __init__(
-        self, proxy: ExchangeServices, client: EnvoyClient, request: HttpRequest, request_id: str, trace_id: bytes
-    ) -> None:
-        super().__init__(proxy, client, request, request_id, trace_id)
-        self._envoy = client
+    def __init__(self, proxy: Proxy, client: EnvoyClient, context: RequestContext) -> None:
+        self._proxy = proxy
+        self.client = client
+        self.context = context
         self.picker_state = client.picker_state
         client.attach_pick(self)
         self._status = 0
         """Of the answer; 0 before it."""
         self._fairness_id: str | None = None
+        """Counted in flight under this id; None while the request is not counted."""
 
-    def add_routing_hints(self, route: RouteRequest) -> None:
-        """Priorities, the gateway's subset, and whether the first token will be seen."""
-        envoy, picker_state = self._envoy, self.picker_state
-        objective = envoy.objective
-        if objective is not None:
-            route.priority = picker_state.priorities.get(objective, route.priority)
-        fairness_id = envoy.fairness_id
-        is_tracked = (
-            fairness_id in picker_state.in_flight_counts or len(picker_state.in_flight_counts) < FAIRNESS_IDS_MAX
-        )
-        self._fairness_id = fairness_id if is_tracked else ""
-        in_flight_count = picker_state.in_flight_counts[self._fairness_id]
-        picker_state.in_flight_counts[self._fairness_id] = in_flight_count + 1
-        route.priority = route.priority * PRIORITY_STEP + min(in_flight_count, PRIORITY_STEP - 1)
+    # From the core ------------------------------------------------------------------------------------------------
+
+    def place(self, route: RouteRequest) -> None:
+        """Find a worker, with the priority and the endpoints that the gateway allows."""
+        envoy, picker_state = self.client, self.picker_state
+        if self.context.is_done:
+            return
+        if envoy.objective is not None:
+            route.priority = picker_state.priorities.get(envoy.objective, route.priority)
+        route.priority = route.priority * PRIORITY_STEP + min(self._count_in_flight(), PRIORITY_STEP - 1)
         if envoy.allowed_endpoints is not None:
             route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.allowed_endpoints)
-        if not envoy.sees_response_body:
-            route.is_streaming = route.is_streaming and self._services.core.registry.is_blockcast(route.model)
+        if not envoy.sees_response_body:  # whether the first token will be seen
+            route.is_streaming = route.is_streaming and self._proxy.core.registry.is_blockcast(route.model)
+        self._proxy.route(self.context, route)
+
+    def _count_in_flight(self) -> int:
+        """Count the request under its fairness id; return how many were in flight before it."""
+        in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self.client.fairness_id
+        is_tracked = fairness_id in in_flight_counts or len(in_flight_counts) < FAIRNESS_IDS_MAX
+        self._fairness_id = fairness_id if is_tracked else ""
+        in_flight_counts[self._fairness_id] += 1
+        return in_flight_counts[self._fairness_id] - 1
 
     def forward(self, decision: Decision) -> None:
         """Tell Envoy where to; once."""
-        self.decision = decision
-        if self.sent_at_s is not None:
+        proxy, context = self._proxy, self.context
+        context.decision = decision
+        if context.progress.sent_at_s is not None:
             return
         endpoint = self.picker_state.endpoints.get_endpoint(decision.worker)
         if endpoint is None:
-            self._handle_failed_attempt(FailureKind.OVERLOADED, "its name is not resolved")
+            self._handle_unresolved_name()
             return
-        self.sent_at_s = self._services.now()
+        context.progress.sent_at_s = proxy.now()
         headers: list[Header] = []
         removed_headers: list[str] = []
-        authorization = self._authorization_for(decision.worker)
+        authorization = proxy.workers.get_authorization(decision.worker)
         if authorization is not None:
             if authorization:
                 headers.append((b"authorization", authorization))
             removed_headers += ["x-api-key"] if authorization else ["authorization", "x-api-key"]
         if decision.rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % decision.rank))
-        allowed_headers = self._services.passed_fields | ({RANK_HEADER} if decision.rank is not None else set())
+        allowed_headers = proxy.passed_fields | ({RANK_HEADER} if decision.rank is not None else set())
         removed_headers += sorted(WORKER_HEADERS - allowed_headers)
-        if self.request.is_decoded:
+        if context.request.is_decoded:
             removed_headers.append("content-encoding")
-        if self._envoy.sees_response_body:
+        if self.client.sees_response_body:
             removed_headers.append("accept-encoding")
-        if self.span is not None:
-            headers.append((b"traceparent", self.span[1]))
-        self._envoy.send_choice(Choice([endpoint, *self._fallbacks(decision, authorization)], headers, removed_headers))
+        if context.span is not None:
+            headers.append((b"traceparent", context.span[1]))
+        self.client.send_choice(Choice([endpoint, *self._fallbacks(decision, authorization)], headers, removed_headers))
 
-    def _authorization_for(self, worker_id: str) -> bytes | None:
-        """What stands for the client's `Authorization`: None, it stays; empty, it goes."""
-        authorization = self._services.worker_authorization
-        return authorization if authorization is None or self._services.may_send_key(worker_id) else b""
+    def _handle_unresolved_name(self) -> None:
+        """The chosen worker has no endpoint: the core says who is next."""
+        proxy, context = self._proxy, self.context
+        proxy.record_failed_attempt(context.decision, FailureKind.OVERLOADED, "its name is not resolved")
+        proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.OVERLOADED, proxy.now()))
 
     def _fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
-        workers, of = self._services.core.workers, self.picker_state.endpoints.get_endpoint
+        proxy, get_endpoint = self._proxy, self.picker_state.endpoints.get_endpoint
         endpoints: list[str] = []
-        for worker_id in self._services.core.find_fallback_workers(
-            self.request_id, self.picker_state.config.fallbacks, decision.decided_s
+        for worker_id in proxy.core.find_fallback_workers(
+            self.context.request_id, self.picker_state.config.fallbacks, decision.decided_s
         ):
-            endpoint = of(worker_id)
-            fits = decision.rank is None or workers[worker_id].spec.ranks > decision.rank
-            if endpoint is not None and fits and self._authorization_for(worker_id) == authorization:
+            endpoint = get_endpoint(worker_id)
+            fits = decision.rank is None or proxy.core.workers[worker_id].spec.ranks > decision.rank
+            if endpoint is not None and fits and proxy.workers.get_authorization(worker_id) == authorization:
                 endpoints.append(endpoint)
         return endpoints
+
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
+    ) -> None:
+        """Have Envoy answer with an error of the router's own."""
+        if self._proxy.end(self.context, f"refused_{code}"):
+            self.client.refuse(status, code, message, retry_after_s, param=param)
+
+    def reject(self, error: RequestError) -> None:
+        """Have Envoy answer with what was found wrong with the request."""
+        if self._proxy.end(self.context, "rejected"):
+            self.client.respond_error(error)
 
     # From Envoy -----------------------------------------------------------------------------------------------------
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         """The head of the answer; headers for the client."""
-        decision, services = self.decision, self._services
-        if self.is_done or decision is None:
+        proxy, context = self._proxy, self.context
+        if context.is_done or context.decision is None:
             return ()
-        now = services.now()
+        now = proxy.now()
         self._status = answer.status
-        self.first_byte_at_s = self.progress.last_byte_at_s = now
+        context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
         served_by_worker = (
             None if answer.served_by is None else self.picker_state.endpoints.get_worker_id(answer.served_by)
         )
-        if served_by_worker is not None and served_by_worker != decision.worker:
+        if served_by_worker is not None and served_by_worker != context.decision.worker:
             self._record_fallback(served_by_worker)
         kind = RETRYABLE_STATUSES.get(answer.status)
         if kind is not None:
-            services.record_failed_attempt(self.decision, kind, f"{answer.status}, as Envoy says")
+            proxy.record_failed_attempt(context.decision, kind, f"{answer.status}, as Envoy says")
             self._withdraw_from_core(kind)
-        elif answer.status == 200 and not self._envoy.sees_response_body:
+        elif answer.status == 200 and not self.client.sees_response_body:
             self._record_first_token(now)
-        served_decision = self.decision
-        if served_decision is None or not services.sends_cache_headers:
+        served_decision = context.decision
+        if served_decision is None or not proxy.config.cache_headers:
             return ()
         return (
             (b"x-blockcast-worker", served_decision.worker.encode()),
@@ -179,80 +198,93 @@ class PickExchange(Exchange):
 
     def response_content(self, data: bytes) -> None:
         """Bytes of the answer."""
-        if self.is_done:
+        proxy, context, progress = self._proxy, self.context, self.context.progress
+        if context.is_done:
             return
-        now = self._services.now()
-        if self._status == 200 and not self.progress.has_started and self._has_output(data):
+        now = proxy.now()
+        if self._status == 200 and not progress.has_started and progress.is_output(data, context.request.path):
             self._record_first_token(now)
-        self.progress.record(data, now)
-        if self.is_in_core and self.progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
-            self._services.core.record_progress(self.request_id, self.progress.read_count, now)
+        progress.record(data, now)
+        if progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
+            proxy.core.record_progress(context.request_id, progress.read_count, now)
 
     def complete_response(self) -> None:
         """The whole answer has passed."""
-        self.usage = self.progress.find_reported_usage()
-        if not self._end(f"status_{self._status}"):
+        proxy, context = self._proxy, self.context
+        context.usage = context.progress.find_reported_usage()
+        if not proxy.end(context, f"status_{self._status}"):
             return
-        if self.is_in_core:
-            self.is_in_core = False
-            core, now = self._services.core, self._services.now()
-            if self.route is not None and self.route.is_streaming and self._envoy.sees_response_body:
-                core.record_progress(self.request_id, self.progress.read_count)
-            self._services.perform(core.finish_request(self.request_id, self.usage, now, is_error=self._status >= 400))
+        if context.is_streaming and self.client.sees_response_body:
+            proxy.core.record_progress(context.request_id, context.progress.read_count)
+        proxy.finish(context, context.usage, is_error=self._status >= 400)
 
     def stream_closed(self) -> None:
         """Envoy asks no more. Where the answer's body does not come by, that is its end."""
-        is_complete = self._status == 200 and self.progress.has_final_event(self.request.path)
-        if self._status and (is_complete or not self._envoy.sees_response_body):
+        is_complete = self._status == 200 and self.context.progress.has_final_event(self.context.request.path)
+        if self._status and (is_complete or not self.client.sees_response_body):
             self.complete_response()
         else:
             self.client_gone()
 
+    def client_gone(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._proxy.end(self.context, "client_gone"):
+            self._proxy.abort(self.context)
+
+    def client_paused(self) -> None: ...
+
+    def client_resumed(self) -> None: ...
+
     def _record_fallback(self, served_by_worker: str) -> None:
         """The worker did not answer, and Envoy found another of the list: so do the books."""
-        services, route = self._services, self.route
-        services.record_failed_attempt(
-            self.decision, FailureKind.RESET, f"{served_by_worker} served instead, as Envoy says"
+        proxy, context = self._proxy, self.context
+        proxy.record_failed_attempt(
+            context.decision, FailureKind.RESET, f"{served_by_worker} served instead, as Envoy says"
         )
-        if not self.is_in_core or route is None:
+        if not proxy.is_in_core(context) or context.route is None:
             return
-        self.route = route.replace(worker=served_by_worker, allowed_workers=None)
-        services.perform(services.core.fail_attempt(self.request_id, FailureKind.RESET, services.now(), self.route))
-        if self.decision is None or self.decision.worker != served_by_worker:
+        context.route = context.route.replace(worker=served_by_worker, allowed_workers=None)
+        proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.RESET, proxy.now(), context.route))
+        if context.decision is None or context.decision.worker != served_by_worker:
             self._withdraw_from_core(None)  # the core would not have it there: its load is not counted
 
     def _record_first_token(self, now: float) -> None:
-        self.progress.has_started = True
-        if self.is_in_core and self.route is not None and self.route.is_streaming:
-            self._services.perform(self._services.core.record_first_token(self.request_id, now))
-        self._services.notify_first_byte(self.request_id)
+        self.context.progress.has_started = True
+        if self.context.is_streaming:
+            self._proxy.record_first_token(self.context, now)
+        self._proxy.notify_first_byte(self.context)
+
+    def _withdraw_from_core(self, kind: FailureKind | None) -> None:
+        silent_s = self._proxy.now() - self.context.progress.last_byte_at_s
+        self._proxy.withdraw(self.context, kind, silent_s)
 
     # From the process -----------------------------------------------------------------------------------------------
 
     @property
     def last_progress_at_s(self) -> float | None:
-        """Nobody can tell where chunks do not come by."""
-        is_streaming = (
-            self._envoy.sees_response_body
-            and self.progress.has_started
-            and self.route is not None
-            and self.route.is_streaming
-        )
-        return self.progress.last_byte_at_s if is_streaming and not self.is_done else None
+        """When the last chunk came by; None where chunks do not come by."""
+        context = self.context
+        is_moving = self.client.sees_response_body and context.progress.has_started and context.is_streaming
+        return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Envoy has it, and goes down the list of fallbacks by itself."""
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """What Envoy does not end is Envoy's; the books end with the longest time that an answer may take."""
-        if now - self.started_at_s > timeouts.total_s and not self.is_done:
-            self.outcome = "timeout"
-            self._envoy.abandon()
+        if now - self.context.started_at_s > timeouts.total_s and not self.context.is_done:
+            self.context.outcome = "timeout"
+            self.client.abandon()
 
-    def _end(self, outcome: str) -> bool:
-        if self._fairness_id is not None:
-            self.picker_state.in_flight_counts[self._fairness_id] -= 1
-            if not self.picker_state.in_flight_counts[self._fairness_id]:
-                del self.picker_state.in_flight_counts[self._fairness_id]
-            self._fairness_id = None
-        return super()._end(outcome)
+    def crash(self, error: Exception) -> None:
+        """What handles this request raised `error`."""
+        self._proxy.end_crashed(self, error)
+
+    def close(self) -> None:
+        """The request ended: count it no more under its fairness id."""
+        in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self._fairness_id
+        self._fairness_id = None
+        if fairness_id is not None:
+            in_flight_counts[fairness_id] -= 1
+            if not in_flight_counts[fairness_id]:
+                del in_flight_counts[fairness_id]

@@ -99,7 +99,7 @@ class PickerClient:
         """Envoy asks no more, or cannot be told any more."""
         try:
             pick, self._pick = self._pick, None
-            if pick is not None and not pick.is_done:
+            if pick is not None and not pick.context.is_done:
                 pick.stream_closed()
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("picker", error)

@@ -20,7 +20,8 @@ import xxhash
 from prompts.segments import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
-from router.edge.mirrored_exchange import MIRRORED, MirroredExchange
+from router.edge.mirrored_exchange import MIRRORED
+from router.edge.request_context import RequestContext
 from router.shadow.config import ShadowConfig
 from router.shadow.observed_request import ObservedRequest, PrefixLinks
 from router.shadow.replay import ObservedEngine
@@ -45,7 +46,7 @@ class UnplacedRequest:
     seen: ObservedRequest
     route: RouteRequest
     priced: Decision
-    exchange: MirroredExchange
+    context: RequestContext
     goal: int
     """Tokens that its worker's cache will have of it."""
     held: dict[str, int]
@@ -73,16 +74,16 @@ class Recorder:
     _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
     """serial -> (tokens, digest) of a prompt."""
 
-    def record_copy(self, exchange: MirroredExchange) -> None:
+    def record_copy(self, context: RequestContext) -> None:
         """A copy was answered."""
-        route, decision = exchange.route, exchange.decision
+        route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:
             self.counts["unread"] += 1
             return
-        if exchange.outcome != MIRRORED:
+        if context.outcome != MIRRORED:
             self.counts["failed"] += 1
             return
-        observed = self._observe(route, exchange.started_at_s)
+        observed = self._observe(route, context.started_at_s)
         cached_tokens = {terms.worker: terms.resident_tokens for terms in decision.candidates}
         self._place_predecessor(observed.continues, cached_tokens)
         if len(self._open) >= OPEN_MAX:
@@ -90,7 +91,7 @@ class Recorder:
         else:
             goal = (route.prompt_tokens - 1) // self.block * self.block
             self._open[observed.serial] = UnplacedRequest(
-                observed, route, decision, exchange, goal, cached_tokens, self.now()
+                observed, route, decision, context, goal, cached_tokens, self.now()
             )
 
     def place_open_requests(self, now: float) -> None:
@@ -189,7 +190,7 @@ class Recorder:
         request.seen.first_token_s = now
         request.seen.cached_tokens = decision.predicted_cached_tokens
         self._store(request.seen)
-        self.on_placed(request.exchange.trace_id.decode("latin-1"), request.exchange.asked, request.route, decision)
+        self.on_placed(request.context.name, request.context.turn, request.route, decision)
 
     def _store(self, request: ObservedRequest) -> None:
         insort(self.requests, request, key=lambda one: one.arrival_s)

@@ -25,10 +25,10 @@ class Copies:
         route = request(name, prompt)
         decision = self.core.explain(route, self.at)
         assert isinstance(decision, Decision)
-        exchange: Any = SimpleNamespace(
-            route=route, decision=decision, outcome=MIRRORED, asked=None, started_at_s=self.at, trace_id=name.encode(),
+        context: Any = SimpleNamespace(
+            route=route, decision=decision, outcome=MIRRORED, turn=None, started_at_s=self.at, name=name,
         )  # fmt: skip
-        self.recorder.record_copy(exchange)
+        self.recorder.record_copy(context)
 
     def store(self, worker: str, prompt: list[int]) -> None:
         self.index.store(self.core.workers[worker].holders[0], prompt)

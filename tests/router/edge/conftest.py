@@ -25,7 +25,6 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig, Timeouts
 from router.edge.proxy import Proxy
 from router.edge.upstream import UpstreamPool
-from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index import make_index
@@ -284,22 +283,15 @@ class Edge:
         )
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
-        self.proxy = Proxy(
-            self.core,
-            self.pool,
-            self.metrics,
-            now=self.now,
-            timeouts=self.timeouts,
-            budget=Budget(limits or HttpLimits(), self.metrics),
-        )
-        self.executor = ThreadPoolExecutor(1)
-        self.prompts = PromptReader(self.executor)
         config = EdgeConfig(
             limits=limits or HttpLimits(),
             timeouts=self.timeouts,
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
+        self.proxy = Proxy(self.core, self.pool, self.metrics, config, now=self.now)
+        self.executor = ThreadPoolExecutor(1)
+        self.prompts = PromptReader(self.executor)
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None, cache_bytes=1 << 20)
         self.prompts.worker_pool = self.worker_pool
         reading = RequestReader(self.core, self.prompts, self.worker_pool)
@@ -307,10 +299,9 @@ class Edge:
         self.admin = AdminRoutes(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test"
         )
-        self.proxy.sends_cache_headers = config.cache_headers
         self.tenants = TenantLimits(config, self.metrics)
-        self.proxy.on_end.append(lambda exchange: self.tenants.remove_request(exchange.request_id))
-        self.proxy.on_end.append(reading.stored_responses.record_ended_exchange)
+        self.proxy.on_end.append(self.tenants.remove_request)
+        self.proxy.on_end.append(reading.stored_responses.record_ended_request)
         self.app = RouterApp(
             self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or allow_all
         )
@@ -326,7 +317,7 @@ class Edge:
             except Exception as error:  # noqa: BLE001  as `router run` does: one keeps nothing from the others
                 self.metrics.record_crash("timer", error)
         self.core.check_invariants()
-        self.tenants.check_invariants()
+        self.tenants.check_invariants(exchange.context for exchange in self.proxy.exchanges.values())
 
     async def _tick(self) -> None:
         while True:

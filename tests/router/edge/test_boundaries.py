@@ -16,8 +16,10 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
+from router.edge.attempt import Attempt
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.edge.response_filter import ResponseFilter
 from router.edge.response_progress import ResponseProgress
 from router.edge.upstream import JOIN_BYTES_MAX, SLICE_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.budget import Budget
@@ -30,9 +32,12 @@ from router.metrics import Metrics
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
-KINDS = (Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
-FINAL = """crash client_gone _release _end _notify_lost notify_end record_crash abort_response abort close
-_drop_connection _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
+KINDS = (
+    Exchange, Attempt, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy,
+    ClientConnection,
+)  # fmt: skip
+FINAL = """crash client_gone end end_crashed _notify_lost record_crash abort_response abort close
+_cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
 finish write _close count_connections check_invariants expire sweep tick _handle_requests _start_request
 connection_made connection_lost data_received eof_received record_failed_attempt _execute _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""

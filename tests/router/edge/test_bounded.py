@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.app.accounting import count_ended_exchange
+from router.app.accounting import count_ended_request
 from router.app.dashboard import Dashboard
 
 CACHE_BYTES = 40_000
@@ -78,7 +78,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         dashboard = Dashboard(edge.core, edge.proxy, edge.admin.describe_workers)
         edge.admin.add_dashboard(dashboard)
         edge.proxy.on_end.append(
-            lambda exchange: count_ended_exchange(edge.core, edge.metrics, exchange, edge.proxy.now())
+            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
         )
         kept.append(dashboard)
         before: Counter[str] = Counter()
@@ -120,7 +120,7 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> No
     async def scenario() -> None:
         await edge.start(policy="kv")
         edge.proxy.on_end.append(
-            lambda exchange: count_ended_exchange(edge.core, edge.metrics, exchange, edge.proxy.now())
+            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
         )
         upstream = await edge.worker(edge.reply())
         body = json.dumps({"model": "tiny", "prompt": [1, 2, 3]}).encode()

@@ -19,7 +19,7 @@ import yaml
 
 from engine.cli import cli as engine
 from options.command import load_from_command_line
-from router.app.accounting import count_ended_exchange
+from router.app.accounting import count_ended_request
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
 from router.app.metrics_page import build_feed_families, render_metrics
@@ -63,7 +63,7 @@ def test_alerts_and_panels_ask_for_what_there_is(edge: Any, make_post: Any) -> N
     async def scenario() -> str:
         await edge.start()
         edge.proxy.on_end.append(
-            lambda exchange: count_ended_exchange(edge.core, edge.metrics, exchange, edge.proxy.now())
+            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
         )
         await edge.worker(edge.reply())
         await edge.exchange(make_post(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()))

@@ -176,7 +176,7 @@ def test_a_stream_that_has_begun_goes_on_elsewhere_when_its_worker_is_down(edge:
         await edge.worker(speaking(3, gate, log, "a"), "a", engine="vllm")
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions")))
-        await edge.until(lambda: any(one.progress.read_count >= 1 for one in edge.proxy.exchanges.values()))
+        await edge.until(lambda: any(one.context.progress.read_count >= 1 for one in edge.proxy.exchanges.values()))
         for name in ("b", "c", "d"):
             await edge.worker(edge.reply(), name, engine="blockcast")
         await edge.worker(speaking(None, open_gate, log, "e"), "e", engine="vllm")
@@ -201,7 +201,7 @@ def test_a_stream_that_cannot_go_on_stays(edge: Any, make_post: Any, how: str) -
         await edge.worker(speaking(3, gate, log, "a"), "a", engine=engine)
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions")))
-        await edge.until(lambda: any(one.progress.read_count >= 1 for one in edge.proxy.exchanges.values()))
+        await edge.until(lambda: any(one.context.progress.read_count >= 1 for one in edge.proxy.exchanges.values()))
         await edge.worker(speaking(None, gate, log, "b"), "b", engine=engine)
         lose(edge, "a", how)
         for _ in range(20):

@@ -257,7 +257,7 @@ def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
                 {"x_gateway_inference_fairness_id": "a"}, {"x_gateway_inference_fairness_id": "b"},
             ):  # fmt: skip
                 streams.append((await envoy.ask(**headers))[0])
-                asked.append([*edge.proxy.exchanges.values()][-1].route.priority)
+                asked.append([*edge.proxy.exchanges.values()][-1].context.route.priority)
             assert asked == [7000, -1999, 2, 0, 1, 0]
             for stream in streams:
                 stream.cancel()

@@ -45,7 +45,7 @@ def test_a_worker_that_stands_still_is_avoided(edge: Any, make_post: Any, caplog
         moves["a"].clear()
 
         def moves_now(exchange: Any) -> bool:
-            worker = exchange.decision.worker
+            worker = exchange.context.decision.worker
             return not moves[worker].is_set() or exchange.last_progress_at_s == edge.now()
 
         async def let_time_pass(until: Any) -> None:

@@ -137,8 +137,8 @@ def test_the_workers_key_goes_to_whom_the_operator_named(edge: Any, make_post: A
     async def scenario() -> None:
         await edge.start(policy="round_robin")
         workers = {name: await edge.worker(edge.reply(), name) for name in ("named", "added")}
-        edge.proxy.worker_authorization = b"Bearer of-the-workers"
-        edge.proxy.may_send_key = lambda worker_id: worker_id == "named"
+        edge.proxy.workers.authorization = b"Bearer of-the-workers"
+        edge.proxy.workers.may_send_key = lambda worker_id: worker_id == "named"
         for name in workers:
             headers = [key("client"), f"x-blockcast-worker: {name}".encode()]
             assert status(await edge.exchange(make_post(body(), b"/v1/completions", headers))) == 200
