@@ -165,7 +165,7 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     """Every policy on every trace in every setting."""
     start_s = time.time()
     workloads = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace]
-    workloads = workloads or [generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
+    workloads = workloads or [generate_tool_use("tool_use", seed=arguments.seed, max_requests=arguments.limit or 6000)]
     for workload in workloads:
         _WORKLOADS[workload.name] = workload
         print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 def simulate_workloads(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """name -> what was predicted to be saved, and what was."""
     workloads = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
-        generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit),
+        generate_tool_use("tool_use", seed=arguments.seed, max_requests=arguments.limit),
         generate_chat(
             "chat", ChatShape(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed
         ),

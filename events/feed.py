@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, send_request
+from events.feed_sockets import MAX_TOPICS, Context, FollowedStream, StreamSource, Subscription, send_request
 from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
@@ -41,7 +41,7 @@ REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Payload applied for one stream before the next has its turn."""
 TICK_S = 0.1
-RETRY_S, RETRY_S_MAX = 1.0, 60.0
+RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """When a stream that could not be opened, or raised, is tried again; doubled each time."""
 FAULT_PAUSE_S = 0.05
 REOPEN_S = 10.0
@@ -202,7 +202,7 @@ class EventFeed:
                 self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
         for retry_at, pause_s, source in list(self._unopened_sources.values()):
             if now >= retry_at:
-                self._run_guarded(None, self._add, source, min(2 * pause_s, RETRY_S_MAX))
+                self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """The boundary: whatever raises behind it ends one message, or begins one stream anew; the others go on."""
@@ -219,7 +219,7 @@ class EventFeed:
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
         """Forget what the stream announced, and follow it again after a while."""
         stream.fault_count += 1
-        pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), RETRY_S_MAX)
+        pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=stream.fault_count == 1)
@@ -405,7 +405,7 @@ class EventFeed:
             if subscription.note_unclaimed_topic(topic, descriptor) and not self._claim_topic(subscription, topic):
                 unclaimed_count = len(subscription.unclaimed_topics)
                 logger.log(
-                    logging.WARNING if unclaimed_count < TOPICS_MAX else logging.DEBUG,
+                    logging.WARNING if unclaimed_count < MAX_TOPICS else logging.DEBUG,
                     "events of topic %r are ignored",
                     topic,
                 )

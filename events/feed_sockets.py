@@ -11,22 +11,22 @@ from dataclasses import dataclass, field, replace
 
 import zmq
 
-from events.frames import HANDSHAKE_MS_MAX
+from events.frames import MAX_HANDSHAKE_MS
 from events.stream import StreamState
 from events.stream_types import Apply, Instruction, StreamConfig
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
-MESSAGE_BYTES_MAX = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Of one frame; a publisher that sends a longer one loses its connection."""
-QUEUED_MAX = 16
-"""Messages that ZeroMQ keeps of one connection, MESSAGE_BYTES_MAX each at most. The others wait at the publisher."""
-WAITING_MAX, WAITING_BYTES_MAX = 1_000, 64 << 20
+MAX_QUEUED_MESSAGES = 16
+"""Messages that ZeroMQ keeps of one connection, MAX_MESSAGE_BYTES each at most. The others wait at the publisher."""
+MAX_WAITING_MESSAGES, MAX_WAITING_BYTES = 1_000, 64 << 20
 """Live messages of one topic of a bound socket that wait while an earlier one is applied; more show as a gap."""
-REPLIES_BYTES_MAX = 256 << 20
+MAX_REPLIES_BYTES = 256 << 20
 """Replies that wait while earlier ones are applied; more end the request. They are taken out of ZeroMQ's queue at once:
 vLLM's ROUTER drops what a slow peer does not take."""
-TOPICS_MAX, TOPIC_BYTES_MAX = 1_000, 512
+MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
 """Unclaimed topics that a bound socket remembers, and their length."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -85,7 +85,7 @@ class FollowedStream:
 
     @property
     def is_full(self) -> bool:
-        return len(self.pending_work) >= WAITING_MAX or self.pending_bytes >= WAITING_BYTES_MAX
+        return len(self.pending_work) >= MAX_WAITING_MESSAGES or self.pending_bytes >= MAX_WAITING_BYTES
 
     def enqueue(self, instructions: list[Instruction]) -> None:
         self.pending_bytes += sum(
@@ -104,7 +104,7 @@ class FollowedStream:
         """False: too much waits."""
         self.replies.append(frames)
         self.reply_bytes += sum(map(len, frames))
-        return self.reply_bytes <= REPLIES_BYTES_MAX
+        return self.reply_bytes <= MAX_REPLIES_BYTES
 
     def pop_reply(self) -> list[bytes]:
         frames = self.replies.popleft()
@@ -141,9 +141,9 @@ class Subscription:
     def __init__(self, context: Context, topic: str | None, bind: bool) -> None:
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
-        self.socket.rcvhwm = QUEUED_MAX
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
+        self.socket.rcvhwm = MAX_QUEUED_MESSAGES
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
         self.socket.subscribe(topic or "")
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -179,10 +179,10 @@ class Subscription:
 
     def note_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
         """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""
-        is_new = topic not in self.unclaimed_topics and len(topic) <= TOPIC_BYTES_MAX
-        if is_new and len(self.unclaimed_topics) >= TOPICS_MAX:
+        is_new = topic not in self.unclaimed_topics and len(topic) <= MAX_TOPIC_BYTES
+        if is_new and len(self.unclaimed_topics) >= MAX_TOPICS:
             self.unclaimed_topics.popitem(last=False)
-        if len(topic) <= TOPIC_BYTES_MAX:
+        if len(topic) <= MAX_TOPIC_BYTES:
             self.unclaimed_topics[topic] = descriptor
         return is_new
 
@@ -196,8 +196,8 @@ def send_request(context: Context, endpoint: str, request: list[bytes]) -> Socke
     """A socket on which the answer to this request will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.rcvhwm = QUEUED_MAX
-    dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    dealer.rcvhwm = MAX_QUEUED_MESSAGES
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     if "[" in endpoint:
         dealer.setsockopt(zmq.IPV6, 1)
     try:

@@ -20,9 +20,9 @@ END_SEQ = 2**64 - 1
 SNAPSHOT_SEQ = 2**64 - 2
 """As a start_seq: asks for the resident set. As the seq of a reply: a chunk of it."""
 
-REQUEST_BYTES_MAX = 64 << 10
+MAX_REQUEST_BYTES = 64 << 10
 """Of a message to who publishes: a replay request, or a topic that is subscribed to."""
-HANDSHAKE_MS_MAX = 3_000
+MAX_HANDSHAKE_MS = 3_000
 """Who has not said by then that it speaks ZeroMQ is closed: it holds a descriptor (ZeroMQ's default: 30 s)."""
 
 

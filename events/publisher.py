@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
-from events.frames import HANDSHAKE_MS_MAX, REQUEST_BYTES_MAX, SNAPSHOT_SEQ, build_reply, parse_request
+from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply, parse_request
 from events.loop_thread import WakeupPipe
 from events.replay_buffer import ReplayBuffer, ReplayEntry
 from events.replies import Reply, iter_replay, iter_snapshot
@@ -35,7 +35,7 @@ from options import ConfigError
 
 logger = logging.getLogger(__name__)
 
-REPLIES_MAX = 64
+MAX_REPLIES = 64
 """Replies under way at once; further requests wait in their socket."""
 REPLY_SLICE = 128
 """Messages of replies sent before live batches get their turn again."""
@@ -202,7 +202,7 @@ class EventPublisher:
         self._last_applied = entry
 
     def _accept_requests(self, replay_socket: zmq.Socket[bytes]) -> None:
-        while len(self._pending_replies) < REPLIES_MAX:
+        while len(self._pending_replies) < MAX_REPLIES:
             try:
                 frames = replay_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -289,8 +289,8 @@ class EventPublisher:
 
 def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     """Bind or connect; the address others can be told (a system-chosen port filled in, wildcards kept)."""
-    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     if not bind:

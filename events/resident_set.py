@@ -24,7 +24,7 @@ from events.types import (
     InvariantError,
 )
 
-EVENT_BLOCKS_MAX = 256
+MAX_BLOCKS_PER_EVENT = 256
 """Of one event of a snapshot."""
 
 
@@ -102,7 +102,7 @@ class ResidentSet:
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
     """Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
 
-    Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
+    Neighbours that continue each other are joined into one event of at most MAX_BLOCKS_PER_EVENT blocks.
     """
     joined_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
@@ -111,7 +111,7 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
             and block.parent == joined_blocks[-1].name
             and block.stored_event == joined_blocks[-1].stored_event
         )
-        if joined_blocks and (not continues or len(joined_blocks) >= EVENT_BLOCKS_MAX):
+        if joined_blocks and (not continues or len(joined_blocks) >= MAX_BLOCKS_PER_EVENT):
             yield _replace_blocks(joined_blocks[0].stored_event, joined_blocks)
             joined_blocks = []
         joined_blocks.append(block)

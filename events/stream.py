@@ -57,8 +57,8 @@ class StreamState:
         self.phase = StreamPhase.LIVE
         self.is_online = False
         self._next_seq: int | None = None
-        self._applied_batches = AppliedBatches(self.config.recent_max)
-        self._early_batches = OutOfOrderBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
+        self._applied_batches = AppliedBatches(self.config.max_recent_batches)
+        self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         self._has_started = resume is not None
         if resume is not None:
             self._next_seq = resume[0] + 1
@@ -199,7 +199,7 @@ class StreamState:
             return []
         self._deadline = None
         self._attempts += 1
-        is_exhausted = self._attempts >= self.config.attempts_max
+        is_exhausted = self._attempts >= self.config.max_attempts
         if self.phase is StreamPhase.REPAIR and self._is_tail_check:
             instructions = self._finish_reply(now)
             self._activity_at = now  # nobody confirmed the tail: check again after the next silence
@@ -276,7 +276,7 @@ class StreamState:
     def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
         """A ROUTER without flow control dropped part of its reply: ask for the rest."""
         self._attempts += 1
-        if self._attempts > self.config.attempts_max:
+        if self._attempts > self.config.max_attempts:
             return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
         return self._start_repair(now)
 
@@ -314,7 +314,7 @@ class StreamState:
         """Get the state from nothing; the caller has cleared."""
         self._restart_attempts += 1
         self._retry_at = None
-        if not self.config.can_recover or self._restart_attempts > self.config.attempts_max:
+        if not self.config.can_recover or self._restart_attempts > self.config.max_attempts:
             return self._give_up("cannot catch up" if self.config.can_recover else NO_REPLAY, now)
         self._attempts = 0
         wants_snapshot = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
@@ -361,7 +361,7 @@ class StreamState:
             and self._early_batches.highest_seq >= self._next_seq
         ):
             self._attempts += 1
-            if self._attempts > self.config.attempts_max:
+            if self._attempts > self.config.max_attempts:
                 return [*instructions, *self._discard_and_start_over(f"replay never brings seq {self._next_seq}", now)]
             return [*instructions, *self._start_repair(now)]
         if self.phase is not StreamPhase.REPAIR or not self._is_tail_check:

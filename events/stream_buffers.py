@@ -18,13 +18,13 @@ def digest_payload(payload: bytes) -> int:
 class AppliedBatches:
     """seq -> digest of the newest batches applied."""
 
-    def __init__(self, count_max: int) -> None:
-        self._count_max = count_max
+    def __init__(self, max_count: int) -> None:
+        self._max_count = max_count
         self._digests: OrderedDict[int, int] = OrderedDict()
 
     def record(self, seq: int, digest: int) -> None:
         self._digests[seq] = digest
-        while len(self._digests) > self._count_max:
+        while len(self._digests) > self._max_count:
             self._digests.popitem(last=False)
 
     def digest_of(self, seq: int) -> int | None:
@@ -36,15 +36,15 @@ class AppliedBatches:
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert len(self._digests) <= self._count_max
+        assert len(self._digests) <= self._max_count
 
 
 class OutOfOrderBatches:
     """Live batches that wait for the ones before them. What does not fit is dropped, and shows as a gap."""
 
-    def __init__(self, frames_max: int, bytes_max: int) -> None:
-        self._frames_max = frames_max
-        self._bytes_max = bytes_max
+    def __init__(self, max_frames: int, max_bytes: int) -> None:
+        self._max_frames = max_frames
+        self._max_bytes = max_bytes
         self._payloads: dict[int, bytes] = {}
         self._used_bytes = 0
         self.highest_seq: int | None = None
@@ -54,7 +54,7 @@ class OutOfOrderBatches:
         """False: it does not fit."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
         self._used_bytes -= len(self._payloads.pop(seq, b""))
-        if len(self._payloads) >= self._frames_max or self._used_bytes + len(payload) > self._bytes_max:
+        if len(self._payloads) >= self._max_frames or self._used_bytes + len(payload) > self._max_bytes:
             return False
         self._payloads[seq] = payload
         self._used_bytes += len(payload)
@@ -89,7 +89,7 @@ class OutOfOrderBatches:
     def check_invariants(self) -> None:
         """For tests."""
         assert self._used_bytes == sum(map(len, self._payloads.values()))
-        assert len(self._payloads) <= self._frames_max
+        assert len(self._payloads) <= self._max_frames
         assert not self._payloads or (self.highest_seq is not None and self.highest_seq >= max(self._payloads))
 
     def __bool__(self) -> bool:

@@ -29,7 +29,7 @@ class StreamPhase(enum.Enum):
     REBUILD = "rebuild"
 
 
-EARLY_MAX, EARLY_BYTES_MAX = 20_000, 256 << 20
+MAX_EARLY_BATCHES, MAX_EARLY_BYTES = 20_000, 256 << 20
 """Live batches that wait for the ones before them."""
 
 
@@ -40,13 +40,13 @@ class StreamConfig:
     """False where the publisher has no replay endpoint."""
     has_snapshots: bool = False
     """It has a socket that answers nothing but snapshots."""
-    buffer_frames_max: int = EARLY_MAX
-    buffer_bytes_max: int = EARLY_BYTES_MAX
-    recent_max: int = 1024
+    max_early_batches: int = MAX_EARLY_BATCHES
+    max_early_bytes: int = MAX_EARLY_BYTES
+    max_recent_batches: int = 1024
     """Applied batches whose bytes are remembered (as digests) to tell a repetition from a restart."""
     request_timeout_s: float = 5.0
     """Longest silence of a publisher that owes a reply."""
-    attempts_max: int = 3
+    max_attempts: int = 3
     retry_s: float = 10.0
     """After nobody could say what was missed: when to ask for a snapshot again."""
     tail_check_s: float = 1.0

@@ -78,8 +78,8 @@ class _QueueEntry(NamedTuple):
 class Subscriber:
     """Iterates over what the streams bring, for ever or until `close`. Also a context manager."""
 
-    def __init__(self, sources: Iterable[StreamSource], queue_max: int = 10_000) -> None:
-        self._queue: queue.Queue[_QueueEntry | None] = queue.Queue(queue_max)
+    def __init__(self, sources: Iterable[StreamSource], max_queued_items: int = 10_000) -> None:
+        self._queue: queue.Queue[_QueueEntry | None] = queue.Queue(max_queued_items)
         self._is_closed = False
         self.feed = EventFeed(self)
         self.feed.start()

@@ -20,8 +20,8 @@ from fleet.scaling import Bounds
 from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_env, split_flags
 
 LOOK_S = 0.25
-ASK_S_MAX = 60.0
-ANSWERS_S_MAX = 5.0
+MAX_CALL_S = 60.0
+MAX_CONNECT_S = 5.0
 _name = click.option(
     "--name", default="fleet", show_default=True, help="Name of the fleet; a cluster may have several."
 )
@@ -93,7 +93,7 @@ def errors_in_one_line() -> Iterator[IO[str]]:
     except (SpecError, ValueError, ConnectionError) as error:
         raise click.ClickException(str(error)) from error
     except TimeoutError as error:
-        raise click.ClickException(f"the directory did not answer within {ASK_S_MAX:g} s: {error}") from error
+        raise click.ClickException(f"the directory did not answer within {MAX_CALL_S:g} s: {error}") from error
 
 
 def _connect(address: str) -> None:
@@ -101,7 +101,7 @@ def _connect(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdecimal():  # Ray itself asks for minutes
         try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWERS_S_MAX).close()
+            socket.create_connection((host.strip("[]"), int(port)), MAX_CONNECT_S).close()
         except (OSError, OverflowError) as error:
             raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from None
     try:
@@ -127,7 +127,7 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
     import ray
 
     try:
-        return ray.get(method.remote(*args, **kwargs), timeout=ASK_S_MAX)
+        return ray.get(method.remote(*args, **kwargs), timeout=MAX_CALL_S)
     except ray.exceptions.ActorDiedError:
         raise SpecError("the fleet was ended meanwhile (`fleet down`)") from None
 
@@ -296,7 +296,7 @@ def up(
         spec = Spec(
             name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=options["cpus"], gpus=gpus,
             router_cpus=options["router_cpus"], router_host=options["router_host"], router_port=options["router_port"],
-            stop_s_max=options["stop_timeout"], hang_s_max=options["hang_timeout"],
+            stop_timeout_s=options["stop_timeout"], hang_timeout_s=options["hang_timeout"],
             admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
         patience = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])

@@ -48,10 +48,10 @@ from fleet.worker_list import ListedWorker, WorkerStatus
 
 log = logging.getLogger("fleet")
 
-LOOP_S_MAX = 0.25
+MAX_LOOP_PAUSE_S = 0.25
 ROUTER_SYNC_S = 1.0
 """Between two looks at a router's load."""
-EVENTS_MAX = 200
+MAX_EVENTS = 200
 STARTS_PER_PASS = 4
 """Ray takes up to two seconds for one on a busy node, and who asks for the status waits meanwhile."""
 
@@ -76,7 +76,7 @@ class DirectoryActor:
         self._syncing_router_names: set[str] = set()
         self._list_version, self._published_workers, self._published_peers = 1, list[ListedWorker](), list[str]()
         self._scaler, self._autoscaled_at_s, self._scaling_advice = Scaler(), 0.0, ""
-        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_MAX)
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._has_unsaved_changes = True
         for record in list(self._state.members.values()):
             record.drain = 0
@@ -165,9 +165,9 @@ class DirectoryActor:
                     self._run_once(time.time())
                     calls = list(self._pending_calls)
                 if not calls:
-                    time.sleep(LOOP_S_MAX)
+                    time.sleep(MAX_LOOP_PAUSE_S)
                     continue
-                ready, _ = ray.wait(calls, num_returns=1, timeout=LOOP_S_MAX)
+                ready, _ = ray.wait(calls, num_returns=1, timeout=MAX_LOOP_PAUSE_S)
                 if ready:
                     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
                 with self._lock:
@@ -175,7 +175,7 @@ class DirectoryActor:
                         self._handle_result(ref)
             except RayError as error:
                 log.warning("the directory goes on: %s", error)
-                time.sleep(LOOP_S_MAX)
+                time.sleep(MAX_LOOP_PAUSE_S)
             except BaseException:
                 log.exception("the directory ends; Ray starts it anew")
                 os._exit(1)
@@ -290,7 +290,7 @@ class DirectoryActor:
         if status.was_hung and not last_status.was_hung:
             kind = record.kind.value
             self._state.hung[kind] = self._state.hung.get(kind, 0) + 1
-            self._record_event(f"{record.name}: killed, it did not answer for {self._state.spec.hang_s_max:g} s")
+            self._record_event(f"{record.name}: killed, it did not answer for {self._state.spec.hang_timeout_s:g} s")
         if status.exit_reason is not None:
             self._remove_member(record, status.exit_reason)
         else:
@@ -358,7 +358,7 @@ class DirectoryActor:
                 or report.version != self._list_version
                 or now - self._synced_at_s_by_router.get(name, 0.0) >= ROUTER_SYNC_S
             )
-            is_too_soon = report is None and now - self._synced_at_s_by_router.get(name, 0.0) < LOOP_S_MAX
+            is_too_soon = report is None and now - self._synced_at_s_by_router.get(name, 0.0) < MAX_LOOP_PAUSE_S
             if is_due and not is_too_soon and name not in self._syncing_router_names:
                 self._syncing_router_names.add(name)
                 self._synced_at_s_by_router[name] = now

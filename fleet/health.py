@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CORE_S_MAX = 5.0
+MAX_CORE_SILENT_S = 5.0
 """An engine whose step loop owes an answer for longer does not answer, though its HTTP process does."""
 SILENT_AFTER_PROBES = 2
 """Looks without an answer in a row until that is said."""
@@ -22,17 +22,17 @@ class ProbeHistory:
     missed_probes: int = 0
     """Looks in a row without an answer."""
 
-    def with_probe(self, is_alive: bool, took_s: float, took_s_max: float) -> ProbeHistory:
+    def with_probe(self, is_alive: bool, took_s: float, max_took_s: float) -> ProbeHistory:
         """After one more: with the pause before it, it took so long."""
         if is_alive:
             return ProbeHistory()
-        return ProbeHistory(self.silent_s + min(max(took_s, 0.0), took_s_max), self.missed_probes + 1)
+        return ProbeHistory(self.silent_s + min(max(took_s, 0.0), max_took_s), self.missed_probes + 1)
 
     @property
     def is_silent(self) -> bool:
         """Worth saying."""
         return self.missed_probes >= SILENT_AFTER_PROBES
 
-    def is_hung(self, patience_s: float) -> bool:
+    def is_hung(self, max_silent_s: float) -> bool:
         """Whether to end it; never with a patience of 0."""
-        return 0 < patience_s <= self.silent_s and self.is_silent
+        return 0 < max_silent_s <= self.silent_s and self.is_silent

@@ -26,7 +26,7 @@ import msgspec
 import ray
 
 from fleet.guard import exit_with_parent, restore_niceness
-from fleet.health import CORE_S_MAX, ProbeHistory
+from fleet.health import MAX_CORE_SILENT_S, ProbeHistory
 from fleet.plan import MemberKind
 from fleet.spec import Launch, Spec, WorkerSettings, plan_launch
 from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
@@ -36,9 +36,9 @@ TAIL_LINES = 20
 START_PROBE_S = 0.1
 HEALTH_CHECK_S = 2.0
 """Between two looks at a program that serves."""
-CALL_S_MAX = 5.0
+MAX_CALL_S = 5.0
 KILL_S = 10.0
-STATUS_WAIT_S_MAX = 60.0
+MAX_STATUS_WAIT_S = 60.0
 """Longest wait for a new status: the caller may be gone."""
 RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
 """Ray sets these for its workers; they are not meant for a program of its own."""
@@ -99,14 +99,14 @@ class MemberActor:
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
         """Return the status of the program: at once if it differs from `last_status`, else after a while."""
         with self._status_changed:
-            self._status_changed.wait_for(lambda: self._status != last_status, STATUS_WAIT_S_MAX)
+            self._status_changed.wait_for(lambda: self._status != last_status, MAX_STATUS_WAIT_S)
             return self._status
 
     def stop(self) -> None:
         """End it; kill what has not ended after the spec's time."""
         self._is_stopping = True
         self._process.terminate()
-        if not self._exit_event.wait(self._spec.stop_s_max):
+        if not self._exit_event.wait(self._spec.stop_timeout_s):
             self._kill()
 
     def _kill(self) -> None:
@@ -133,15 +133,15 @@ class MemberActor:
             if self._exit_event.wait(START_PROBE_S):
                 return
         self._update_status(launch=self._launch, node=ray.get_runtime_context().get_node_id(), pid=self._process.pid)
-        hang_s_max, health, checked_at_s = self._spec.hang_s_max, ProbeHistory(), time.monotonic()
-        pause_s = min(HEALTH_CHECK_S, hang_s_max / 4) if hang_s_max else HEALTH_CHECK_S
+        hang_timeout_s, health, checked_at_s = self._spec.hang_timeout_s, ProbeHistory(), time.monotonic()
+        pause_s = min(HEALTH_CHECK_S, hang_timeout_s / 4) if hang_timeout_s else HEALTH_CHECK_S
         while not self._exit_event.wait(pause_s) and not self._is_stopping:
             is_alive = self._is_alive()
             took_s, checked_at_s = time.monotonic() - checked_at_s, time.monotonic()
-            health = health.with_probe(is_alive, took_s, pause_s + CALL_S_MAX)
+            health = health.with_probe(is_alive, took_s, pause_s + MAX_CALL_S)
             if health.is_silent != self._status.is_silent:
                 self._update_status(is_silent=health.is_silent)
-            if health.is_hung(hang_s_max) and not self._is_stopping:
+            if health.is_hung(hang_timeout_s) and not self._is_stopping:
                 self._update_status(was_hung=True)
                 self._kill()
 
@@ -149,8 +149,8 @@ class MemberActor:
         """Any answer is one; of our engines, also of the step loop behind it."""
         request = urllib.request.Request(self._launch.health_url)
         try:
-            with _DIRECT.open(request, timeout=CALL_S_MAX) as answer:
-                return float(answer.headers.get("x-core-silent-seconds") or 0) < CORE_S_MAX
+            with _DIRECT.open(request, timeout=MAX_CALL_S) as answer:
+                return float(answer.headers.get("x-core-silent-seconds") or 0) < MAX_CORE_SILENT_S
         except urllib.error.HTTPError as error:
             error.close()
             return True
@@ -189,7 +189,7 @@ class MemberActor:
         body_bytes = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, body_bytes, headers, method=method)
         try:
-            with _DIRECT.open(request, timeout=CALL_S_MAX) as answer:
+            with _DIRECT.open(request, timeout=MAX_CALL_S) as answer:
                 status, answer_bytes = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:

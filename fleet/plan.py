@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-BACK_OFF_S_MAX = 60.0
+MAX_BACK_OFF_S = 60.0
 STEADY_S = 60.0
 """Who was up for so long did not fail at the start."""
 
@@ -75,8 +75,8 @@ class SlotFailure:
 class PhaseTimeouts:
     """Seconds."""
 
-    start_s_max: float = 1800.0
-    drain_s_max: float = 300.0
+    start_timeout_s: float = 1800.0
+    drain_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ Failures = Mapping[tuple[MemberKind, int], SlotFailure]
 def next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
     """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
     count = 1 if previous is None or up_s >= STEADY_S else previous.count + 1
-    return SlotFailure(count, now + (min(BACK_OFF_S_MAX, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
+    return SlotFailure(count, now + (min(MAX_BACK_OFF_S, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
 
 def plan(
@@ -140,10 +140,10 @@ def _plan_actions_for_kind(
         waited_s = now - member.since_s
         if member.phase is Phase.STARTING and member.revision < target.revision:
             actions.append(PhaseChange(member.name, Phase.STOPPING))
-        elif member.phase is Phase.STARTING and waited_s > timeouts.start_s_max:
+        elif member.phase is Phase.STARTING and waited_s > timeouts.start_timeout_s:
             actions.append(PhaseChange(member.name, Phase.STOPPING, has_failed=True))
         elif member.phase is Phase.DRAINING and (
-            not has_routers or member.in_flight == 0 or waited_s > timeouts.drain_s_max
+            not has_routers or member.in_flight == 0 or waited_s > timeouts.drain_timeout_s
         ):
             actions.append(PhaseChange(member.name, Phase.STOPPING))
         elif member.phase in LIVE_PHASES:

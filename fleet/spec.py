@@ -43,9 +43,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Where routers listen; empty: on their node's address."""
     router_port: int = 8080
     """Of router 0; the next has the next. 0: the system chooses."""
-    stop_s_max: float = 60.0
+    stop_timeout_s: float = 60.0
     """From being told to end to being killed."""
-    hang_s_max: float = 120.0
+    hang_timeout_s: float = 120.0
     """A program that is up and does not answer for so long is killed. 0: never."""
     admin_key: str = ""
 

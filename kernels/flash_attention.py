@@ -24,9 +24,9 @@ from kernels.transfer import to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan
 
-PAGE_MAX = 32
+MAX_BLOCK_SIZE = 32
 """Tokens of a block. FlashAttention-3 may load larger ones whole: what lies past a context would be multiplied."""
-HEAD_DIM_MAX = 256
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Prompts:
     """[prompts] int32: context lengths."""
     pages: Tensor
     """[prompts, width] int32: the row where each block begins, K of layer 0."""
-    query_len_max: int
+    max_query_len: int
     window: int | None
     batch: RaggedBatch
     table: DeviceBlockTable
@@ -84,7 +84,7 @@ class FlashAttention3:
             cache_seqlens=prompts.lens,
             page_table=prompts.pages,
             cu_seqlens_q=prompts.query_starts,
-            max_seqlen_q=prompts.query_len_max,
+            max_seqlen_q=prompts.max_query_len,
             softmax_scale=scale,
             causal=True,
             window_size=prompts.window_size,
@@ -101,7 +101,7 @@ class GatheredContext:
     """[tokens of all contexts]: their K rows of layer 0."""
     starts: Tensor
     """[prompts + 1] int32, from 0."""
-    len_max: int
+    max_context_len: int
 
 
 class FlashAttention2:
@@ -125,8 +125,8 @@ class FlashAttention2:
             rows[kv.block_size :].index_select(0, context.rows).view(shape),
             cu_seqlens_q=prompts.query_starts,
             cu_seqlens_k=context.starts,
-            max_seqlen_q=prompts.query_len_max,
-            max_seqlen_k=context.len_max,
+            max_seqlen_q=prompts.max_query_len,
+            max_seqlen_k=context.max_context_len,
             softmax_scale=scale,
             causal=True,
             window_size=prompts.window_size,
@@ -176,7 +176,7 @@ class FlashAttentionKernels(TritonKernels):
             query_starts=plan.starts[first:] - plan.starts[first],
             lens=plan.lens[first:],
             pages=plan.table[:, first:].t().contiguous(),
-            query_len_max=int(np.diff(batch.query_starts[first:]).max()),
+            max_query_len=int(np.diff(batch.query_starts[first:]).max()),
             window=window,
             batch=batch,
             table=table,
@@ -199,9 +199,9 @@ def _supports(kv: PagedKV) -> bool:
     """Whether FlashAttention takes such a pool."""
     return (
         kv.buffer.dtype in (torch.bfloat16, torch.float16)
-        and kv.block_size <= PAGE_MAX
+        and kv.block_size <= MAX_BLOCK_SIZE
         and kv.head_dim % 8 == 0
-        and kv.head_dim <= HEAD_DIM_MAX
+        and kv.head_dim <= MAX_HEAD_DIM
     )
 
 

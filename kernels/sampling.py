@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOGIT_MAX = 3.3895313892515355e38
+MAX_LOGIT = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
 SPAN_WEIGHTS = 512
 """Weights that are summed up before any running sum is made."""
@@ -65,7 +65,7 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     peak, tokens = values.max(-1)  # the first of equal ones
     random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
     if not math.isfinite(peak.sum().item()):  # NaN is the greatest of all
-        values = values.nan_to_num(nan=float("-inf"), posinf=LOGIT_MAX, neginf=float("-inf"))
+        values = values.nan_to_num(nan=float("-inf"), posinf=MAX_LOGIT, neginf=float("-inf"))
         peak, tokens = values.max(-1)
         has_candidates = (peak > float("-inf")).tolist()
         random_rows = RandomRows(

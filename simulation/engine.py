@@ -67,12 +67,12 @@ class SimCache:
         """Whether it is resident, whatever is before it."""
         return block in self.reference_counts or block in self.idle_blocks or block in self.host_blocks
 
-    def match(self, block_ids: list[int], blocks_max: int) -> int:
-        """Blocks of the longest resident prefix, at most `blocks_max`."""
+    def match(self, block_ids: list[int], max_blocks: int) -> int:
+        """Blocks of the longest resident prefix, at most `max_blocks`."""
         reference_counts, idle_blocks, host_blocks = self.reference_counts, self.idle_blocks, self.host_blocks
         matching_blocks = 0
         for block in block_ids:
-            if matching_blocks >= blocks_max or (
+            if matching_blocks >= max_blocks or (
                 block not in reference_counts and block not in idle_blocks and block not in host_blocks
             ):
                 break
@@ -263,11 +263,11 @@ class SimWorker:
 
     def missing_prefill_s(self, sequence: SimSequence) -> float:
         """What of the prompt neither the cache has nor a request that is here already brings, in seconds."""
-        block_ids, blocks_max = sequence.request.ids, (sequence.request.prompt_tokens - 1) // self.block
-        matching_blocks = self.cache.match(block_ids, blocks_max)
+        block_ids, max_blocks = sequence.request.ids, (sequence.request.prompt_tokens - 1) // self.block
+        matching_blocks = self.cache.match(block_ids, max_blocks)
         for other_sequence in itertools.chain(self.prefilling, self.waiting):
             other_block_ids = other_sequence.request.ids
-            comparable_blocks = min(len(other_block_ids), blocks_max)
+            comparable_blocks = min(len(other_block_ids), max_blocks)
             while (
                 matching_blocks < comparable_blocks and other_block_ids[matching_blocks] == block_ids[matching_blocks]
             ):  # an id names all before it
@@ -373,9 +373,9 @@ class SimWorker:
             )
             self.wake_s = None
 
-    def _admit_waiting(self, token_budget: int, now: float, queue_key_max: float = math.inf) -> int:
+    def _admit_waiting(self, token_budget: int, now: float, max_queue_key: float = math.inf) -> int:
         """Begin those who wait, while there is room and their turn is earlier; what is left of the budget."""
-        while token_budget > 0 and self.waiting and self.waiting[0].queue_key < queue_key_max:
+        while token_budget > 0 and self.waiting and self.waiting[0].queue_key < max_queue_key:
             sequence = self.waiting[0]
             if self.running_sequences >= self.limits.max_sequences:
                 self._last_seat_wait_s = now

@@ -20,7 +20,7 @@ from simulation.steps import StepTimes
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 
-TEXT_MAX = 4096
+MAX_TEXT_CHARS = 4096
 """Characters of a scripted answer: the grammar of a much longer one is too slow to follow."""
 
 BANDWIDTH_SHARE, COMPUTE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.9
@@ -40,7 +40,7 @@ class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The tool; FIRST_TOOL: the first one of the request."""
     arguments: dict[str, Json] | None = None
     """None: some that the tool's schema allows."""
-    text: Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)] | None = None
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)] | None = None
 
     def __post_init__(self) -> None:
         if self.text is not None and self.call is not None:

@@ -99,7 +99,7 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
     return Workload(name, requests, f"{len(requests)} requests of {len(order)} sessions at most, closed loop")
 
 
-def generate_tool_use(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
+def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Workload:
     """A tool-use stand-in: 40 tools with long, shared, skewed prompts, each followed by a short unique question and
     one or two follow-up turns; open loop, Poisson."""
     rng = random.Random(seed)
@@ -112,7 +112,7 @@ def generate_tool_use(name: str, *, seed: int, requests_max: int = 6000) -> Work
     weights = [1.0 / (k + 1) for k in range(len(tools))]
     requests: list[SimRequest] = []
     now = 0.0
-    while len(requests) < requests_max:
+    while len(requests) < max_requests:
         now += rng.expovariate(4.0)
         ids = list(rng.choices(tools, weights)[0])
         at = now

@@ -21,6 +21,7 @@ ROWS = [row for page in PAGES for row in ROW.findall(page.read_text())]
 METRICS = (ROOT / "docs" / "operations.md").read_text()
 BOUNDS = re.compile(
     r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY|STREAMS|STORED|IDS|INTERIM)_MAX$"
+    r"|^MAX_\w*(BYTES|CHARS|DIGITS|TOPICS|BATCHES|MESSAGES)$"
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
@@ -30,12 +31,12 @@ ELSEWHERE = {
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
-    "events/frames.py:REQUEST_BYTES_MAX": "of who follows an engine: its connection ends",
+    "events/frames.py:MAX_REQUEST_BYTES": "of who follows an engine: its connection ends",
     "router/fleet/worker_responses.py:METRIC_LINES_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
-    "router/commands/check.py:ANSWER_BYTES_MAX": "of a command that ends with it",
-    "router/commands/client.py:ANSWER_BYTES_MAX": "of a command that ends with it",
+    "router/commands/check.py:MAX_ANSWER_BYTES": "of a command that ends with it",
+    "router/commands/client.py:MAX_ANSWER_BYTES": "of a command that ends with it",
     "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/prompting/encode.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/fleet/peer_snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",

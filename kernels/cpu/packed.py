@@ -25,7 +25,7 @@ if HAS_NATIVE:
 
 SMALL_MATRIX_ELEMS = 160_000
 """Matrices of at most so many elements are kept in fp32 as well."""
-SMALL_PRODUCTS_MAX = 300_000
+MAX_SMALL_PRODUCTS = 300_000
 """Up to so many multiplications fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
 
 
@@ -47,7 +47,7 @@ class BlockedMatrix:
     """[outputs, inputs] in oneDNN's layout."""
     plain: Tensor | None
     """[outputs, inputs] in fp32, of a small matrix."""
-    plain_rows_max: int
+    max_plain_rows: int
     """Rows of x up to which `plain` is the faster one."""
 
 
@@ -96,14 +96,14 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
         blocked_weight = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
         if weight.numel() > SMALL_MATRIX_ELEMS:
             return BlockedMatrix(blocked_weight, None, 0)
-        return BlockedMatrix(blocked_weight, weight.float(), SMALL_PRODUCTS_MAX // weight.numel())
+        return BlockedMatrix(blocked_weight, weight.float(), MAX_SMALL_PRODUCTS // weight.numel())
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
     if isinstance(matrix, NativeMatrix):
         return _native_linear(x, matrix, bias)
-    if x.shape[0] <= matrix.plain_rows_max:
+    if x.shape[0] <= matrix.max_plain_rows:
         assert matrix.plain is not None
         return F.linear(x.float(), matrix.plain, None if bias is None else bias.float()).to(x.dtype)
     return cast(Tensor, _linear(x, matrix.weight, bias, "none", _NO_SCALARS, ""))

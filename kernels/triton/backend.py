@@ -39,7 +39,7 @@ from kernels.triton.plan import (
 from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 
 LOG2_E = 1.4426950408889634
-SPLITS_MAX = 64
+MAX_SPLITS = 64
 DRAW_BLOCK = 4096
 """Logits that a program takes at one time."""
 COUNT_BLOCK = 1024
@@ -86,7 +86,7 @@ class TritonKernels:
     def _splits(self, sequences: int, kv: PagedKV) -> int:
         """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
         program_count = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
-        return 1 << (max(1, min(program_count, SPLITS_MAX)).bit_length() - 1)
+        return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
@@ -132,7 +132,7 @@ class TritonKernels:
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
-                out, part, part_scale, plan.splits, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
+                out, part, part_scale, plan.splits, DIM=dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
@@ -188,8 +188,8 @@ class TritonKernels:
 
     def _rows_per_program(self, rows: int, block: int) -> int:
         """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
-        rows_max = max(1, (1 << 15 if INTERPRETED else 2048) // block)
-        return rows_max if rows >= rows_max * self._processors else 1
+        max_rows = max(1, (1 << 15 if INTERPRETED else 2048) // block)
+        return max_rows if rows >= max_rows * self._processors else 1
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         return self._rotate(x, None, 0.0, False, cos, signed_sin)

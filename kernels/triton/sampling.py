@@ -17,7 +17,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOGIT_MAX = tl.constexpr(3.3895313892515355e38)  # the largest bf16
+MAX_LOGIT = tl.constexpr(3.3895313892515355e38)  # the largest bf16
 ALL = tl.constexpr(2147483647)
 
 
@@ -25,7 +25,7 @@ ALL = tl.constexpr(2147483647)
 def logit_tile(row_ptr, at, vocab, floor):
     """fp32 logits at the ids `at`; -inf past the vocabulary, for NaN, and below `floor`."""
     x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(x >= floor, tl.minimum(x, LOGIT_MAX), float("-inf"))
+    return tl.where(x >= floor, tl.minimum(x, MAX_LOGIT), float("-inf"))
 
 
 @triton.jit

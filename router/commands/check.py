@@ -34,8 +34,8 @@ from router.prompting.reader import PromptReader
 
 EVENTS_S = 3.0
 """How long the events of an answered request, or a replay, are waited for."""
-ANSWER_S_MAX = 120.0
-ANSWER_BYTES_MAX = 4 << 20
+MAX_ANSWER_S = 120.0
+MAX_ANSWER_BYTES = 4 << 20
 BLOCKS = 4
 """Length of the prompt, in the worker's blocks, and a part of one more."""
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
@@ -155,7 +155,7 @@ class WorkerCheck:
         """As ours tells by its /health."""
         try:
             _, answer = await fetch(
-                self._session, self._flag.url + "/health", seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX
+                self._session, self._flag.url + "/health", seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES
             )
             health = json.loads(answer or b"null")
         except (FetchError, ValueError, RecursionError):
@@ -378,7 +378,7 @@ class WorkerCheck:
         try:
             status, answer = await fetch(
                 self._session, self._flag.url + path, method="POST", headers=headers, data=body,
-                seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
+                seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES,
             )  # fmt: skip
             content = json.loads(answer)
         except (FetchError, ValueError, RecursionError) as error:

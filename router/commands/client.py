@@ -17,7 +17,7 @@ from options import ConfigError
 from options.tls import make_client_context
 from router.http_client import FetchError, fetch
 
-ANSWER_BYTES_MAX = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AdminClient:
             ) as session:
                 return await fetch(
                     session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=seconds,
-                    bytes_max=ANSWER_BYTES_MAX,
+                    bytes_max=MAX_ANSWER_BYTES,
                 )  # fmt: skip
 
         try:

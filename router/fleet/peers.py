@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from events.frames import HANDSHAKE_MS_MAX
+from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad
 from router.decide.tracker import LoadTracker
@@ -227,7 +227,7 @@ class PeerSockets:
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)

@@ -11,11 +11,11 @@ from typing import Final
 
 from router.http.headers import TOKEN_PATTERN, ProtocolError
 
-LINE_MAX: Final = 1024
+MAX_LINE_BYTES: Final = 1024
 """A chunk-size line with its extensions, and each trailer line."""
 SHORT_LINE_BYTES: Final = 64
 """Shorter size lines are read without ceremony: a body may consist of nothing else."""
-TRAILERS_MAX: Final = 64 * 1024
+MAX_TRAILER_BYTES: Final = 64 * 1024
 """Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
 BETWEEN_CHUNKS: Final = -1
 """A size line comes next."""
@@ -27,7 +27,7 @@ _TRAILER_PATTERN = re.compile(
 )
 _PARSED_SIZES: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
-_PARSED_SIZES_MAX: Final = 4096
+_MAX_PARSED_SIZES: Final = 4096
 
 
 class BodyTooLarge(Exception):
@@ -39,22 +39,22 @@ class ChunkedBody:
 
     __slots__ = (
         "_content_bytes",
-        "_content_bytes_max",
         "_framing_bytes",
-        "_framing_bytes_max",
         "_is_in_trailers",
+        "_max_content_bytes",
+        "_max_framing_bytes",
         "_partial_line",
         "_trailer_bytes",
         "is_complete",
         "remaining_bytes",
     )  # fmt: skip
 
-    def __init__(self, content_bytes_max: int | None = None, framing_bytes_max: int = 0) -> None:
-        """With `content_bytes_max`, more content raises `BodyTooLarge`, and framing that exceeds the content by
-        `framing_bytes_max` bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and
+    def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
+        """With `max_content_bytes`, more content raises `BodyTooLarge`, and framing that exceeds the content by
+        `max_framing_bytes` bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and
         carry nothing."""
-        self._content_bytes_max = content_bytes_max
-        self._framing_bytes_max = framing_bytes_max
+        self._max_content_bytes = max_content_bytes
+        self._max_framing_bytes = max_framing_bytes
         self._content_bytes = 0
         """As the sizes so far announce it."""
         self._framing_bytes = 0
@@ -82,10 +82,10 @@ class ChunkedBody:
                 self.remaining_bytes = remaining - count
                 position += count
                 continue
-            end = data.find(b"\n", position, position + LINE_MAX)
+            end = data.find(b"\n", position, position + MAX_LINE_BYTES)
             if end < 0:
-                self._partial_line += data[position : position + LINE_MAX + 1]
-                if len(self._partial_line) > LINE_MAX:
+                self._partial_line += data[position : position + MAX_LINE_BYTES + 1]
+                if len(self._partial_line) > MAX_LINE_BYTES:
                     raise ProtocolError("chunk header too long")
                 return size
             line = self._partial_line + data[position : end + 1]
@@ -109,7 +109,7 @@ class ChunkedBody:
                 if match is None:
                     break
                 length = int(match[1], 16)
-                if len(_PARSED_SIZES) < _PARSED_SIZES_MAX:
+                if len(_PARSED_SIZES) < _MAX_PARSED_SIZES:
                     _PARSED_SIZES[line] = length
             content_start = end + 2
             content_end = content_start + length
@@ -117,7 +117,7 @@ class ChunkedBody:
                 break
             if payload is not None:
                 payload += data[content_start:content_end]
-            if self._content_bytes_max is not None:
+            if self._max_content_bytes is not None:
                 self._check_sizes(length, content_start - position + 2)
             position = content_end + 2
         return position
@@ -125,13 +125,13 @@ class ChunkedBody:
     def _check_sizes(self, content_bytes: int, framing_bytes: int) -> None:
         self._content_bytes += content_bytes
         self._framing_bytes += framing_bytes
-        if self._content_bytes > (self._content_bytes_max or 0):
+        if self._content_bytes > (self._max_content_bytes or 0):
             raise BodyTooLarge
-        if self._framing_bytes > self._framing_bytes_max + self._content_bytes:
+        if self._framing_bytes > self._max_framing_bytes + self._content_bytes:
             raise ProtocolError("a chunked body of more framing than content")
 
     def _read_line(self, line: bytes) -> None:
-        if len(line) > LINE_MAX:
+        if len(line) > MAX_LINE_BYTES:
             raise ProtocolError("chunk header too long")
         length = 0
         if self.remaining_bytes == 0:  # the line end that closes a chunk's content
@@ -143,7 +143,7 @@ class ChunkedBody:
             if not self.is_complete and not _TRAILER_PATTERN.match(line):
                 raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
             self._trailer_bytes += len(line)
-            if self._trailer_bytes > TRAILERS_MAX:
+            if self._trailer_bytes > MAX_TRAILER_BYTES:
                 raise ProtocolError("trailers too long")
         else:
             match = _SIZE_PATTERN.match(line[:-2]) if line.endswith(b"\r\n") else None
@@ -154,7 +154,7 @@ class ChunkedBody:
                 self.remaining_bytes = length
             else:
                 self._is_in_trailers = True
-        if self._content_bytes_max is not None:
+        if self._max_content_bytes is not None:
             self._check_sizes(length, len(line))
 
     @property

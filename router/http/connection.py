@@ -26,7 +26,7 @@ WRITE_BUFFER_BYTES: Final = 64 * 1024
 What waits beyond this is booked in the budget."""
 LINGER_S: Final = 2.0
 """How long an early error stays readable while the client is still sending."""
-PIPELINED_BYTES_MAX: Final = 64 * 1024
+MAX_PIPELINED_BYTES: Final = 64 * 1024
 """Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
 REQUESTS_PER_TURN: Final = 16
 """Answered at once before others get their turn."""
@@ -551,7 +551,7 @@ class ClientConnection(asyncio.Protocol):
             self._has_unread_input = True
             self._book_bytes()
         if (
-            self._parser.buffered_bytes > PIPELINED_BYTES_MAX
+            self._parser.buffered_bytes > MAX_PIPELINED_BYTES
             and not self._is_reading_paused
             and self._transport is not None
         ):

@@ -26,7 +26,7 @@ IN_BYTES: Final = 64 << 10
 OUT_BYTES: Final = 256 << 10
 """Read, and made, in one turn at most: about a millisecond."""
 PIECE_BYTES: Final = 1 << 20
-MEMBERS_MAX: Final = 64
+MAX_MEMBERS: Final = 64
 """Members of a gzip body, frames of a zstd body. Clients send one."""
 WINDOW_LOG: Final = 23
 """Of zstd: decoders of HTTP need no more than 8 MiB (RFC 9659)."""
@@ -107,9 +107,9 @@ def get_body_coding(request: HttpRequest) -> str | None:
 class BodyDecoder:
     """Decodes one body: call `step` until it returns True. Sans IO."""
 
-    def __init__(self, pieces: Sequence[bytes], coding: str, bytes_max: int) -> None:
+    def __init__(self, pieces: Sequence[bytes], coding: str, max_bytes: int) -> None:
         self._coding = coding
-        self._bytes_max = bytes_max
+        self._max_bytes = max_bytes
         self._input = _slices(pieces)
         self._stream = _DECODERS[coding]()
         self._members = 1
@@ -143,8 +143,8 @@ class BodyDecoder:
             raise self._decode_error(str(error)) from None
         self._unconsumed = self._stream.unconsumed_tail
         self.decoded_bytes += len(output)
-        if self.decoded_bytes > self._bytes_max:
-            message = f"request body over {self._bytes_max} bytes, decoded"
+        if self.decoded_bytes > self._max_bytes:
+            message = f"request body over {self._max_bytes} bytes, decoded"
             raise RequestError(message, param=None, code="bad_http", status=413)
         self._piece += output
         if len(self._piece) >= PIECE_BYTES:
@@ -161,7 +161,7 @@ class BodyDecoder:
         self._unconsumed = self._stream.unused_data or next(self._input, b"")
         if not self._unconsumed:
             return False
-        if self._coding == "deflate" or self._members == MEMBERS_MAX:
+        if self._coding == "deflate" or self._members == MAX_MEMBERS:
             raise self._decode_error("something follows its end")
         self._members += 1
         self._stream = _DECODERS[self._coding]()

@@ -72,9 +72,9 @@ class HeaderBlock:
         return b"".join([line for name, line in self._lines if name not in names])
 
 
-DIGITS_MAX: Final = 15
+MAX_LENGTH_DIGITS: Final = 15
 """Of a content-length."""
-_LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
+_LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % MAX_LENGTH_DIGITS)
 
 
 class ProtocolError(Exception):

@@ -9,16 +9,16 @@ from typing import Any, Final
 from router.http.config import ClientTimeouts
 from router.http.connection import Application, ClientConnection
 
-HANDSHAKE_S_MAX: Final = 10.0
+MAX_HANDSHAKE_S: Final = 10.0
 
 
 class Listener:
     """Accepts connections for one application. Invariant: every socket of a client's counts, TLS handshakes too."""
 
-    def __init__(self, app: Application, timeouts: ClientTimeouts, connections_max: int) -> None:
+    def __init__(self, app: Application, timeouts: ClientTimeouts, max_connections: int) -> None:
         self._app = app
         self._timeouts = timeouts
-        self._connections_max = connections_max
+        self._max_connections = max_connections
         self._server: Any = None
         self.connections: set[ClientConnection] = set()
         self.handshakes: set[asyncio.Task[None]] = set()
@@ -49,7 +49,7 @@ class Listener:
         too. Raises OSError."""
 
         def make_protocol() -> asyncio.Protocol:
-            is_full = len(self.connections) + len(self.handshakes) >= self._connections_max
+            is_full = len(self.connections) + len(self.handshakes) >= self._max_connections
             if tls is not None:
                 return _TlsAcceptor(self, None if is_full else tls)
             return _OverLimitConnection() if is_full else ClientConnection(self._app, self.connections)
@@ -76,7 +76,7 @@ class Listener:
                 lambda: ClientConnection(self._app, self.connections),
                 sock,
                 ssl=tls,
-                ssl_handshake_timeout=HANDSHAKE_S_MAX,
+                ssl_handshake_timeout=MAX_HANDSHAKE_S,
             )
         except (OSError, asyncio.TimeoutError):  # not TLS, none of ours, or too slow; SSLError is an OSError
             self._app.record_rejection(400)

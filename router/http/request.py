@@ -255,15 +255,15 @@ class RequestParser:
     def _take_head(self) -> bytes | None:
         """The head that ends in this read; None where its end is to come, and all there is of it is kept."""
         data, start, buffer = self._data, self._position, self._head_buffer
-        bytes_max = self._limits.head_bytes_max
+        max_bytes = self._limits.head_bytes_max
         if not buffer:
-            end = data.find(b"\r\n\r\n", start, start + bytes_max)
+            end = data.find(b"\r\n\r\n", start, start + max_bytes)
             if end >= 0:
                 self._position = end + 4
                 return data[start : end + 4]
         old_size = len(buffer)
-        buffer += data[start : start + bytes_max + 1 - old_size]
-        end = buffer.find(b"\r\n\r\n", max(0, old_size - 3), bytes_max)
+        buffer += data[start : start + max_bytes + 1 - old_size]
+        end = buffer.find(b"\r\n\r\n", max(0, old_size - 3), max_bytes)
         if end >= 0:
             self._position = start + end + 4 - old_size
             raw_head = bytes(buffer[: end + 4])
@@ -271,8 +271,8 @@ class RequestParser:
             return raw_head
         if _FORBIDDEN_PATTERN.search(buffer, max(0, old_size - 1)) is not None:
             raise BadRequest(400, "malformed HTTP request: a control character in its head")
-        if len(buffer) > bytes_max:
-            raise BadRequest(431, f"request head over {bytes_max} bytes")
+        if len(buffer) > max_bytes:
+            raise BadRequest(431, f"request head over {max_bytes} bytes")
         self._position = len(data)
         return None
 

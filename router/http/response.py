@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from router.http.chunked import ChunkedBody
 from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse_framing
 
-HEAD_BYTES_MAX: Final = 64 * 1024
-INTERIM_RESPONSES_MAX: Final = 32
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_INTERIM_RESPONSES: Final = 32
 """Answers before the answer (100 Continue, 103 Early Hints): a sound server sends one or two."""
 
 _HEAD_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES_PATTERN + rb")\r\n")
@@ -112,8 +112,8 @@ class ResponseHeadParser:
             return None
         head, end = head_and_end
         self._interim_count = self._interim_count + 1 if head.status < 200 else 0
-        if self._interim_count > INTERIM_RESPONSES_MAX:
-            raise ProtocolError(f"more than {INTERIM_RESPONSES_MAX} interim answers")
+        if self._interim_count > MAX_INTERIM_RESPONSES:
+            raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
         if head.status < 200 or head.status in (204, 304) or method == "HEAD":
             head.body = LengthBody(0)
             head.is_chunked = False
@@ -129,10 +129,10 @@ class ResponseHeadParser:
 
 def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
     """(head, where it ends), the framing checked in the order of RFC 9112 section 6.3."""
-    end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX) + 4
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if end < 4:
-        if len(data) >= HEAD_BYTES_MAX:
-            raise ProtocolError(f"head over {HEAD_BYTES_MAX} bytes")
+        if len(data) >= MAX_HEAD_BYTES:
+            raise ProtocolError(f"head over {MAX_HEAD_BYTES} bytes")
         return None
     match = _HEAD_PATTERN.fullmatch(data, 0, end)
     if match is None:

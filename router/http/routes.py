@@ -20,7 +20,7 @@ from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
 
 RENDER_SHARE: Final = 0.05
-PAGE_CACHE_S_MAX: Final = 1.0
+MAX_PAGE_CACHE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CachedPage:
         if self._page is None or started_s >= self._expires_s:
             self._page = self._render()
             now = self._now()
-            self._expires_s = now + min((now - started_s) / RENDER_SHARE, PAGE_CACHE_S_MAX)
+            self._expires_s = now + min((now - started_s) / RENDER_SHARE, MAX_PAGE_CACHE_S)
         return self._page
 
 

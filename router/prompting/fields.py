@@ -15,7 +15,7 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.schemas import decode_json
 
-FIELDS_MAX = 4096
+MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""
 _KEY = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*')
 _AFTER_VALUE = re.compile(rb"[ \t\r\n]*[,}]")
@@ -78,8 +78,8 @@ class FormSpans(FieldSpans):
 def locate_fields(body: bytes) -> FieldSpans:
     """Find the top-level fields of a JSON object. Raises RequestError where it is none, or holds a field twice."""
     values: dict[str, msgspec.Raw] = decode_json(_values_decoder, body)
-    if len(values) > FIELDS_MAX:
-        raise RequestError(f"the body has {len(values)} fields, expected at most {FIELDS_MAX}", param=None)
+    if len(values) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(values)} fields, expected at most {MAX_FIELDS}", param=None)
     spans: dict[str, tuple[int, int]] = {}
     key_starts: dict[str, int] = {}
     content_start = position = body.index(b"{") + 1

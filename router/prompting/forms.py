@@ -13,11 +13,11 @@ from prompts.routing import RoutingRequest, read_form_fields
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
 from router.prompting.fields import FormSpans, duplicate_field_error
 
-PARTS_MAX = 1000
-HEAD_BYTES_MAX = 8192
+MAX_PARTS = 1000
+MAX_HEAD_BYTES = 8192
 """Headers of one part."""
-VALUE_BYTES_MAX = 4096
-BOUNDARY_BYTES_MAX = 256
+MAX_VALUE_BYTES = 4096
+MAX_BOUNDARY_BYTES = 256
 FIELDS = frozenset(("model", "stream", "priority"))
 
 
@@ -29,15 +29,15 @@ def is_form(content_type: bytes | None) -> bool:
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
     """Read what a form says of where it should go. Raises RequestError where it is no form, or holds a field twice."""
     boundary = _header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
-    if not 0 < len(boundary) <= BOUNDARY_BYTES_MAX:
+    if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
         raise RequestError("content-type: a form needs a boundary", param=None)
     values: dict[str, str] = {}
     spans: dict[str, tuple[int, int]] = {}
     for start, end in _part_spans(pieces, b"--" + boundary):
-        head, separator, _ = _slice_pieces(pieces, start, min(end, start + HEAD_BYTES_MAX)).partition(b"\r\n\r\n")
+        head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(b"\r\n\r\n")
         if not separator:
             raise RequestError(
-                f"the form has a part without an end of its headers in {HEAD_BYTES_MAX} bytes", param=None
+                f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
             )
         name = _field_name(head)
         if name is None or not (name in FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
@@ -45,8 +45,8 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
         if name in spans:
             raise duplicate_field_error(name)
         spans[name] = start + len(head) + 4, end
-        if end - spans[name][0] > VALUE_BYTES_MAX:
-            raise RequestError(f"{name}: the form's value has more than {VALUE_BYTES_MAX} bytes", param=name)
+        if end - spans[name][0] > MAX_VALUE_BYTES:
+            raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
         values[name] = _slice_pieces(pieces, *spans[name]).decode("utf-8", "replace")
     return read_form_fields(values), FormSpans(spans, 0)
 
@@ -64,8 +64,8 @@ def _part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int
         part_start, count = after + 2, count + 1
         if following == b"--":
             return
-        if count > PARTS_MAX:
-            raise RequestError(f"the form has more than {PARTS_MAX} parts", param=None)
+        if count > MAX_PARTS:
+            raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)
 
 

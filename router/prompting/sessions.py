@@ -1,7 +1,7 @@
 """The session of a request, read from the names that clients send on their own. Pure.
 
 Owns the table of those names. Refuses to know what is done with a session. Invariant: what leaves here is printable and
-at most NAME_CHARS_MAX characters long, whatever came in.
+at most MAX_NAME_CHARS characters long, whatever came in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from prompts.routing import RoutingRequest
 
-NAME_CHARS_MAX = 64
+MAX_NAME_CHARS = 64
 """Longer names, and those that cannot be printed, are known by their digest."""
 
 Meaning = Literal["session", "agent", "parent", "parent_agent", "final"]
@@ -112,7 +112,7 @@ def _row(text: str) -> NameSource:
 
 
 def shorten_name(name: str) -> str:
-    """Shorten a session's name to NAME_CHARS_MAX printable characters."""
-    if len(name) <= NAME_CHARS_MAX and name.isprintable():
+    """Shorten a session's name to MAX_NAME_CHARS printable characters."""
+    if len(name) <= MAX_NAME_CHARS and name.isprintable():
         return name
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=NAME_CHARS_MAX // 2).hexdigest()
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=MAX_NAME_CHARS // 2).hexdigest()

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-QUEUES_MAX: Final = 4096
+MAX_QUEUES: Final = 4096
 """Remembered though nobody of them waits."""
 Line = TypeVar("Line")
 
@@ -35,7 +35,7 @@ class DeficitRoundRobin:
         at_s = self.served_s(queue)
         self._round_s = max(self._round_s, min([at_s, *map(self.served_s, waiting)]))
         self._served_s[queue] = at_s + seconds
-        if len(self._served_s) > QUEUES_MAX:
+        if len(self._served_s) > MAX_QUEUES:
             self._served_s = {name: served_s for name, served_s in self._served_s.items() if served_s > self._round_s}
 
     def reset(self) -> None:

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from events.config import KVEventsConfig
-from events.feed_sockets import MESSAGE_BYTES_MAX, Subscription
-from events.frames import REQUEST_BYTES_MAX
+from events.feed_sockets import MAX_MESSAGE_BYTES, Subscription
+from events.frames import MAX_REQUEST_BYTES
 from events.publisher import EventPublisher
 from router.fleet import peers
 
@@ -55,9 +55,9 @@ def _peer() -> Iterator[str]:
 
 
 PORTS: dict[str, tuple[Callable[[], Any], bytes, int]] = {
-    "events": (lambda: _publisher("events"), b"SUB", REQUEST_BYTES_MAX),
-    "replays": (lambda: _publisher("replay"), b"DEALER", REQUEST_BYTES_MAX),
-    "bound feed": (_bound_feed, b"PUB", MESSAGE_BYTES_MAX),
+    "events": (lambda: _publisher("events"), b"SUB", MAX_REQUEST_BYTES),
+    "replays": (lambda: _publisher("replay"), b"DEALER", MAX_REQUEST_BYTES),
+    "bound feed": (_bound_feed, b"PUB", MAX_MESSAGE_BYTES),
     "peers": (_peer, b"SUB", peers.MESSAGE_BYTES_MAX),
 }
 """What listens, what connects to it, and how many bytes its message may have."""
@@ -84,7 +84,7 @@ def test_who_does_not_say_what_it_is_has_its_connection_closed(
     name: str, greeting: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("events.publisher", "events.feed_sockets", "router.fleet.peers"):
-        monkeypatch.setattr(importlib.import_module(module), "HANDSHAKE_MS_MAX", 200)
+        monkeypatch.setattr(importlib.import_module(module), "MAX_HANDSHAKE_MS", 200)
     with PORTS[name][0]() as endpoint, _connect(endpoint) as client:
         client.sendall(greeting)
         assert _is_closed(client)

@@ -81,7 +81,7 @@ def test_snapshot_publisher_ends_exact(
     script: list[tuple[str, int]], ring_size: int, recent_max: int, buffer_max: int
 ) -> None:
     """Guarantees 6 and 7 seen from outside: whatever the network did, once quiet both sides hold the same."""
-    config = StreamConfig(recent_max=recent_max, buffer_frames_max=buffer_max)
+    config = StreamConfig(max_recent_batches=recent_max, max_early_batches=buffer_max)
     world = World(config, ring_size, snapshots=True)
     world.connect()
     run(world, script)
@@ -282,7 +282,9 @@ def test_many_seeds() -> None:
         actions = ["publish"] * 6 + ["deliver"] * 5 + ["lose", "repeat", "serve", "reply", "lose_reply", "reconnect"]
         actions += ["restart", "connect", "wait"]
         script = [(rng.choice(actions), rng.randint(1, 6)) for _ in range(rng.randint(10, 300))]
-        world = World(StreamConfig(recent_max=rng.choice([1, 4, 1024])), rng.choice([2, 10, 1000]), snapshots=True)
+        world = World(
+            StreamConfig(max_recent_batches=rng.choice([1, 4, 1024])), rng.choice([2, 10, 1000]), snapshots=True
+        )
         world.connect()
         run(world, script)
         world.run_until_quiet()
@@ -371,7 +373,7 @@ def test_a_replay_of_another_process_is_a_restart() -> None:
 def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: bool) -> None:
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
     instructions = stream.on_connected(0.0)
-    for _ in range(stream.config.attempts_max):
+    for _ in range(stream.config.max_attempts):
         (request,) = requests_of(instructions)
         assert isinstance(request, RequestSnapshot)
         instructions = stream.on_snapshot(request.request_id, None, A, [], 0.1)
@@ -390,7 +392,7 @@ def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: 
 @given(st.lists(st.sampled_from(["batch", "lose", "restart", "snapshot", "connect"]), max_size=40), st.booleans())
 def test_what_is_held_is_one_process_without_holes(script: list[str], late: bool) -> None:
     """Against a publisher whose batches say whose they are, where a snapshot answers each loss, or nothing does."""
-    stream = StreamState(StreamConfig(can_replay=False, has_snapshots=True, attempts_max=1 if late else 3))
+    stream = StreamState(StreamConfig(can_replay=False, has_snapshots=True, max_attempts=1 if late else 3))
     life, seq, pending = 0, 0, list[Instruction]()
     held_batches: list[tuple[int, int]] = []
 

@@ -25,7 +25,7 @@ from fleet.plan import (
     plan,
 )
 
-PATIENCE = PhaseTimeouts(start_s_max=100.0, drain_s_max=50.0)
+PATIENCE = PhaseTimeouts(start_timeout_s=100.0, drain_timeout_s=50.0)
 NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
 
 

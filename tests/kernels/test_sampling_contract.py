@@ -48,8 +48,8 @@ def draws_of(rows: int, vocab: int, **overrides: float) -> DrawSettings:
 
 def kept_weights(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     """[rows, vocab] fp64, by a sort of all tokens: each weight relative to the greatest; 0 for what is not kept."""
-    values = logits.double().nan_to_num(nan=float("-inf"), posinf=sampling.LOGIT_MAX, neginf=float("-inf"))
-    values, order = values.clamp(max=sampling.LOGIT_MAX).sort(descending=True, stable=True)
+    values = logits.double().nan_to_num(nan=float("-inf"), posinf=sampling.MAX_LOGIT, neginf=float("-inf"))
+    values, order = values.clamp(max=sampling.MAX_LOGIT).sort(descending=True, stable=True)
     peak = values[:, :1].nan_to_num(neginf=0.0)
     temperature = settings.temperature.double()[:, None]
     cold = temperature == 0.0
@@ -66,7 +66,7 @@ def kept_weights(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
 
 def naive_weights(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> list[float]:
     """What `kept_weights` says of one row, up to a factor."""
-    logits = [-math.inf if x != x else min(x, sampling.LOGIT_MAX) for x in logits]
+    logits = [-math.inf if x != x else min(x, sampling.MAX_LOGIT) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     best = logits[order[0]]
     if temperature == 0.0:

@@ -18,7 +18,7 @@ import zmq
 from events import feed_sockets
 from events.config import KVEventsConfig
 from events.feed import EventFeed
-from events.feed_sockets import MESSAGE_BYTES_MAX, TOPIC_BYTES_MAX, TOPICS_MAX, WAITING_MAX, StreamSource
+from events.feed_sockets import MAX_MESSAGE_BYTES, MAX_TOPIC_BYTES, MAX_TOPICS, MAX_WAITING_MESSAGES, StreamSource
 from events.frames import END_SEQ, pack_seq
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
@@ -263,10 +263,10 @@ def test_a_message_beyond_the_bound_ends_its_connection_alone(
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
     keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
-    bad.send(bytes(MESSAGE_BYTES_MAX + 1))
+    bad.send(bytes(MAX_MESSAGE_BYTES + 1))
     keep_sending(good, lambda: handler.count_applied("good") > 5, "the other is followed")
     assert all(
-        len(instruction.payload) <= MESSAGE_BYTES_MAX
+        len(instruction.payload) <= MAX_MESSAGE_BYTES
         for _, instruction in handler.instructions
         if isinstance(instruction, Apply)
     )
@@ -368,12 +368,12 @@ def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: Ind
         for _ in range(500):
             number += 1
             socket.send_multipart([b"topic %d" % number, pack_seq(0), b"x"])
-            socket.send_multipart([b"%d" % number * TOPIC_BYTES_MAX, pack_seq(0), b"x"])
-        return index_feed.events.ignored_message_count > 3 * TOPICS_MAX
+            socket.send_multipart([b"%d" % number * MAX_TOPIC_BYTES, pack_seq(0), b"x"])
+        return index_feed.events.ignored_message_count > 3 * MAX_TOPICS
 
     wait_until(send_unclaimed, "they are heard")
-    assert 0 < len(subscription.unclaimed_topics) <= TOPICS_MAX
-    assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.unclaimed_topics)
+    assert 0 < len(subscription.unclaimed_topics) <= MAX_TOPICS
+    assert all(len(topic) <= MAX_TOPIC_BYTES for topic in subscription.unclaimed_topics)
     assert not subscription.streams_by_topic
     assert not subscription.descriptor_by_topic
 
@@ -392,11 +392,11 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
         return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
 
     handler.reply = holds
-    for seq in range(3 * WAITING_MAX):
+    for seq in range(3 * MAX_WAITING_MESSAGES):
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
     wait_until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
-    assert len(feed._streams["a"].pending_work) <= WAITING_MAX
+    assert len(feed._streams["a"].pending_work) <= MAX_WAITING_MESSAGES
     wait_until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
@@ -404,7 +404,7 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
 def test_the_bytes_that_wait_for_one_topic_are_bounded(
     context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_sockets, "WAITING_BYTES_MAX", 10_000)
+    monkeypatch.setattr(feed_sockets, "MAX_WAITING_BYTES", 10_000)
     handler = Recorder()
     feed = start_feed(handler)
     address = feed.bind(
@@ -507,7 +507,7 @@ def test_replies_wait_here_and_not_in_zeromq(
     bytes_max: int, context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow handler loses no reply of a ROUTER with its usual bounds; beyond our bytes they are asked for anew."""
-    monkeypatch.setattr(feed_sockets, "REPLIES_BYTES_MAX", bytes_max)
+    monkeypatch.setattr(feed_sockets, "MAX_REPLIES_BYTES", bytes_max)
     ring = [[pack_seq(seq), b"x" * 200] for seq in range(800)]
     replier = Replier(context, [*ring, [pack_seq(END_SEQ), b""]])
     handler, pub = Recorder(), Pub(context)

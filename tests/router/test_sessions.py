@@ -18,7 +18,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.encode import read_routing_fields
-from router.prompting.sessions import NAME_CHARS_MAX, NAME_SOURCES, NameSource, Session, SessionNames
+from router.prompting.sessions import MAX_NAME_CHARS, NAME_SOURCES, NameSource, Session, SessionNames
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
 SCOPE = Scope("m")
@@ -95,14 +95,14 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
         headers = read({"session-id": value, "x-claude-code-agent-id": value + "!", "x-parent-session-id": value})
         assert headers.name is not None
         assert headers.parent is not None
-        assert max(len(headers.name), len(headers.parent)) <= NAME_CHARS_MAX
+        assert max(len(headers.name), len(headers.parent)) <= MAX_NAME_CHARS
         assert (headers.name + headers.parent).isprintable()
     for field in ("user", "prompt_cache_key", "metadata_user_id"):
         names: list[Any] = [
             SessionNames.session_of({}, RoutingRequest(kind="chat", **{field: text})).name
             for text in (value, value, value + "!")
         ]
-        assert len(names[0]) <= NAME_CHARS_MAX
+        assert len(names[0]) <= MAX_NAME_CHARS
         assert names[0].isprintable()
         assert names[0] == names[1] != names[2]
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-NAME_CHARS_MAX = 256
+MAX_NAME_CHARS = 256
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Of each tool's parameters: the JSON types that its schema allows."""
 _SPACE = " \t\r\n"
@@ -272,7 +272,7 @@ class NamedCallReader(CallReader):
         name = None if self._name else NAME.match(text, pos)
         if name is not None:
             self._name_parts.append(name[0])
-            if sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
+            if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
                 self.status = ReadStatus.INVALID
             return name.end()
         if text[pos] in _SPACE:

@@ -13,8 +13,8 @@ import msgspec
 
 from engine.api.detokenizer import DelimiterScanner
 from engine.api.readers.json_calls import (
+    MAX_NAME_CHARS,
     NAME,
-    NAME_CHARS_MAX,
     CallReader,
     CallSink,
     ParameterTypes,
@@ -75,7 +75,7 @@ class XmlCallReader(CallReader):
         match = self._NAME_END.search(text, pos)
         end = len(text) if match is None else match.start()
         self._name_parts.append(text[pos:end])
-        if (match is not None and match[0] != ">") or sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
+        if (match is not None and match[0] != ">") or sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
             self.status = ReadStatus.INVALID
             return end
         if match is None:
@@ -135,7 +135,7 @@ class XmlCallReader(CallReader):
         match = self._NAME_END.search(text, pos)
         end = len(text) if match is None else match.start()
         self._text_after_marker.append(text[pos:end])
-        if sum(map(len, self._text_after_marker)) > NAME_CHARS_MAX or (match is not None and match[0] != ">"):
+        if sum(map(len, self._text_after_marker)) > MAX_NAME_CHARS or (match is not None and match[0] != ">"):
             self._resume_value()
         elif match is not None:
             key = "".join(self._text_after_marker).strip()
@@ -249,7 +249,7 @@ class PythonCallReader(CallReader):
         match = NAME.match(text, pos)
         if match is not None:
             self._name_parts.append(match[0])
-            if sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
+            if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
                 self.status = ReadStatus.INVALID
             return match.end()
         if text[pos] != "(":

@@ -14,7 +14,7 @@ import pytest
 from prompts.errors import RequestError
 from router.http import decoding
 from router.http.config import HttpLimits
-from router.http.decoding import IN_BYTES, MEMBERS_MAX, OUT_BYTES, BodyDecoder
+from router.http.decoding import IN_BYTES, MAX_MEMBERS, OUT_BYTES, BodyDecoder
 
 PLAIN = json.dumps({"model": "tiny", "prompt": "word " * 400}).encode()
 
@@ -71,7 +71,7 @@ def test_what_is_no_such_body_is_refused(coding: str) -> None:
     if coding != "deflate":
         empty = {"gzip": gzip.compress, "zstd": CODINGS.get("zstd", (b"", bytes))[1]}[coding](b"")
         with pytest.raises(RequestError, match="something follows"):
-            decoded(empty * (MEMBERS_MAX + 1), coding)
+            decoded(empty * (MAX_MEMBERS + 1), coding)
 
 
 @pytest.mark.skipif(decoding.zstd is None, reason="needs zstd")

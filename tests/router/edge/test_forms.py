@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from router.http.request import PIECE_BYTES
 from router.prompting.fields import splice
-from router.prompting.forms import PARTS_MAX, VALUE_BYTES_MAX, read_form
+from router.prompting.forms import MAX_PARTS, MAX_VALUE_BYTES, read_form
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
 
@@ -57,10 +57,10 @@ BAD = {
     "nothing": (b"", b"multipart/form-data; boundary=XyZ", "does not end"),
     "two models": (form(part("model", b"a"), part("model", b"b")), b"multipart/form-data; boundary=XyZ", "twice"),
     "a model without end": (
-        form(part("model", b"a" * (VALUE_BYTES_MAX + 1))), b"multipart/form-data; boundary=XyZ", "more than 4096 bytes",
+        form(part("model", b"a" * (MAX_VALUE_BYTES + 1))), b"multipart/form-data; boundary=XyZ", "more than 4096 bytes",
     ),
     "many parts": (
-        form(*[part("x", b"")] * (PARTS_MAX + 2)), b"multipart/form-data; boundary=XyZ", "more than 1000 parts",
+        form(*[part("x", b"")] * (MAX_PARTS + 2)), b"multipart/form-data; boundary=XyZ", "more than 1000 parts",
     ),
     "a head without end": (form(b"x" * 10_000), b"multipart/form-data; boundary=XyZ", "without an end of its headers"),
     "a priority that is none": (

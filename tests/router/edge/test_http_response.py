@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.chunked import TRAILERS_MAX, ChunkedBody
+from router.http.chunked import MAX_TRAILER_BYTES, ChunkedBody
 from router.http.headers import HeaderBlock, ProtocolError
 from router.http.response import LengthBody, ResponseHeadParser
 
@@ -77,7 +77,7 @@ def test_trailers_without_end_are_not_read_for_ever() -> None:
     """Each is short and well-formed: it is their sum that is bounded, in an answer as in a request."""
     reader = ChunkedBody()
     assert reader.feed(b"0\r\n") == 3
-    trailers = b"x: y\r\n" * (TRAILERS_MAX // 6)
+    trailers = b"x: y\r\n" * (MAX_TRAILER_BYTES // 6)
     assert reader.feed(trailers) == len(trailers)
     with pytest.raises(ProtocolError, match="trailers too long"):
         reader.feed(b"x: y\r\n")

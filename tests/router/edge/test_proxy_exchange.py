@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.edge.config import Timeouts
-from router.http.response import INTERIM_RESPONSES_MAX
+from router.http.response import MAX_INTERIM_RESPONSES
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = json.dumps({"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -479,7 +479,7 @@ def test_interim_answers_are_swallowed(edge: Any, make_post: Any) -> None:
 def test_interim_answers_have_an_end(edge: Any, make_post: Any, interim: bytes) -> None:
     async def scenario() -> None:
         async def script(request: Any, reader: Any, writer: Any) -> None:
-            writer.write((b"HTTP/1.1 " + interim) * (INTERIM_RESPONSES_MAX if script.sound else 10_000))
+            writer.write((b"HTTP/1.1 " + interim) * (MAX_INTERIM_RESPONSES if script.sound else 10_000))
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
 
         await edge.start()

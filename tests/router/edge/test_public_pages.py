@@ -10,7 +10,7 @@ from prompts.errors import RequestError
 from router.app.guard import AdminGuard
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
-from router.http.routes import PAGE_CACHE_S_MAX, RENDER_SHARE, CachedPage, Response
+from router.http.routes import MAX_PAGE_CACHE_S, RENDER_SHARE, CachedPage, Response
 
 GET = HttpRequest("GET", b"/metrics", "/metrics", HeaderBlock(b""))
 
@@ -26,7 +26,7 @@ def test_a_page_is_made_again_when_its_share_of_the_loop_allows(cost_s: float) -
 
     page = CachedPage(make, lambda: clock[0])
     assert page(GET, "").body == b"1"
-    kept_s = min(cost_s / RENDER_SHARE, PAGE_CACHE_S_MAX)
+    kept_s = min(cost_s / RENDER_SHARE, MAX_PAGE_CACHE_S)
     clock[0] += kept_s * 0.9
     assert page(GET, "").body == b"1"
     clock[0] += kept_s * 0.2

@@ -62,7 +62,7 @@ def test_handshakes_count_as_connections_and_end(
         await edge.until(lambda: not listener.handshakes)
         assert edge.metrics.http_errors["400"] == 8
         with monkeypatch.context() as patch:
-            patch.setattr(listening, "HANDSHAKE_S_MAX", 0.1)
+            patch.setattr(listening, "MAX_HANDSHAKE_S", 0.1)
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
             for reader, writer in silent:
                 assert await reader.read(-1) == b"", "the router waits for it no more"
