@@ -16,23 +16,23 @@ from typing import IO, Any
 import click
 
 from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
-from fleet.scaling import Bounds
-from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_env, split_flags
+from fleet.scaling import ScalingBounds
+from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
 
-LOOK_S = 0.25
+POLL_S = 0.25
 MAX_CALL_S = 60.0
 MAX_CONNECT_S = 5.0
-_name = click.option(
+_name_option = click.option(
     "--name", default="fleet", show_default=True, help="Name of the fleet; a cluster may have several."
 )
-_address = click.option(
+_address_option = click.option(
     "--address", default="auto", show_default=True, help="Address of Ray, auto or HOST:PORT; RAY_ADDRESS sets it too."
 )
-_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all of it is done.")
-_seconds = click.option(
+_wait_option = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all of it is done.")
+_timeout_option = click.option(
     "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
-_autoscaling = (
+_autoscaling_options = (
     click.option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
                  help="Prefill that may wait at a worker before more are started."),
     click.option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
@@ -43,7 +43,7 @@ _autoscaling = (
 )  # fmt: skip
 
 
-def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
+def _add_options(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)
@@ -52,7 +52,7 @@ def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
     return decorate
 
 
-_of_fleet = _with((_name, _address))
+_add_fleet_options = _add_options((_name_option, _address_option))
 
 
 class ReplicaCount(click.ParamType):  # type: ignore[type-arg]
@@ -69,17 +69,19 @@ class ReplicaCount(click.ParamType):  # type: ignore[type-arg]
         return int(match[1]), int(match[2]) if match[2] else None
 
 
-def autoscaling_bounds(count: tuple[int, int | None], options: dict[str, Any]) -> Bounds | None:
-    low, high = count
+def make_scaling_bounds(replica_count: tuple[int, int | None], options: dict[str, Any]) -> ScalingBounds | None:
+    low, high = replica_count
     if high is None:
         if options["dry_run"]:
             raise SpecError("--dry-run: autoscaling needs MIN:MAX")
         return None
-    return Bounds(low, high, options["queue_target"], options["busy_target"], options["cool_down"], options["dry_run"])
+    return ScalingBounds(
+        low, high, options["queue_target"], options["busy_target"], options["cool_down"], options["dry_run"]
+    )
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[IO[str]]:
+def report_errors() -> Iterator[IO[str]]:
     """What a user did wrong, in one line. Ray prints what its nodes complain of: stdout, which is handed out, is kept
     clear of it."""
     out = sys.stdout
@@ -114,7 +116,7 @@ def _connect(address: str) -> None:
         raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from error
 
 
-def _directory(name: str) -> Any:
+def _get_directory(name: str) -> Any:
     import ray
 
     try:
@@ -132,27 +134,30 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
         raise SpecError("the fleet was ended meanwhile (`fleet down`)") from None
 
 
-def wait_until(directory: Any, seconds: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Until `done`, telling what happens. Ends the program with status 1 if it is not."""
-    end_s, printed_s = time.monotonic() + seconds, time.time() - 1.0
+    deadline_s, last_printed_s = time.monotonic() + timeout_s, time.time() - 1.0
     while True:
         status: dict[str, Any] = call_directory(directory.status)
-        for at, text in status["events"]:
-            if at > printed_s:
+        for event_s, text in status["events"]:
+            if event_s > last_printed_s:
                 click.echo(text, err=True)
-                printed_s = at
+                last_printed_s = event_s
         if is_done(status):
             return status
-        if time.monotonic() > end_s:
+        if time.monotonic() > deadline_s:
             print_status(status)
-            raise click.ClickException(f"not done within {seconds:g} s; it goes on, `fleet status` shows how far")
-        time.sleep(LOOK_S)
+            raise click.ClickException(f"not done within {timeout_s:g} s; it goes on, `fleet status` shows how far")
+        time.sleep(POLL_S)
 
 
 def print_status(status: dict[str, Any]) -> None:
-    targets = status["targets"]
+    target_by_kind = status["targets"]
     state = "settled" if status["settled"] else "changing"
-    click.echo(f"{status['name']}: {targets['engine']['count']} engines, {targets['router']['count']} routers, {state}")
+    click.echo(
+        f"{status['name']}: {target_by_kind['engine']['count']} engines, "
+        f"{target_by_kind['router']['count']} routers, {state}"
+    )
     for member in status["members"]:
         load = (
             f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s" if member["kind"] == "engine" else ""
@@ -259,10 +264,10 @@ def cli() -> None:
     metavar="SECONDS",
     help="A program that answers no health check for so long is restarted.",
 )
-@_with(_autoscaling)
-@_wait
-@_seconds
-@_of_fleet
+@_add_options(_autoscaling_options)
+@_wait_option
+@_timeout_option
+@_add_fleet_options
 def up(
     model: str, flags: tuple[str, ...], replicas: tuple[int, int | None], routers: int, name: str, **options: Any
 ) -> None:
@@ -272,10 +277,10 @@ def up(
     ray start --head
     fleet up /models/llama --replicas 8 --routers 2 -- --max-num-seqs 64
     """  # fmt: skip
-    with errors_in_one_line() as out:
-        if re.match(NAME, name) is None:
+    with report_errors() as out:
+        if re.match(NAME_PATTERN, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
-        bounds = autoscaling_bounds(replicas, options)
+        bounds = make_scaling_bounds(replicas, options)
         model, flags = split_model(model, flags)
         if options["simulate"] is not None:
             flags = ("--simulate", options["simulate"], *flags)
@@ -283,25 +288,28 @@ def up(
             flags = ("--time-scale", str(options["time_scale"]), *flags)
         if options["tensor_parallel_size"] > 1:
             flags = ("--tensor-parallel-size", str(options["tensor_parallel_size"]), *flags)
-        command, vllm = engine_command(options["engine"], model, flags)
+        engine_command, is_vllm = build_engine_command(options["engine"], model, flags)
         router_flags = split_flags("--router-flags", options["router_flags"])
-        env = read_env(options["env"], os.environ)
+        env = parse_env(options["env"], os.environ)
         _connect(options["address"])
-        from fleet.cluster import create, has_gpus
+        from fleet.cluster import create_directory, has_gpus
         from fleet.directory import DirectoryActor
 
-        gpus = options["gpus"]
-        if gpus is None:
-            gpus = options["tensor_parallel_size"] if has_gpus() else 0
-        spec = Spec(
-            name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=options["cpus"], gpus=gpus,
-            router_cpus=options["router_cpus"], router_host=options["router_host"], router_port=options["router_port"],
+        worker_gpus = options["gpus"]
+        if worker_gpus is None:
+            worker_gpus = options["tensor_parallel_size"] if has_gpus() else 0
+        spec = FleetSpec(
+            name=name, engine_command=engine_command, is_vllm=is_vllm, router_flags=router_flags, env=env,
+            worker_cpus=options["cpus"], worker_gpus=worker_gpus, router_cpus=options["router_cpus"],
+            router_host=options["router_host"], router_port=options["router_port"],
             stop_timeout_s=options["stop_timeout"], hang_timeout_s=options["hang_timeout"],
             admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
-        patience = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
+        timeouts = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
         try:
-            directory = create(DirectoryActor, spec, MemberTarget(replicas[0]), MemberTarget(routers), patience, bounds)
+            directory = create_directory(
+                DirectoryActor, spec, MemberTarget(replicas[0]), MemberTarget(routers), timeouts, bounds
+            )
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
@@ -324,33 +332,33 @@ def wait_and_print_routers(directory: Any, options: dict[str, Any], out: IO[str]
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--events", is_flag=True, help="Print recent events too.")
-@_of_fleet
+@_add_fleet_options
 def status(as_json: bool, events: bool, name: str, address: str) -> None:
     """Who is there, where, and what is being done."""
-    with errors_in_one_line():
+    with report_errors():
         _connect(address)
-        report = call_directory(_directory(name).status)
+        report = call_directory(_get_directory(name).status)
     if as_json:
         click.echo(json.dumps(report, indent=1))
         return
     print_status(report)
-    for at, text in report["events"] if events else ():
-        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(at))} {text}")
+    for event_s, text in report["events"] if events else ():
+        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event_s))} {text}")
 
 
 @cli.command()
 @click.argument("replicas", type=ReplicaCount(), required=False)
 @click.option("--routers", type=click.IntRange(0, 64), help="Number of routers.")
-@_with(_autoscaling)
-@_wait
-@_seconds
-@_of_fleet
+@_add_options(_autoscaling_options)
+@_wait_option
+@_timeout_option
+@_add_fleet_options
 def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **options: Any) -> None:
     """Have REPLICAS workers: a number, or MIN:MAX for autoscaling. Workers that go are drained first."""
-    with errors_in_one_line() as out:
-        bounds = autoscaling_bounds(replicas, options) if replicas else None
+    with report_errors() as out:
+        bounds = make_scaling_bounds(replicas, options) if replicas else None
         _connect(options["address"])
-        directory = _directory(name)
+        directory = _get_directory(name)
         count = replicas[0] if replicas else None
         if bounds is not None:  # what there is now, within the bounds
             current_count = call_directory(directory.status)["targets"]["engine"]["count"]
@@ -368,42 +376,46 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
 )
 @click.option("--router-flags", metavar="TEXT", help="With --routers: new flags of `router run`.")
 @click.option("--surge", is_flag=True, help="Start a replacement before the old one is drained.")
-@_wait
-@_seconds
-@_of_fleet
+@_wait_option
+@_timeout_option
+@_add_fleet_options
 def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **options: Any) -> None:
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
-    with errors_in_one_line() as out:
-        changes: dict[str, Any] = {}
+    with report_errors() as out:
+        spec_changes: dict[str, Any] = {}
         if routers and (model is not None or options["surge"]):
             raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
         if options["router_flags"] is not None:
             if not routers:
                 raise SpecError("--router-flags: for --routers only")
-            changes["router"] = split_flags("--router-flags", options["router_flags"])
+            spec_changes["router_flags"] = split_flags("--router-flags", options["router_flags"])
         if model is not None:
             model, flags = split_model(model, flags)
-            changes["engine"], changes["vllm"] = engine_command(options["engine"], model, flags)
+            spec_changes["engine_command"], spec_changes["is_vllm"] = build_engine_command(
+                options["engine"], model, flags
+            )
         _connect(options["address"])
-        directory = _directory(name)
-        call_directory(directory.roll, MemberKind.ROUTER if routers else MemberKind.ENGINE, changes, options["surge"])
+        directory = _get_directory(name)
+        call_directory(
+            directory.roll, MemberKind.ROUTER if routers else MemberKind.ENGINE, spec_changes, options["surge"]
+        )
         wait_and_print_routers(directory, options, out)
 
 
 @cli.command()
 @click.option("--now", is_flag=True, help="Kill all programs; requests in flight are cut off.")
-@_seconds
-@_of_fleet
+@_timeout_option
+@_add_fleet_options
 def down(now: bool, timeout: float, name: str, address: str) -> None:
     """End the fleet: routers end what they have, then the workers stop."""
-    with errors_in_one_line():
+    with report_errors():
         _connect(address)
-        directory = _directory(name)
+        directory = _get_directory(name)
         call_directory(directory.stop_all, now=now)
         wait_until(directory, timeout, lambda status: not status["members"])
-        from fleet.cluster import forget
+        from fleet.cluster import delete_fleet
 
-        forget(name, directory)
+        delete_fleet(name, directory)
 
 
 def main(args: list[str] | None = None) -> None:

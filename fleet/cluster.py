@@ -9,27 +9,37 @@ import ray
 from ray.experimental import internal_kv
 
 from fleet.plan import MemberTarget, PhaseTimeouts
-from fleet.scaling import Bounds
-from fleet.spec import NAMESPACE, Spec
+from fleet.scaling import ScalingBounds
+from fleet.spec import NAMESPACE, FleetSpec
 from fleet.state import DirectoryState
 
 
-def create(
-    actor: type,
-    spec: Spec,
-    engines: MemberTarget,
-    routers: MemberTarget,
-    patience: PhaseTimeouts,
-    bounds: Bounds | None,
+def create_directory(
+    directory_class: type,
+    spec: FleetSpec,
+    engine_target: MemberTarget,
+    router_target: MemberTarget,
+    timeouts: PhaseTimeouts,
+    scaling_bounds: ScalingBounds | None,
 ) -> Any:
     """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
-    initial_state = DirectoryState(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
+    initial_state = DirectoryState(
+        spec=spec,
+        engine_target=engine_target,
+        router_target=router_target,
+        timeouts=timeouts,
+        scaling_bounds=scaling_bounds,
+    )
     options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     ray_options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
-    return ray.remote(actor).options(**options, **ray_options).remote(spec.name, msgspec.json.encode(initial_state))
+    return (
+        ray.remote(directory_class)
+        .options(**options, **ray_options)
+        .remote(spec.name, msgspec.json.encode(initial_state))
+    )
 
 
-def forget(name: str, directory: Any) -> None:
+def delete_fleet(name: str, directory: Any) -> None:
     """After the last member has gone."""
     ray.kill(directory)
     internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
@@ -40,11 +50,12 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-def nodes_capacity(needs: dict[str, float]) -> dict[str, float]:
+def compute_node_capacities(resources: dict[str, float]) -> dict[str, float]:
     """node -> how many members of these needs would fit, were it empty."""
     return {
         node["NodeID"]: min(
-            node["Resources"].get(key, 0.0) / amount if amount else 1e9 for key, amount in needs.items()
+            node["Resources"].get(resource_name, 0.0) / amount if amount else 1e9
+            for resource_name, amount in resources.items()
         )
         for node in ray.nodes()
         if node["Alive"]

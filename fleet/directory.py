@@ -26,7 +26,7 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fleet.cluster import nodes_capacity
+from fleet.cluster import compute_node_capacities
 from fleet.guard import exit_with_parent
 from fleet.member import MemberActor, MemberStatus, RouterReport
 from fleet.plan import (
@@ -37,11 +37,11 @@ from fleet.plan import (
     PhaseChange,
     SlotFailure,
     StartAction,
-    least_occupied_node,
-    next_failure,
-    plan,
+    make_next_failure,
+    pick_least_occupied_node,
+    plan_actions,
 )
-from fleet.scaling import Bounds, Scaler, WorkerLoad
+from fleet.scaling import Scaler, ScalingBounds, WorkerLoad
 from fleet.spec import NAMESPACE, Launch
 from fleet.state import DirectoryState, MemberRecord
 from fleet.worker_list import ListedWorker, WorkerStatus
@@ -61,55 +61,61 @@ class DirectoryActor:
 
     def __init__(self, name: str, initial_state: bytes) -> None:
         exit_with_parent()
-        self._key = f"fleet/{name}".encode()
-        stored_state = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
+        self._storage_key = f"fleet/{name}".encode()
+        stored_state = internal_kv._internal_kv_get(self._storage_key, namespace=NAMESPACE)
         self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)
         self._lock = threading.RLock()
         self._actor_by_member: dict[str, Any] = {}
-        self._pending_calls: dict[Any, Callable[[Any, Exception | None], None]] = {}
-        self._failures: dict[tuple[MemberKind, int], SlotFailure] = {}
+        self._callback_by_call: dict[Any, Callable[[Any, Exception | None], None]] = {}
+        self._failure_by_slot: dict[tuple[MemberKind, int], SlotFailure] = {}
         self._report_by_router: dict[str, RouterReport] = {}
         """By router."""
         self._silent_since_s_by_member: dict[str, float] = {}
         """Who does not answer, since when."""
         self._synced_at_s_by_router: dict[str, float] = {}
         self._syncing_router_names: set[str] = set()
-        self._list_version, self._published_workers, self._published_peers = 1, list[ListedWorker](), list[str]()
+        self._list_version, self._published_workers, self._published_peer_addresses = (
+            1,
+            list[ListedWorker](),
+            list[str](),
+        )
         self._scaler, self._autoscaled_at_s, self._scaling_advice = Scaler(), 0.0, ""
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._has_unsaved_changes = True
-        for record in list(self._state.members.values()):
-            record.drain = 0
-            self._adopt(record)
+        for record in list(self._state.record_by_name.values()):
+            record.drain_list_version = 0
+            self._adopt_member(record)
         threading.Thread(target=self._run, daemon=True).start()
 
     # Asked by the command line ---------------------------------------------------------------------------------------
 
-    def scale(self, engines: int | None, routers: int | None, bounds: Bounds | None) -> None:
+    def scale(self, engine_count: int | None, router_count: int | None, scaling_bounds: ScalingBounds | None) -> None:
         """`engines`: a fixed number, which ends autoscaling unless `bounds` come too."""
         with self._lock:
             state = self._state
-            if bounds is not None or engines is not None:
-                state.bounds, self._scaler, self._scaling_advice = bounds, Scaler(), ""
-            if engines is not None:
-                state.engines = with_count(state.engines, engines)
-            if routers is not None:
-                state.routers = with_count(state.routers, routers)
-            self._record_event(f"scale: {state.engines.count} engines, {state.routers.count} routers, {bounds}")
+            if scaling_bounds is not None or engine_count is not None:
+                state.scaling_bounds, self._scaler, self._scaling_advice = scaling_bounds, Scaler(), ""
+            if engine_count is not None:
+                state.engine_target = replace_count(state.engine_target, engine_count)
+            if router_count is not None:
+                state.router_target = replace_count(state.router_target, router_count)
+            self._record_event(
+                f"scale: {state.engine_target.count} engines, {state.router_target.count} routers, {scaling_bounds}"
+            )
 
-    def roll(self, kind: MemberKind, changes: dict[str, Any], surge: bool) -> None:
+    def roll(self, kind: MemberKind, spec_changes: dict[str, Any], should_surge: bool) -> None:
         """Replace all of a kind, one by one, after these fields of the spec have changed."""
         with self._lock:
             state = self._state
-            state.spec = msgspec.structs.replace(state.spec, **changes)
-            old_target = state.targets[kind]
-            target = MemberTarget(old_target.count, old_target.revision + 1, surge)
+            state.spec = msgspec.structs.replace(state.spec, **spec_changes)
+            old_target = state.target_by_kind[kind]
+            target = MemberTarget(old_target.count, old_target.revision + 1, should_surge)
             if kind is MemberKind.ENGINE:
-                state.engines = target
+                state.engine_target = target
             else:
-                state.routers = target
-            for key in [key for key in self._failures if key[0] is kind]:
-                del self._failures[key]
+                state.router_target = target
+            for slot_key in [slot_key for slot_key in self._failure_by_slot if slot_key[0] is kind]:
+                del self._failure_by_slot[slot_key]
             self._record_event(f"roll: {kind.value}s to revision {target.revision}")
 
     def stop_all(self, *, now: bool) -> None:
@@ -117,7 +123,7 @@ class DirectoryActor:
         with self._lock:
             self.scale(0, 0, None)
             if now:
-                for record in list(self._state.members.values()):
+                for record in list(self._state.record_by_name.values()):
                     record.phase = Phase.STOPPING
                     self._remove_member(record, "killed")
 
@@ -125,35 +131,39 @@ class DirectoryActor:
         """Everything, as values that JSON has."""
         with self._lock:
             now = time.time()
-            members, routers = [], self._list_routers_up()
+            member_rows, router_names = [], self._list_routers_up()
             for record in sorted(
-                self._state.members.values(), key=lambda record: (record.kind.value, record.slot, record.name)
+                self._state.record_by_name.values(), key=lambda record: (record.kind.value, record.slot, record.name)
             ):
                 row: dict[str, Any] = {
                     "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
-                    "phase": record.phase.value, "seconds": now - record.since_s, "node": record.node,
+                    "phase": record.phase.value, "seconds": now - record.phase_since_s, "node": record.node,
                     "url": record.launch.url if record.launch else "",
                     "silent_s": now - self._silent_since_s_by_member.get(record.name, now),
                 }  # fmt: skip
                 if record.kind is MemberKind.ENGINE:
-                    row |= {"in_flight": self._count_in_flight(record, routers), **self._measure_worker_load(record)}
-                members.append(row)
-            failures = [
+                    row |= {
+                        "in_flight": self._count_in_flight(record, router_names),
+                        **self._measure_worker_load(record),
+                    }
+                member_rows.append(row)
+            failure_rows = [
                 {
                     "kind": kind.value,
                     "slot": slot,
-                    "failures": failure.count,
+                    "failures": failure.failure_count,
                     "retry_in_s": max(0.0, failure.retry_at_s - now),
                 }
-                for (kind, slot), failure in self._failures.items()
+                for (kind, slot), failure in self._failure_by_slot.items()
             ]
             state = self._state
             return {
-                "name": state.spec.name, "settled": self._is_settled(), "members": members, "failures": failures,
-                "hung": state.hung,
-                "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.targets.items()},
-                "autoscaling": msgspec.to_builtins(state.bounds), "advice": self._scaling_advice,
-                "events": [[at, text] for at, text in self._events],
+                "name": state.spec.name, "settled": self._is_settled(), "members": member_rows,
+                "failures": failure_rows,
+                "hung": state.hung_count_by_kind,
+                "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
+                "autoscaling": msgspec.to_builtins(state.scaling_bounds), "advice": self._scaling_advice,
+                "events": [[event_s, text] for event_s, text in self._events],
             }  # fmt: skip
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -163,16 +173,16 @@ class DirectoryActor:
             try:
                 with self._lock:
                     self._run_once(time.time())
-                    calls = list(self._pending_calls)
+                    calls = list(self._callback_by_call)
                 if not calls:
                     time.sleep(MAX_LOOP_PAUSE_S)
                     continue
-                ready, _ = ray.wait(calls, num_returns=1, timeout=MAX_LOOP_PAUSE_S)
-                if ready:
-                    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+                finished_calls, _ = ray.wait(calls, num_returns=1, timeout=MAX_LOOP_PAUSE_S)
+                if finished_calls:
+                    finished_calls, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
                 with self._lock:
-                    for ref in ready:
-                        self._handle_result(ref)
+                    for call in finished_calls:
+                        self._handle_result(call)
             except RayError as error:
                 log.warning("the directory goes on: %s", error)
                 time.sleep(MAX_LOOP_PAUSE_S)
@@ -180,35 +190,40 @@ class DirectoryActor:
                 log.exception("the directory ends; Ray starts it anew")
                 os._exit(1)
 
-    def _handle_result(self, ref: Any) -> None:
-        callback = self._pending_calls.pop(ref)
+    def _handle_result(self, call: Any) -> None:
+        callback = self._callback_by_call.pop(call)
         try:
-            value = ray.get(ref)
+            result = ray.get(call)
         except RayError as error:
             callback(None, error)
         else:
-            callback(value, None)
+            callback(result, None)
 
     def _run_once(self, now: float) -> None:
         state = self._state
         self._autoscale(now)
-        routers = self._list_routers_up()
+        router_names = self._list_routers_up()
         members = [
-            Member(*record.place, self._count_in_flight(record, routers) if record.phase is Phase.DRAINING else None)
-            for record in state.members.values()
+            Member(
+                *record.plan_fields,
+                self._count_in_flight(record, router_names) if record.phase is Phase.DRAINING else None,
+            )
+            for record in state.record_by_name.values()
         ]
         start_count = 0
-        for action in plan(state.targets, members, self._failures, state.patience, now):
+        for action in plan_actions(state.target_by_kind, members, self._failure_by_slot, state.timeouts, now):
             if isinstance(action, PhaseChange):
                 self._change_phase(action, now)
             elif (start_count := start_count + 1) <= STARTS_PER_PASS:
-                self._start(action, now)
+                self._start_member(action, now)
         self._sync_routers(now)
         if self._has_unsaved_changes:
             self._save()
 
     def _save(self) -> None:
-        internal_kv._internal_kv_put(self._key, msgspec.json.encode(self._state), overwrite=True, namespace=NAMESPACE)
+        internal_kv._internal_kv_put(
+            self._storage_key, msgspec.json.encode(self._state), overwrite=True, namespace=NAMESPACE
+        )
         self._has_unsaved_changes = False
 
     def _record_event(self, text: str) -> None:
@@ -218,51 +233,51 @@ class DirectoryActor:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _start(self, action: StartAction, now: float) -> None:
+    def _start_member(self, action: StartAction, now: float) -> None:
         state, kind = self._state, action.kind
-        state.serial += 1
+        state.last_serial += 1
         record = MemberRecord(
-            name=f"{state.spec.name}-{kind.value}-{action.slot}-{state.serial}",
-            kind=kind, slot=action.slot, revision=state.targets[kind].revision, since_s=now,
+            name=f"{state.spec.name}-{kind.value}-{action.slot}-{state.last_serial}",
+            kind=kind, slot=action.slot, revision=state.target_by_kind[kind].revision, phase_since_s=now,
         )  # fmt: skip
-        needs = state.spec.resources(kind)
-        occupied_nodes = [member.node for member in state.members.values() if member.kind is kind]
-        record.node = least_occupied_node(nodes_capacity(needs), occupied_nodes) or ""
-        state.members[record.name] = record
+        resources = state.spec.get_required_resources(kind)
+        occupied_nodes = [member.node for member in state.record_by_name.values() if member.kind is kind]
+        record.node = pick_least_occupied_node(compute_node_capacities(resources), occupied_nodes) or ""
+        state.record_by_name[record.name] = record
         self._record_event(f"{record.name}: start")
         self._save()
         workers = (
-            [member.settings for member in self._list_workers() if not member.draining]
+            [member.settings for member in self._list_workers() if not member.is_draining]
             if kind is MemberKind.ROUTER
             else []
         )
-        group = placement_group(
-            [needs], strategy="STRICT_PACK", name=record.name, lifetime="detached",
+        placement = placement_group(
+            [resources], strategy="STRICT_PACK", name=record.name, lifetime="detached",
             _soft_target_node_id=record.node or None,
         )  # fmt: skip
         actor = (
             ray.remote(MemberActor)
             .options(
                 name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
-                num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0.0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
             )
             .remote(msgspec.json.encode(state.spec), kind.value, action.slot, workers)
         )  # fmt: skip
-        self._watch(record, actor)
+        self._watch_member(record, actor)
 
-    def _adopt(self, record: MemberRecord) -> None:
+    def _adopt_member(self, record: MemberRecord) -> None:
         """After a new life of the directory."""
         try:
             actor = ray.get_actor(record.name, namespace=NAMESPACE)
         except ValueError:
             self._remove_member(record, "its actor is not there")
             return
-        self._watch(record, actor)
+        self._watch_member(record, actor)
         if record.phase is Phase.STOPPING:
             self._register_callback(actor.stop.remote(), lambda *_: None)
 
-    def _watch(self, record: MemberRecord, actor: Any) -> None:
+    def _watch_member(self, record: MemberRecord, actor: Any) -> None:
         self._actor_by_member[record.name] = actor
         self._request_status(record, MemberStatus())
 
@@ -275,7 +290,7 @@ class DirectoryActor:
     def _handle_status(
         self, record: MemberRecord, last_status: MemberStatus, status: MemberStatus | None, error: Exception | None
     ) -> None:
-        if record.name not in self._state.members:
+        if record.name not in self._state.record_by_name:
             return
         if status is None:
             self._remove_member(record, f"lost: {error}")
@@ -289,26 +304,26 @@ class DirectoryActor:
                 self._silent_since_s_by_member[record.name] = time.time()
         if status.was_hung and not last_status.was_hung:
             kind = record.kind.value
-            self._state.hung[kind] = self._state.hung.get(kind, 0) + 1
+            self._state.hung_count_by_kind[kind] = self._state.hung_count_by_kind.get(kind, 0) + 1
             self._record_event(f"{record.name}: killed, it did not answer for {self._state.spec.hang_timeout_s:g} s")
         if status.exit_reason is not None:
             self._remove_member(record, status.exit_reason)
         else:
             self._request_status(record, status)
 
-    def _register_callback(self, ref: Any, callback: Callable[[Any, Exception | None], None]) -> None:
-        self._pending_calls[ref] = callback
+    def _register_callback(self, call: Any, callback: Callable[[Any, Exception | None], None]) -> None:
+        self._callback_by_call[call] = callback
 
     def _mark_up(self, record: MemberRecord, status: MemberStatus, launch: Launch) -> None:
         record.launch, record.node = launch, status.node
         if record.phase is Phase.STARTING:
-            record.phase, record.since_s, record.up_s = Phase.UP, time.time(), time.time()
+            record.phase, record.phase_since_s, record.up_since_s = Phase.UP, time.time(), time.time()
             self._record_event(f"{record.name}: up at {record.launch.url}, process {status.pid}")
 
     def _change_phase(self, action: PhaseChange, now: float) -> None:
-        record = self._state.members[action.name]
-        previous_phase, record.phase, record.since_s = record.phase, action.phase, now
-        record.drain = 0
+        record = self._state.record_by_name[action.name]
+        previous_phase, record.phase, record.phase_since_s = record.phase, action.phase, now
+        record.drain_list_version = 0
         self._record_event(f"{record.name}: {previous_phase.value} -> {action.phase.value}")
         if action.phase is not Phase.STOPPING:
             return
@@ -320,11 +335,13 @@ class DirectoryActor:
             self._register_callback(self._actor_by_member[record.name].stop.remote(), lambda *_: None)
 
     def _record_failure(self, record: MemberRecord) -> None:
-        now, key = time.time(), (record.kind, record.slot)
-        self._failures[key] = next_failure(self._failures.get(key), now - record.up_s if record.up_s else 0.0, now)
+        now, slot_key = time.time(), (record.kind, record.slot)
+        self._failure_by_slot[slot_key] = make_next_failure(
+            self._failure_by_slot.get(slot_key), now - record.up_since_s if record.up_since_s else 0.0, now
+        )
 
     def _remove_member(self, record: MemberRecord, reason: str) -> None:
-        if self._state.members.pop(record.name, None) is None:
+        if self._state.record_by_name.pop(record.name, None) is None:
             return
         if record.phase in (Phase.STARTING, Phase.UP):
             self._record_failure(record)
@@ -343,89 +360,98 @@ class DirectoryActor:
 
     def _sync_routers(self, now: float) -> None:
         """Every router that is up: at once what has changed, and once a second."""
-        members, workers = self._state.members.values(), self._list_workers()
+        members, workers = self._state.record_by_name.values(), self._list_workers()
         routers = [member for member in members if member.kind is MemberKind.ROUTER and member.launch is not None]
-        peers = [member.launch.peer_address for member in routers if member.launch is not None]
-        if (workers, peers) != (self._published_workers, self._published_peers):
-            self._list_version, self._published_workers, self._published_peers = self._list_version + 1, workers, peers
+        peer_addresses = [member.launch.peer_address for member in routers if member.launch is not None]
+        if (workers, peer_addresses) != (self._published_workers, self._published_peer_addresses):
+            self._list_version, self._published_workers, self._published_peer_addresses = (
+                self._list_version + 1,
+                workers,
+                peer_addresses,
+            )
         for member in members:
-            if member.phase is Phase.DRAINING and not member.drain:
-                member.drain = self._list_version
+            if member.phase is Phase.DRAINING and not member.drain_list_version:
+                member.drain_list_version = self._list_version
         for router in routers:
-            name, report = router.name, self._report_by_router.get(router.name)
+            router_name, report = router.name, self._report_by_router.get(router.name)
             is_due = (
                 report is None
-                or report.version != self._list_version
-                or now - self._synced_at_s_by_router.get(name, 0.0) >= ROUTER_SYNC_S
+                or report.list_version != self._list_version
+                or now - self._synced_at_s_by_router.get(router_name, 0.0) >= ROUTER_SYNC_S
             )
-            is_too_soon = report is None and now - self._synced_at_s_by_router.get(name, 0.0) < MAX_LOOP_PAUSE_S
-            if is_due and not is_too_soon and name not in self._syncing_router_names:
-                self._syncing_router_names.add(name)
-                self._synced_at_s_by_router[name] = now
-                call = self._actor_by_member[name].sync.remote(
-                    self._list_version, self._published_workers, self._published_peers
+            is_too_soon = report is None and now - self._synced_at_s_by_router.get(router_name, 0.0) < MAX_LOOP_PAUSE_S
+            if is_due and not is_too_soon and router_name not in self._syncing_router_names:
+                self._syncing_router_names.add(router_name)
+                self._synced_at_s_by_router[router_name] = now
+                call = self._actor_by_member[router_name].sync.remote(
+                    self._list_version, self._published_workers, self._published_peer_addresses
                 )
-                self._register_callback(call, partial(self._handle_router_report, name))
+                self._register_callback(call, partial(self._handle_router_report, router_name))
 
     def _list_workers(self) -> list[ListedWorker]:
         """The workers that routers are to know."""
         return [
             ListedWorker(record.launch.worker_settings, record.phase is not Phase.UP)
-            for record in self._state.members.values()
+            for record in self._state.record_by_name.values()
             if record.kind is MemberKind.ENGINE and record.launch is not None
         ]
 
-    def _handle_router_report(self, name: str, report: RouterReport | None, error: Exception | None) -> None:
-        self._syncing_router_names.discard(name)
+    def _handle_router_report(self, router_name: str, report: RouterReport | None, error: Exception | None) -> None:
+        self._syncing_router_names.discard(router_name)
         if report is None:
-            self._report_by_router.pop(name, None)  # what it said is old
-            log.warning("%s: %s", name, error)
-        elif name in self._state.members:
-            self._report_by_router[name] = report
-            for text in report.errors:
-                self._record_event(f"{name}: {text}")
+            self._report_by_router.pop(router_name, None)  # what it said is old
+            log.warning("%s: %s", router_name, error)
+        elif router_name in self._state.record_by_name:
+            self._report_by_router[router_name] = report
+            for error_text in report.errors:
+                self._record_event(f"{router_name}: {error_text}")
 
-    def _find_worker_reports(self, record: MemberRecord) -> list[WorkerStatus]:
-        worker = str(record.launch.worker_settings.get("id")) if record.launch else ""
-        return [report.workers[worker] for report in self._report_by_router.values() if worker in report.workers]
+    def _list_worker_statuses(self, record: MemberRecord) -> list[WorkerStatus]:
+        worker_id = str(record.launch.worker_settings.get("id")) if record.launch else ""
+        return [
+            report.status_by_worker[worker_id]
+            for report in self._report_by_router.values()
+            if worker_id in report.status_by_worker
+        ]
 
     def _list_routers_up(self) -> list[str]:
         return [
             record.name
-            for record in self._state.members.values()
+            for record in self._state.record_by_name.values()
             if record.kind is MemberKind.ROUTER and record.phase is Phase.UP
         ]
 
-    def _count_in_flight(self, record: MemberRecord, routers: list[str]) -> int | None:
+    def _count_in_flight(self, record: MemberRecord, router_names: list[str]) -> int | None:
         """Requests that all these routers have there; None until each has said so after it was told to drain."""
-        reports = [self._report_by_router.get(name) for name in routers]
-        if any(report is None or report.version < record.drain for report in reports):
+        reports = [self._report_by_router.get(name) for name in router_names]
+        if any(report is None or report.list_version < record.drain_list_version for report in reports):
             return None
-        if record.phase is Phase.DRAINING and not record.drain:
+        if record.phase is Phase.DRAINING and not record.drain_list_version:
             return None
-        return sum(row.in_flight for row in self._find_worker_reports(record))
+        return sum(worker_status.in_flight for worker_status in self._list_worker_statuses(record))
 
     def _measure_worker_load(self, record: MemberRecord) -> dict[str, float]:
-        rows = self._find_worker_reports(record)
-        return {"queue_s": max((row.queue_s for row in rows), default=0.0),
-                "prefill_share": max((row.prefill_share for row in rows), default=0.0)}  # fmt: skip
+        statuses = self._list_worker_statuses(record)
+        return {"queue_s": max((status.queue_s for status in statuses), default=0.0),
+                "prefill_share": max((status.prefill_share for status in statuses), default=0.0)}  # fmt: skip
 
     def _is_settled(self) -> bool:
         """All that is wanted is up, of the right revision, answers, and is known to every router."""
         if self._silent_since_s_by_member:
             return False
-        members = list(self._state.members.values())
-        for kind, target in self._state.targets.items():
+        members = list(self._state.record_by_name.values())
+        for kind, target in self._state.target_by_kind.items():
             members_of_kind = [member for member in members if member.kind is kind]
             if len(members_of_kind) != target.count or any(
                 (member.phase, member.revision) != (Phase.UP, target.revision) for member in members_of_kind
             ):
                 return False
         engine_count = sum(member.kind is MemberKind.ENGINE for member in members)
-        routers = [member.name for member in members if member.kind is MemberKind.ROUTER]
-        reports = [self._report_by_router[name] for name in routers if name in self._report_by_router]
-        return len(reports) == len(routers) and all(
-            report.version == self._list_version and sum(row.up for row in report.workers.values()) == engine_count
+        router_names = [member.name for member in members if member.kind is MemberKind.ROUTER]
+        reports = [self._report_by_router[name] for name in router_names if name in self._report_by_router]
+        return len(reports) == len(router_names) and all(
+            report.list_version == self._list_version
+            and sum(worker_status.is_up for worker_status in report.status_by_worker.values()) == engine_count
             for report in reports
         )
 
@@ -433,27 +459,29 @@ class DirectoryActor:
 
     def _autoscale(self, now: float) -> None:
         state = self._state
-        if state.bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
+        if state.scaling_bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
             return
         self._autoscaled_at_s = now
         engines_up = [
-            record for record in state.members.values() if record.kind is MemberKind.ENGINE and record.phase is Phase.UP
+            record
+            for record in state.record_by_name.values()
+            if record.kind is MemberKind.ENGINE and record.phase is Phase.UP
         ]
         loads = [WorkerLoad(**self._measure_worker_load(record)) for record in engines_up]
-        queued_requests = sum(report.queued_requests for report in self._report_by_router.values())
-        engine_count = state.engines.count
+        queued_request_count = sum(report.queued_request_count for report in self._report_by_router.values())
+        engine_count = state.engine_target.count
         self._scaler, target_count, reason = self._scaler.decide(
-            state.bounds, engine_count, loads, queued_requests, now
+            state.scaling_bounds, engine_count, loads, queued_request_count, now
         )
         advice = f"{engine_count} -> {target_count} engines: {reason}"
         if target_count != engine_count:
-            if not state.bounds.is_dry_run:
-                state.engines = with_count(state.engines, target_count)
+            if not state.scaling_bounds.is_dry_run:
+                state.engine_target = replace_count(state.engine_target, target_count)
                 self._record_event(f"autoscaling: {advice}")
             elif advice.partition(":")[0] != self._scaling_advice.partition(":")[0]:
                 self._record_event(f"autoscaling would do: {advice}")
         self._scaling_advice = advice
 
 
-def with_count(target: MemberTarget, count: int) -> MemberTarget:
+def replace_count(target: MemberTarget, count: int) -> MemberTarget:
     return MemberTarget(count, target.revision, target.surge)

@@ -31,16 +31,16 @@ def reap_children() -> dict[int, int]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            code = os.waitstatus_to_exitcode(status)
-            status_by_pid[pid] = code if code >= 0 else 128 - code
+            exit_code = os.waitstatus_to_exitcode(status)
+            status_by_pid[pid] = exit_code if exit_code >= 0 else 128 - exit_code
     return status_by_pid
 
 
-def kill_all() -> None:
+def kill_descendants() -> None:
     """Every descendant: orphans of the killed become our children, and are next."""
     while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            pids = [int(pid) for pid in file.read().split()]
+        with open(f"/proc/self/task/{os.getpid()}/children") as children_file:
+            pids = [int(pid) for pid in children_file.read().split()]
         if not pids:
             return
         for pid in pids:
@@ -50,14 +50,14 @@ def kill_all() -> None:
             os.waitpid(-1, 0)
 
 
-def exit_with_parent(every_s: float = 0.5) -> None:
+def exit_with_parent(check_interval_s: float = 0.5) -> None:
     """End this process, by a thread of it, when the process that started it has ended: Ray's actors outlive a raylet
     that is killed, as long as a call of theirs is under way."""
     parent_pid = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent_pid:
-            time.sleep(every_s)
+            time.sleep(check_interval_s)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -94,14 +94,14 @@ def main(command: list[str]) -> int:
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard_pid)
     )
     while True:
-        ready = select.select([0, wakeup_reader], [], [])[0]
-        signal_numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready else b""
-        statuses = reap_children()
-        if program.pid in statuses:
-            kill_all()
-            return statuses[program.pid]
-        if 0 in ready and not os.read(0, 4096):
-            kill_all()
+        ready_descriptors = select.select([0, wakeup_reader], [], [])[0]
+        signal_numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready_descriptors else b""
+        status_by_pid = reap_children()
+        if program.pid in status_by_pid:
+            kill_descendants()
+            return status_by_pid[program.pid]
+        if 0 in ready_descriptors and not os.read(0, 4096):
+            kill_descendants()
             return 128 + signal.SIGKILL
         if signal.SIGTERM in signal_numbers or signal.SIGINT in signal_numbers:
             os.kill(program.pid, signal.SIGTERM)  # not reaped yet, so the number is still its own

@@ -19,19 +19,19 @@ class ProbeHistory:
     """After some looks."""
 
     silent_s: float = 0.0
-    missed_probes: int = 0
+    missed_probe_count: int = 0
     """Looks in a row without an answer."""
 
-    def with_probe(self, is_alive: bool, took_s: float, max_took_s: float) -> ProbeHistory:
+    def add_probe(self, is_alive: bool, elapsed_s: float, max_elapsed_s: float) -> ProbeHistory:
         """After one more: with the pause before it, it took so long."""
         if is_alive:
             return ProbeHistory()
-        return ProbeHistory(self.silent_s + min(max(took_s, 0.0), max_took_s), self.missed_probes + 1)
+        return ProbeHistory(self.silent_s + min(max(elapsed_s, 0.0), max_elapsed_s), self.missed_probe_count + 1)
 
     @property
     def is_silent(self) -> bool:
         """Worth saying."""
-        return self.missed_probes >= SILENT_AFTER_PROBES
+        return self.missed_probe_count >= SILENT_AFTER_PROBES
 
     def is_hung(self, max_silent_s: float) -> bool:
         """Whether to end it; never with a patience of 0."""

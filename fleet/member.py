@@ -28,31 +28,33 @@ import ray
 from fleet.guard import exit_with_parent, restore_niceness
 from fleet.health import MAX_CORE_SILENT_S, ProbeHistory
 from fleet.plan import MemberKind
-from fleet.spec import Launch, Spec, WorkerSettings, plan_launch
+from fleet.spec import FleetSpec, Launch, WorkerSettings, plan_launch
 from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
-GUARD = str(Path(__file__).with_name("guard.py"))
-TAIL_LINES = 20
+GUARD_PATH = str(Path(__file__).with_name("guard.py"))
+LAST_LINE_COUNT = 20
 START_PROBE_S = 0.1
 HEALTH_CHECK_S = 2.0
 """Between two looks at a program that serves."""
 MAX_CALL_S = 5.0
-KILL_S = 10.0
+KILL_WAIT_S = 10.0
 MAX_STATUS_WAIT_S = 60.0
 """Longest wait for a new status: the caller may be gone."""
 RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
 """Ray sets these for its workers; they are not meant for a program of its own."""
-_UNVERIFIED = ssl._create_unverified_context()
+_UNVERIFIED_TLS_CONTEXT = ssl._create_unverified_context()
 """This node's own program: whatever name its certificate has."""
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED))
+_DIRECT_OPENER = urllib.request.build_opener(
+    urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED_TLS_CONTEXT)
+)
 
 
 class RouterReport(msgspec.Struct, frozen=True):
     """What a router said after it was told the list of version `version`."""
 
-    version: int
-    workers: dict[str, WorkerStatus]
-    queued_requests: int
+    list_version: int
+    status_by_worker: dict[str, WorkerStatus]
+    queued_request_count: int
     errors: list[str] = []
 
 
@@ -74,27 +76,27 @@ class MemberStatus(msgspec.Struct, frozen=True):
 class MemberActor:
     """One program. `workers`: what a router knows from its start."""
 
-    def __init__(self, spec: bytes, kind: str, slot: int, workers: Sequence[WorkerSettings] = ()) -> None:
+    def __init__(self, encoded_spec: bytes, kind: str, slot: int, workers: Sequence[WorkerSettings] = ()) -> None:
         exit_with_parent()
         restore_niceness()
-        self._spec = msgspec.json.decode(spec, type=Spec)
+        self._spec = msgspec.json.decode(encoded_spec, type=FleetSpec)
         self._host = ray.util.get_node_ip_address()
         self._launch: Launch = plan_launch(
             self._spec, MemberKind(kind), slot, self._host, self._find_free_ports, workers
         )
-        self._last_lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINE_COUNT)
         self._sync_lock = threading.Lock()
         self._peer_addresses: list[str] = []
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", GUARD, *self._launch.command],
+            [sys.executable, "-S", "-E", GUARD_PATH, *self._launch.command],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._status, self._status_changed = MemberStatus(), threading.Condition()
         self._exit_event, self._is_stopping = threading.Event(), False
-        for target in (self._forward_output, self._wait_for_exit, self._watch_health):
-            threading.Thread(target=target, daemon=True).start()
+        for thread_function in (self._forward_output, self._wait_for_exit, self._watch_health):
+            threading.Thread(target=thread_function, daemon=True).start()
 
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
         """Return the status of the program: at once if it differs from `last_status`, else after a while."""
@@ -112,7 +114,7 @@ class MemberActor:
     def _kill(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # the guard kills all of it
-        if not self._exit_event.wait(KILL_S):
+        if not self._exit_event.wait(KILL_WAIT_S):
             self._process.kill()  # the guard itself does not go on; its program is killed with it
             self._exit_event.wait()
 
@@ -129,19 +131,19 @@ class MemberActor:
 
     def _watch_health(self) -> None:
         """Look until it serves, then for as long as it is not told to end."""
-        while self._call("GET", self._launch.health_url)[0] != 200:
+        while self._send_request("GET", self._launch.health_url)[0] != 200:
             if self._exit_event.wait(START_PROBE_S):
                 return
         self._update_status(launch=self._launch, node=ray.get_runtime_context().get_node_id(), pid=self._process.pid)
-        hang_timeout_s, health, checked_at_s = self._spec.hang_timeout_s, ProbeHistory(), time.monotonic()
+        hang_timeout_s, probe_history, checked_at_s = self._spec.hang_timeout_s, ProbeHistory(), time.monotonic()
         pause_s = min(HEALTH_CHECK_S, hang_timeout_s / 4) if hang_timeout_s else HEALTH_CHECK_S
         while not self._exit_event.wait(pause_s) and not self._is_stopping:
             is_alive = self._is_alive()
-            took_s, checked_at_s = time.monotonic() - checked_at_s, time.monotonic()
-            health = health.with_probe(is_alive, took_s, pause_s + MAX_CALL_S)
-            if health.is_silent != self._status.is_silent:
-                self._update_status(is_silent=health.is_silent)
-            if health.is_hung(hang_timeout_s) and not self._is_stopping:
+            elapsed_s, checked_at_s = time.monotonic() - checked_at_s, time.monotonic()
+            probe_history = probe_history.add_probe(is_alive, elapsed_s, pause_s + MAX_CALL_S)
+            if probe_history.is_silent != self._status.is_silent:
+                self._update_status(is_silent=probe_history.is_silent)
+            if probe_history.is_hung(hang_timeout_s) and not self._is_stopping:
                 self._update_status(was_hung=True)
                 self._kill()
 
@@ -149,7 +151,7 @@ class MemberActor:
         """Any answer is one; of our engines, also of the step loop behind it."""
         request = urllib.request.Request(self._launch.health_url)
         try:
-            with _DIRECT.open(request, timeout=MAX_CALL_S) as answer:
+            with _DIRECT_OPENER.open(request, timeout=MAX_CALL_S) as answer:
                 return float(answer.headers.get("x-core-silent-seconds") or 0) < MAX_CORE_SILENT_S
         except urllib.error.HTTPError as error:
             error.close()
@@ -157,31 +159,35 @@ class MemberActor:
         except (OSError, http.client.HTTPException, ValueError):
             return False
 
-    def sync(self, version: int, workers: list[ListedWorker], peers: list[str]) -> RouterReport:
+    def sync_router(self, list_version: int, workers: list[ListedWorker], peer_addresses: list[str]) -> RouterReport:
         """Bring the router to this list of workers and other routers; what it says then. Raises RuntimeError."""
         with self._sync_lock:
             errors = []
             for method, path, body in plan_admin_calls(workers, parse_workers_page(self._fetch_workers_page())):
-                status, answer = self._call(method, self._launch.admin_url + path, body)
+                status, answer = self._send_request(method, self._launch.admin_url + path, body)
                 if status not in (200, 201, 404):  # 404: it has never reached it, or has gone before
                     errors.append(f"{method} {path}: {status} {answer}")
-            other_peers = sorted(peer for peer in peers if peer != self._launch.peer_address)
-            if other_peers != self._peer_addresses:
-                status, answer = self._call("PUT", f"{self._launch.admin_url}/peers", {"peers": other_peers})
+            other_peer_addresses = sorted(
+                peer_address for peer_address in peer_addresses if peer_address != self._launch.peer_address
+            )
+            if other_peer_addresses != self._peer_addresses:
+                status, answer = self._send_request(
+                    "PUT", f"{self._launch.admin_url}/peers", {"peers": other_peer_addresses}
+                )
                 if status == 200:
-                    self._peer_addresses = other_peers
+                    self._peer_addresses = other_peer_addresses
                 else:
                     errors.append(f"PUT /peers: {status} {answer}")
             page = self._fetch_workers_page()
-            return RouterReport(version, parse_workers_page(page), int(page.get("queued", 0)), errors)
+            return RouterReport(list_version, parse_workers_page(page), int(page.get("queued", 0)), errors)
 
     def _fetch_workers_page(self) -> dict[str, Any]:
-        status, page = self._call("GET", f"{self._launch.admin_url}/workers")
+        status, page = self._send_request("GET", f"{self._launch.admin_url}/workers")
         if status != 200 or not isinstance(page, dict):
             raise RuntimeError(f"{self._launch.admin_url}/workers: {status} {page}")
         return page
 
-    def _call(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
+    def _send_request(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
         """(status, JSON or text); status 0 where nobody answers."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
@@ -189,7 +195,7 @@ class MemberActor:
         body_bytes = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, body_bytes, headers, method=method)
         try:
-            with _DIRECT.open(request, timeout=MAX_CALL_S) as answer:
+            with _DIRECT_OPENER.open(request, timeout=MAX_CALL_S) as answer:
                 status, answer_bytes = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -212,16 +218,16 @@ class MemberActor:
     def _find_free_ports(self, count: int) -> int:
         """The first of `count` free ports in a row on this node. Raises OSError."""
         for _ in range(100):
-            probes = [socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) for _ in range(count)]
+            sockets = [socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) for _ in range(count)]
             try:
-                probes[0].bind((self._host, 0))
-                first_port: int = probes[0].getsockname()[1]
-                for rank, probe in enumerate(probes[1:], 1):
-                    probe.bind((self._host, first_port + rank))
+                sockets[0].bind((self._host, 0))
+                first_port: int = sockets[0].getsockname()[1]
+                for port_offset, port_socket in enumerate(sockets[1:], 1):
+                    port_socket.bind((self._host, first_port + port_offset))
                 return first_port
             except (OSError, OverflowError):
                 continue
             finally:
-                for probe in probes:
-                    probe.close()
+                for port_socket in sockets:
+                    port_socket.close()
         raise OSError(f"no {count} free ports in a row on {self._host}")

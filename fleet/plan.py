@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_BACK_OFF_S = 60.0
-STEADY_S = 60.0
+STEADY_AFTER_S = 60.0
 """Who was up for so long did not fail at the start."""
 
 
@@ -56,7 +56,7 @@ class Member:
     slot: int
     revision: int
     phase: Phase
-    since_s: float
+    phase_since_s: float
     """When it came into its phase."""
     in_flight: int | None = None
     """Requests of all routers there; None: not known yet."""
@@ -66,7 +66,7 @@ class Member:
 class SlotFailure:
     """Ends of a slot's programs that nobody asked for."""
 
-    count: int
+    failure_count: int
     retry_at_s: float
     """Not before."""
 
@@ -96,19 +96,19 @@ class PhaseChange:
 
 
 Action = StartAction | PhaseChange
-Failures = Mapping[tuple[MemberKind, int], SlotFailure]
+FailureBySlot = Mapping[tuple[MemberKind, int], SlotFailure]
 
 
-def next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
+def make_next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
     """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
-    count = 1 if previous is None or up_s >= STEADY_S else previous.count + 1
+    count = 1 if previous is None or up_s >= STEADY_AFTER_S else previous.failure_count + 1
     return SlotFailure(count, now + (min(MAX_BACK_OFF_S, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
 
-def plan(
-    targets: Mapping[MemberKind, MemberTarget],
+def plan_actions(
+    target_by_kind: Mapping[MemberKind, MemberTarget],
     members: Sequence[Member],
-    failures: Failures,
+    failure_by_slot: FailureBySlot,
     timeouts: PhaseTimeouts,
     now: float,
 ) -> list[Action]:
@@ -116,11 +116,11 @@ def plan(
     actions: list[Action] = []
     router_count = sum(member.kind is MemberKind.ROUTER for member in members)
     for kind in (MemberKind.ROUTER, MemberKind.ENGINE):
-        if kind is MemberKind.ENGINE and router_count and not targets[MemberKind.ROUTER].count:
+        if kind is MemberKind.ENGINE and router_count and not target_by_kind[MemberKind.ROUTER].count:
             continue  # the end of the fleet: workers stay while routers end what they have
         members_of_kind = [member for member in members if member.kind is kind]
         actions += _plan_actions_for_kind(
-            kind, targets[kind], members_of_kind, failures, timeouts, now, has_routers=bool(router_count)
+            kind, target_by_kind[kind], members_of_kind, failure_by_slot, timeouts, now, has_routers=bool(router_count)
         )
     return actions
 
@@ -129,7 +129,7 @@ def _plan_actions_for_kind(
     kind: MemberKind,
     target: MemberTarget,
     members: Sequence[Member],
-    failures: Failures,
+    failure_by_slot: FailureBySlot,
     timeouts: PhaseTimeouts,
     now: float,
     has_routers: bool,
@@ -137,26 +137,26 @@ def _plan_actions_for_kind(
     actions: list[Action] = []
     live_members: list[Member] = []
     for member in members:
-        waited_s = now - member.since_s
+        phase_s = now - member.phase_since_s
         if member.phase is Phase.STARTING and member.revision < target.revision:
             actions.append(PhaseChange(member.name, Phase.STOPPING))
-        elif member.phase is Phase.STARTING and waited_s > timeouts.start_timeout_s:
+        elif member.phase is Phase.STARTING and phase_s > timeouts.start_timeout_s:
             actions.append(PhaseChange(member.name, Phase.STOPPING, has_failed=True))
         elif member.phase is Phase.DRAINING and (
-            not has_routers or member.in_flight == 0 or waited_s > timeouts.drain_timeout_s
+            not has_routers or member.in_flight == 0 or phase_s > timeouts.drain_timeout_s
         ):
             actions.append(PhaseChange(member.name, Phase.STOPPING))
         elif member.phase in LIVE_PHASES:
             live_members.append(member)
     outdated_members = [member for member in live_members if member.revision < target.revision]
-    count = target.count + (target.surge and bool(outdated_members) and target.count > 0)
-    excess = len(live_members) - count
-    if excess > 0:
+    wanted_count = target.count + (target.surge and bool(outdated_members) and target.count > 0)
+    excess_count = len(live_members) - wanted_count
+    if excess_count > 0:
         removal_order = sorted(
             live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot)
         )
-        return actions + [_retire(member) for member in removal_order[:excess]]
-    if excess < 0:
+        return actions + [_plan_removal(member) for member in removal_order[:excess_count]]
+    if excess_count < 0:
         changing_names = {action.name for action in actions if isinstance(action, PhaseChange)}
         returning_members = [
             member
@@ -164,24 +164,26 @@ def _plan_actions_for_kind(
             if member.phase is Phase.DRAINING
             and member.revision == target.revision
             and member.name not in changing_names
-        ][:-excess]
+        ][:-excess_count]
         actions += [PhaseChange(member.name, Phase.UP) for member in returning_members]
         # Who leaves still has its room.
-        return actions + _plan_starts(kind, count - len(members), {member.slot for member in members}, failures, now)
+        return actions + _plan_starts(
+            kind, wanted_count - len(members), {member.slot for member in members}, failure_by_slot, now
+        )
     is_settled = len(members) == len(live_members) and all(member.phase is Phase.UP for member in live_members)
     if outdated_members and is_settled:
-        actions.append(_retire(min(outdated_members, key=lambda member: member.slot)))
+        actions.append(_plan_removal(min(outdated_members, key=lambda member: member.slot)))
     return actions
 
 
-def _retire(member: Member) -> PhaseChange:
+def _plan_removal(member: Member) -> PhaseChange:
     """Routers end their requests by themselves when told to stop."""
-    drains = member.kind is MemberKind.ENGINE and member.phase is Phase.UP
-    return PhaseChange(member.name, Phase.DRAINING if drains else Phase.STOPPING)
+    should_drain = member.kind is MemberKind.ENGINE and member.phase is Phase.UP
+    return PhaseChange(member.name, Phase.DRAINING if should_drain else Phase.STOPPING)
 
 
 def _plan_starts(
-    kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failures: Failures, now: float
+    kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failure_by_slot: FailureBySlot, now: float
 ) -> list[Action]:
     """The lowest free slots; those that have to wait are not passed over for others."""
     free_slots = (
@@ -190,7 +192,7 @@ def _plan_starts(
         else iter(())
     )
     slots = [slot for slot, _ in zip(free_slots, range(missing_member_count))]
-    slot_failures = (failures.get((kind, slot)) for slot in slots)
+    slot_failures = (failure_by_slot.get((kind, slot)) for slot in slots)
     return [
         StartAction(kind, slot)
         for slot, failure in zip(slots, slot_failures)
@@ -198,12 +200,12 @@ def _plan_starts(
     ]
 
 
-def least_occupied_node(capacities: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
+def pick_least_occupied_node(capacity_by_node: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
     """The node for the next member of a kind: that with the fewest of them a unit of room. `capacities`: how many
     would fit where nobody is; `occupied_nodes`: where its kind sits. None where none is known to have room for one."""
-    room_by_node = {node: room for node, room in capacities.items() if room >= 1}
+    free_capacity_by_node = {node: capacity for node, capacity in capacity_by_node.items() if capacity >= 1}
     return (
-        min(room_by_node, key=lambda node: (occupied_nodes.count(node), -room_by_node[node], node))
-        if room_by_node
+        min(free_capacity_by_node, key=lambda node: (occupied_nodes.count(node), -free_capacity_by_node[node], node))
+        if free_capacity_by_node
         else None
     )

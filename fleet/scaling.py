@@ -17,7 +17,7 @@ TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ScalingBounds:
     """What autoscaling may do."""
 
     low: int
@@ -55,38 +55,51 @@ class Scaler:
     started_at_s: float | None = None
 
     def decide(
-        self, bounds: Bounds, count: int, loads: Sequence[WorkerLoad], queued_requests: int, now: float
+        self,
+        bounds: ScalingBounds,
+        current_count: int,
+        loads: Sequence[WorkerLoad],
+        queued_request_count: int,
+        now: float,
     ) -> tuple[Scaler, int, str]:
         """(the next state, how many there should be, why). `count`: wanted now; `loads` of those that are up;
         `queued_requests`: those that wait in routers because all are busy."""
-        needed_count, reason = count_needed_workers(bounds, loads, queued_requests)
+        needed_count, reason = count_needed_workers(bounds, loads, queued_request_count)
         started_at_s = now if self.started_at_s is None else self.started_at_s
         recent_needs = tuple(
-            (at_s, needed_count) for at_s, needed_count in self.recent_needs if now - at_s <= bounds.cool_down_s
+            (needed_at_s, needed_count)
+            for needed_at_s, needed_count in self.recent_needs
+            if now - needed_at_s <= bounds.cool_down_s
         )
-        higher_needs = (entry for entry in recent_needs if entry[1] > needed_count)  # only maxima matter
+        higher_needs = (need for need in recent_needs if need[1] > needed_count)  # only maxima matter
         next_state = Scaler((*higher_needs, (now, needed_count)), started_at_s)
-        if needed_count > count and len(loads) >= count:
+        if needed_count > current_count and len(loads) >= current_count:
             return next_state, needed_count, reason
-        if needed_count < count and now - started_at_s >= bounds.cool_down_s:
+        if needed_count < current_count and now - started_at_s >= bounds.cool_down_s:
             highest_need = max(workers for _, workers in next_state.recent_needs)
-            if highest_need < count:
+            if highest_need < current_count:
                 return next_state, highest_need, f"{reason}; at most {highest_need} in {bounds.cool_down_s:g} s"
-        return next_state, min(max(count, bounds.low), bounds.high), reason
+        return next_state, min(max(current_count, bounds.low), bounds.high), reason
 
 
-def count_needed_workers(bounds: Bounds, loads: Sequence[WorkerLoad], queued_requests: int) -> tuple[int, str]:
+def count_needed_workers(
+    bounds: ScalingBounds, loads: Sequence[WorkerLoad], queued_request_count: int
+) -> tuple[int, str]:
     """How many workers this load takes, and why."""
     if not loads:
         return bounds.low, "no worker is up"
     queue_s = sum(load.queue_s for load in loads)
     prefill_share = sum(load.prefill_share for load in loads)
-    mean_s, mean_share = queue_s / len(loads), prefill_share / len(loads)
-    ratio = max(mean_s / bounds.queue_s, mean_share / bounds.prefill_share)
-    if queued_requests and ratio <= 1:
-        ratio = 1 + 1 / len(loads)
-    worker_count = len(loads) if abs(ratio - 1) <= TOLERANCE and not queued_requests else math.ceil(ratio * len(loads))
-    reason = f"queue {mean_s:.2f} s a worker, {mean_share:.0%} busy" + (
-        f", {queued_requests} held" if queued_requests else ""
+    mean_queue_s, mean_prefill_share = queue_s / len(loads), prefill_share / len(loads)
+    load_ratio = max(mean_queue_s / bounds.queue_s, mean_prefill_share / bounds.prefill_share)
+    if queued_request_count and load_ratio <= 1:
+        load_ratio = 1 + 1 / len(loads)
+    worker_count = (
+        len(loads)
+        if abs(load_ratio - 1) <= TOLERANCE and not queued_request_count
+        else math.ceil(load_ratio * len(loads))
+    )
+    reason = f"queue {mean_queue_s:.2f} s a worker, {mean_prefill_share:.0%} busy" + (
+        f", {queued_request_count} held" if queued_request_count else ""
     )
     return min(max(worker_count, bounds.low), bounds.high), reason

@@ -16,27 +16,27 @@ from fleet.plan import MemberKind
 
 NAMESPACE = "blockcast"
 """Ray's, of all fleets."""
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 
 class SpecError(Exception):
     """What was asked for cannot be; in words for who asked."""
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One fleet."""
 
     name: str
-    engine: tuple[str, ...]
+    engine_command: tuple[str, ...]
     """The worker's command line but for its addresses."""
-    vllm: bool = False
+    is_vllm: bool = False
     """It is `vllm serve`, whose events have to be switched on."""
-    router: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
     """Of `router run`, besides its addresses."""
     env: dict[str, str] = {}
-    cpus: float = 1.0
+    worker_cpus: float = 1.0
     """Of a worker; Ray counts them and gives none."""
-    gpus: int = 0
+    worker_gpus: int = 0
     """Of a worker: on one node, as tensor-parallel ranks have to be."""
     router_cpus: float = 1.0
     router_host: str = ""
@@ -49,11 +49,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A program that is up and does not answer for so long is killed. 0: never."""
     admin_key: str = ""
 
-    def resources(self, kind: MemberKind) -> dict[str, float]:
+    def get_required_resources(self, kind: MemberKind) -> dict[str, float]:
         """What Ray reserves, all of it on one node."""
         if kind is MemberKind.ROUTER:
             return {"CPU": self.router_cpus}
-        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
+        return {"CPU": self.worker_cpus, **({"GPU": float(self.worker_gpus)} if self.worker_gpus else {})}
 
 
 WorkerSettings = dict[str, str | int]
@@ -79,7 +79,7 @@ PortAllocator = Callable[[int], int]
 
 
 def plan_launch(
-    spec: Spec,
+    spec: FleetSpec,
     kind: MemberKind,
     slot: int,
     host: str,
@@ -90,38 +90,51 @@ def plan_launch(
     url_host = f"[{host}]" if ":" in host else host
     if kind is MemberKind.ROUTER:
         port = spec.router_port + slot if spec.router_port else allocate_ports(1)
-        admin = f"127.0.0.1:{allocate_ports(1)}"
-        peer = f"tcp://{url_host}:{allocate_ports(1)}"
-        listen = spec.router_host or host
-        addresses = ["--host", listen, "--port", str(port), "--admin", admin, "--peer-bind", peer]
+        admin_address = f"127.0.0.1:{allocate_ports(1)}"
+        peer_address = f"tcp://{url_host}:{allocate_ports(1)}"
+        listen_host = spec.router_host or host
+        address_flags = [
+            "--host",
+            listen_host,
+            "--port",
+            str(port),
+            "--admin",
+            admin_address,
+            "--peer-bind",
+            peer_address,
+        ]
         worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
-        command = [sys.executable, "-m", "router", "run", *worker_texts, *addresses, *spec.router]
-        scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router) else "http"
-        url = f"{scheme}://{'127.0.0.1' if listen == '127.0.0.1' else url_host}:{port}"
+        command = [sys.executable, "-m", "router", "run", *worker_texts, *address_flags, *spec.router_flags]
+        scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags) else "http"
+        url = f"{scheme}://{'127.0.0.1' if listen_host == '127.0.0.1' else url_host}:{port}"
         return Launch(
-            command=command, url=url, health_url=f"{url}/livez", admin_url=f"{scheme}://{admin}", peer_address=peer
+            command=command,
+            url=url,
+            health_url=f"{url}/livez",
+            admin_url=f"{scheme}://{admin_address}",
+            peer_address=peer_address,
         )
     port = allocate_ports(1)
     url = f"http://{url_host}:{port}"
     worker: WorkerSettings = {"url": url, "id": f"{url_host}:{port}", "send_key": 1}
-    command = [*spec.engine, "--host", host, "--port", str(port)]
-    if spec.vllm:
-        ranks = data_parallel(spec.engine)
-        events, replay = allocate_ports(ranks), allocate_ports(ranks)
-        settings = {"enable_kv_cache_events": True, "publisher": "zmq"}
-        settings |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
-        command += ["--kv-events-config", json.dumps(settings)]
-        for key, first in (("events", events), ("replay", replay)):
-            worker[key] = ";".join(f"tcp://{url_host}:{first + rank}" for rank in range(ranks))
+    command = [*spec.engine_command, "--host", host, "--port", str(port)]
+    if spec.is_vllm:
+        rank_count = parse_rank_count(spec.engine_command)
+        first_events_port, first_replay_port = allocate_ports(rank_count), allocate_ports(rank_count)
+        events_config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events_config |= {"endpoint": f"tcp://*:{first_events_port}", "replay_endpoint": f"tcp://*:{first_replay_port}"}
+        command += ["--kv-events-config", json.dumps(events_config)]
+        for key, first_port in (("events", first_events_port), ("replay", first_replay_port)):
+            worker[key] = ";".join(f"tcp://{url_host}:{first_port + rank}" for rank in range(rank_count))
     return Launch(command=command, url=url, health_url=f"{url}/health", worker_settings=worker)
 
 
-def data_parallel(command: tuple[str, ...]) -> int:
+def parse_rank_count(command: tuple[str, ...]) -> int:
     """Ranks of a vLLM command line: each publishes at a port of its own. Raises SpecError."""
-    for at, word in enumerate(command):
+    for word_index, word in enumerate(command):
         flag, equals, value = word.partition("=")
         if flag in ("--data-parallel-size", "-dp"):
-            text = value if equals else (command[at + 1] if at + 1 < len(command) else "")
+            text = value if equals else (command[word_index + 1] if word_index + 1 < len(command) else "")
             if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1024:
                 raise SpecError(f"{flag}: got {text!r}, expected a number of ranks")
             return int(text)
@@ -132,42 +145,42 @@ FLAGS_SET_BY_FLEET = ("--host", "--port", "--kv-events-config", "--admin", "--pe
 """What `launch` gives."""
 
 
-def engine_command(engine: str, model: str, flags: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """(the command line but for addresses, whether it is vLLM). `engine`: ours, vllm, or the path of a `vllm`. Raises
     SpecError."""
     check_flags("the worker's flags", flags)
-    if engine == "ours":
+    if engine_name == "ours":
         return (sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False
     if not model:
         raise SpecError("--engine vllm: MODEL is missing")
-    command = (engine, "serve", model, *flags)
-    data_parallel(command)
+    command = (engine_name, "serve", model, *flags)
+    parse_rank_count(command)
     return command, True
 
 
-def split_flags(option: str, text: str) -> tuple[str, ...]:
+def split_flags(option_name: str, text: str) -> tuple[str, ...]:
     """One text as a shell would have it. Raises SpecError."""
     try:
         flags = tuple(shlex.split(text))
     except ValueError as error:
-        raise SpecError(f"{option}: got {text!r}: {error}") from None
-    check_flags(option, flags)
+        raise SpecError(f"{option_name}: got {text!r}: {error}") from None
+    check_flags(option_name, flags)
     return flags
 
 
-def check_flags(option: str, flags: tuple[str, ...]) -> None:
+def check_flags(option_name: str, flags: tuple[str, ...]) -> None:
     """Raises SpecError for what the fleet gives itself."""
     for flag in flags:
         if flag.partition("=")[0] in FLAGS_SET_BY_FLEET:
-            raise SpecError(f"{option}: {flag} is the fleet's to give")
+            raise SpecError(f"{option_name}: {flag} is the fleet's to give")
 
 
-def read_env(texts: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
+def parse_env(assignments: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
     """`NAME=VALUE`, or `NAME` with the value it has here. Raises SpecError."""
     env: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
         if not name or (not equals and name not in environment):
-            raise SpecError(f"--env: got {text!r}, expected NAME=VALUE, or a NAME that is set here")
+            raise SpecError(f"--env: got {assignment!r}, expected NAME=VALUE, or a NAME that is set here")
         env[name] = value if equals else environment[name]
     return env

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fleet.plan import MemberKind, MemberTarget, Phase, PhaseTimeouts
-from fleet.scaling import Bounds
-from fleet.spec import Launch, Spec
+from fleet.scaling import ScalingBounds
+from fleet.spec import FleetSpec, Launch
 
 
 class MemberRecord(msgspec.Struct, kw_only=True):
@@ -17,34 +17,34 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     slot: int
     revision: int
     phase: Phase = Phase.STARTING
-    since_s: float
-    up_s: float | None = None
+    phase_since_s: float
+    up_since_s: float | None = None
     """When it was up first."""
     node: str = ""
     """Where it was to be, then where it is."""
     launch: Launch | None = None
-    drain: int = 0
+    drain_list_version: int = 0
     """The version of the list that first said so."""
 
     @property
-    def place(self) -> tuple[str, MemberKind, int, int, Phase, float]:
+    def plan_fields(self) -> tuple[str, MemberKind, int, int, Phase, float]:
         """The fields of a `plan.Member` but its requests."""
-        return self.name, self.kind, self.slot, self.revision, self.phase, self.since_s
+        return self.name, self.kind, self.slot, self.revision, self.phase, self.phase_since_s
 
 
 class DirectoryState(msgspec.Struct, kw_only=True):
     """What outlives the actor. Times are of the nodes' clocks, in seconds since 1970."""
 
-    spec: Spec
-    engines: MemberTarget
-    routers: MemberTarget
-    patience: PhaseTimeouts
-    bounds: Bounds | None = None
-    members: dict[str, MemberRecord] = {}
-    serial: int = 0
-    hung: dict[str, int] = {}
+    spec: FleetSpec
+    engine_target: MemberTarget
+    router_target: MemberTarget
+    timeouts: PhaseTimeouts
+    scaling_bounds: ScalingBounds | None = None
+    record_by_name: dict[str, MemberRecord] = {}
+    last_serial: int = 0
+    hung_count_by_kind: dict[str, int] = {}
     """By kind: programs that were killed because they did not answer."""
 
     @property
-    def targets(self) -> dict[MemberKind, MemberTarget]:
-        return {MemberKind.ENGINE: self.engines, MemberKind.ROUTER: self.routers}
+    def target_by_kind(self) -> dict[MemberKind, MemberTarget]:
+        return {MemberKind.ENGINE: self.engine_target, MemberKind.ROUTER: self.router_target}

@@ -13,15 +13,15 @@ class ListedWorker:
 
     settings: Mapping[str, str | int]
     """As `POST /workers` takes them, `id` among them."""
-    draining: bool = False
+    is_draining: bool = False
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
     """What one router says of one worker; of all ranks together."""
 
-    up: bool
-    draining: bool
+    is_up: bool
+    is_draining: bool
     in_flight: int
     """Of this router alone."""
     queue_s: float
@@ -36,26 +36,29 @@ def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
     """`GET /workers`. Raises ValueError where it is none."""
     status_by_worker: dict[str, WorkerStatus] = {}
     try:
-        for row in page["workers"]:
-            name, earlier_rank = str(row["worker_id"]), status_by_worker.get(str(row["worker_id"]))
-            state = str(row["state"])
+        for worker_row in page["workers"]:
+            worker_id, earlier_rank_status = (
+                str(worker_row["worker_id"]),
+                status_by_worker.get(str(worker_row["worker_id"])),
+            )
+            state = str(worker_row["state"])
             worker_status = WorkerStatus(
                 state == "up",
                 state == "draining",
-                int(row.get("prefilling", 0)) + int(row.get("decoding", 0)),
-                float(row.get("queue_s", 0.0)),
-                float(row.get("utilisation", 0.0)),
+                int(worker_row.get("prefilling", 0)) + int(worker_row.get("decoding", 0)),
+                float(worker_row.get("queue_s", 0.0)),
+                float(worker_row.get("utilisation", 0.0)),
             )
-            if earlier_rank is not None:  # its ranks share the requests: the router sends to the best of them
-                in_flight = earlier_rank.in_flight + worker_status.in_flight
+            if earlier_rank_status is not None:  # its ranks share the requests: the router sends to the best of them
+                in_flight = earlier_rank_status.in_flight + worker_status.in_flight
                 worker_status = WorkerStatus(
-                    worker_status.up,
-                    worker_status.draining,
+                    worker_status.is_up,
+                    worker_status.is_draining,
                     in_flight,
-                    max(earlier_rank.queue_s, worker_status.queue_s),
-                    max(earlier_rank.prefill_share, worker_status.prefill_share),
+                    max(earlier_rank_status.queue_s, worker_status.queue_s),
+                    max(earlier_rank_status.prefill_share, worker_status.prefill_share),
                 )
-            status_by_worker[name] = worker_status
+            status_by_worker[worker_id] = worker_status
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of workers: {error!r} in {str(page)[:200]}") from error
     return status_by_worker
@@ -65,15 +68,15 @@ def plan_admin_calls(
     listed_workers: Sequence[ListedWorker], status_by_worker: Mapping[str, WorkerStatus]
 ) -> list[AdminCall]:
     """What brings a router to the list: all others leave it, new ones come, drains begin and end."""
-    workers_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
+    worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
     calls: list[AdminCall] = [
-        ("DELETE", f"/workers/{name}", None) for name in status_by_worker if name not in workers_by_id
+        ("DELETE", f"/workers/{worker_id}", None) for worker_id in status_by_worker if worker_id not in worker_by_id
     ]
-    for name, worker in workers_by_id.items():
-        worker_status = status_by_worker.get(name)
+    for worker_id, worker in worker_by_id.items():
+        worker_status = status_by_worker.get(worker_id)
         if worker_status is None:
-            if not worker.draining:
+            if not worker.is_draining:
                 calls.append(("POST", "/workers", dict(worker.settings)))
-        elif worker_status.draining != worker.draining:
-            calls.append(("POST", f"/workers/{name}/drain", {"on": worker.draining}))
+        elif worker_status.is_draining != worker.is_draining:
+            calls.append(("POST", f"/workers/{worker_id}/drain", {"on": worker.is_draining}))
     return calls

@@ -18,7 +18,7 @@ def test_only_time_that_was_waited_since_the_last_answer_counts(
 ) -> None:
     history = ProbeHistory()
     for number, (is_answered, took_s) in enumerate(probes, 1):
-        history = history.with_probe(is_answered, took_s, LOOK_S_MAX)
+        history = history.add_probe(is_answered, took_s, LOOK_S_MAX)
         answered_numbers = [at for at, (was_answered, _) in enumerate(probes[:number], 1) if was_answered]
         silent_probes = probes[(answered_numbers[-1] if answered_numbers else 0) : number]
         waited_s = sum(min(seconds, LOOK_S_MAX) for _, seconds in silent_probes)
@@ -28,4 +28,4 @@ def test_only_time_that_was_waited_since_the_last_answer_counts(
 
 
 def test_an_hour_in_which_nobody_looked_is_not_the_programs() -> None:
-    assert not ProbeHistory().with_probe(False, 3600.0, LOOK_S_MAX).with_probe(False, 2.0, LOOK_S_MAX).is_hung(30.0)
+    assert not ProbeHistory().add_probe(False, 3600.0, LOOK_S_MAX).add_probe(False, 2.0, LOOK_S_MAX).is_hung(30.0)

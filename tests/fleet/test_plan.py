@@ -20,9 +20,9 @@ from fleet.plan import (
     PhaseTimeouts,
     SlotFailure,
     StartAction,
-    least_occupied_node,
-    next_failure,
-    plan,
+    make_next_failure,
+    pick_least_occupied_node,
+    plan_actions,
 )
 
 PATIENCE = PhaseTimeouts(start_timeout_s=100.0, drain_timeout_s=50.0)
@@ -32,7 +32,7 @@ NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
 def member(
     slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: MemberKind = MemberKind.ENGINE, **fields: object
 ) -> Member:
-    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **fields)  # type: ignore[arg-type]
+    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, phase_since_s=0.0, **fields)  # type: ignore[arg-type]
 
 
 def engines(
@@ -41,7 +41,7 @@ def engines(
     """The plan where a router is up."""
     targets = {MemberKind.ENGINE: target, MemberKind.ROUTER: MemberTarget(1)}
     book = {(MemberKind.ENGINE, slot): failure for slot, failure in (failures or {}).items()}
-    return list(plan(targets, [member(0, kind=MemberKind.ROUTER), *members], book, PATIENCE, now))
+    return list(plan_actions(targets, [member(0, kind=MemberKind.ROUTER), *members], book, PATIENCE, now))
 
 
 def test_free_slots_are_taken_lowest_first() -> None:
@@ -108,20 +108,22 @@ def test_who_takes_too_long_to_start_has_failed() -> None:
 
 def test_at_the_end_workers_outlive_the_routers() -> None:
     router = member(0, kind=MemberKind.ROUTER)
-    assert plan(NONE, [member(0), router], {}, PATIENCE, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
-    assert plan(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
-    assert plan(NONE, [member(0)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
-    assert plan(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.STOPPING)]
+    assert plan_actions(NONE, [member(0), router], {}, PATIENCE, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
+    assert plan_actions(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
+    assert plan_actions(NONE, [member(0)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
+    assert plan_actions(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [
+        PhaseChange("engine0", Phase.STOPPING)
+    ]
 
 
 def test_back_off() -> None:
     waits, book, now = [], None, 0.0
     for _ in range(9):
-        book = next_failure(book, up_s=0.0, now=now)
+        book = make_next_failure(book, up_s=0.0, now=now)
         waits.append(book.retry_at_s - now)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert next_failure(book, up_s=60.0, now=7.0) == SlotFailure(1, 7.0), "it was steady"
-    assert next_failure(SlotFailure(10**6, 0.0), up_s=0.0, now=0.0).retry_at_s == 60.0
+    assert make_next_failure(book, up_s=60.0, now=7.0) == SlotFailure(1, 7.0), "it was steady"
+    assert make_next_failure(SlotFailure(10**6, 0.0), up_s=0.0, now=0.0).retry_at_s == 60.0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_back_off() -> None:
     ],
 )
 def test_replicas_are_spread(nodes: dict[str, float], occupied_nodes: list[str], expected: str | None) -> None:
-    assert least_occupied_node(nodes, occupied_nodes) == expected
+    assert pick_least_occupied_node(nodes, occupied_nodes) == expected
 
 
 class World(RuleBasedStateMachine):
@@ -151,7 +153,7 @@ class World(RuleBasedStateMachine):
 
     def turn(self) -> None:
         before = dict(self.members)
-        for action in plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now):
+        for action in plan_actions(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now):
             if isinstance(action, StartAction):
                 failure = self.failures.get((action.kind, action.slot))
                 assert failure is None or failure.retry_at_s <= self.now
@@ -169,7 +171,7 @@ class World(RuleBasedStateMachine):
             if old.phase is Phase.STARTING:
                 del self.members[action.name]
             else:
-                self.members[action.name] = replace(old, phase=action.phase, since_s=self.now, in_flight=None)
+                self.members[action.name] = replace(old, phase=action.phase, phase_since_s=self.now, in_flight=None)
 
     def pick(self, data: st.DataObject, *phases: Phase) -> Member | None:
         members = [s for s in self.members.values() if s.phase in phases]
@@ -184,7 +186,7 @@ class World(RuleBasedStateMachine):
     def comes_up(self, data: st.DataObject) -> None:
         member = self.pick(data, Phase.STARTING)
         if member is not None:
-            self.members[member.name] = replace(member, phase=Phase.UP, since_s=self.now)
+            self.members[member.name] = replace(member, phase=Phase.UP, phase_since_s=self.now)
         self.turn()
 
     @rule(data=st.data())
@@ -193,9 +195,9 @@ class World(RuleBasedStateMachine):
         if member is not None:
             del self.members[member.name]
             if member.phase in LIVE_PHASES:
-                up_s = self.now - member.since_s if member.phase is Phase.UP else 0.0
+                up_s = self.now - member.phase_since_s if member.phase is Phase.UP else 0.0
                 key = (member.kind, member.slot)
-                self.failures[key] = next_failure(self.failures.get(key), up_s, self.now)
+                self.failures[key] = make_next_failure(self.failures.get(key), up_s, self.now)
         self.turn()
 
     @rule(data=st.data(), count=st.one_of(st.none(), st.integers(0, 3)))
@@ -230,7 +232,7 @@ class World(RuleBasedStateMachine):
                     assert self.up(kind) >= target.count - (0 if target.surge else 1)
             for member in list(self.members.values()):
                 if member.phase is Phase.STARTING:
-                    self.members[member.name] = replace(member, phase=Phase.UP, since_s=self.now)
+                    self.members[member.name] = replace(member, phase=Phase.UP, phase_since_s=self.now)
                 elif member.phase is Phase.DRAINING:
                     self.members[member.name] = replace(member, in_flight=0)
                 elif member.phase is Phase.STOPPING:
@@ -238,7 +240,7 @@ class World(RuleBasedStateMachine):
         for kind, target in self.targets.items():
             members = [s for s in self.members.values() if s.kind is kind]
             assert [(s.phase, s.revision) for s in members] == [(Phase.UP, target.revision)] * target.count
-        assert plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
+        assert plan_actions(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
 
     def up(self, kind: MemberKind) -> int:
         return sum(s.kind is kind and s.phase is Phase.UP for s in self.members.values())

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.scaling import Bounds, Scaler, WorkerLoad, count_needed_workers
+from fleet.scaling import Scaler, ScalingBounds, WorkerLoad, count_needed_workers
 
-BOUNDS = Bounds(2, 10, queue_s=0.5, prefill_share=0.7, cool_down_s=60.0)
+BOUNDS = ScalingBounds(2, 10, queue_s=0.5, prefill_share=0.7, cool_down_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_down_after_the_cool_down_to_what_its_busiest_moment_needed() -> None:
 )
 def test_bounds_that_cannot_be(wrong: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="autoscaling: got"):
-        Bounds(*wrong)  # type: ignore[arg-type]
+        ScalingBounds(*wrong)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(0, 1e4), st.integers(0, 5)), min_size=1, max_size=60))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fleet.plan import MemberKind
-from fleet.spec import Spec, SpecError, data_parallel, engine_command, plan_launch, read_env, split_flags
+from fleet.spec import FleetSpec, SpecError, build_engine_command, parse_env, parse_rank_count, plan_launch, split_flags
 from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 A, B = ListedWorker({"url": "http://a:1", "id": "a:1"}), ListedWorker({"url": "http://b:1", "id": "b:1"})
@@ -19,7 +19,7 @@ def test_a_router_is_brought_to_the_list() -> None:
         ("DELETE", "/workers/c:1", None),
         ("POST", "/workers", {"url": "http://b:1", "id": "b:1"}),
     ]
-    draining = ListedWorker(A.settings, draining=True)
+    draining = ListedWorker(A.settings, is_draining=True)
     assert plan_admin_calls([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
     assert plan_admin_calls([A], {"a:1": WorkerStatus(False, True, 2, 0.0, 0.0)}) == [
         ("POST", "/workers/a:1/drain", {"on": False})
@@ -49,8 +49,10 @@ def ports(count: int) -> int:
 
 
 def test_a_worker_of_ours() -> None:
-    command, vllm = engine_command("ours", "/m", ("--max-num-seqs", "4"))
-    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), MemberKind.ENGINE, 3, "10.0.0.1", ports)
+    command, vllm = build_engine_command("ours", "/m", ("--max-num-seqs", "4"))
+    launch = plan_launch(
+        FleetSpec(name="f", engine_command=command, is_vllm=vllm), MemberKind.ENGINE, 3, "10.0.0.1", ports
+    )
     assert launch.command[1:] == [
         "-m",
         "engine",
@@ -67,8 +69,10 @@ def test_a_worker_of_ours() -> None:
 
 
 def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
-    command, vllm = engine_command("vllm", "m", ("--data-parallel-size=2",))
-    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), MemberKind.ENGINE, 0, "10.0.0.1", ports)
+    command, vllm = build_engine_command("vllm", "m", ("--data-parallel-size=2",))
+    launch = plan_launch(
+        FleetSpec(name="f", engine_command=command, is_vllm=vllm), MemberKind.ENGINE, 0, "10.0.0.1", ports
+    )
     assert launch.command[:3] == ["vllm", "serve", "m"]
     settings = json.loads(launch.command[-1])
     assert settings["enable_kv_cache_events"] is True
@@ -77,13 +81,17 @@ def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
 
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
-    spec = Spec(name="f", engine=(), router=("--fair",), router_port=8080)
+    spec = FleetSpec(name="f", engine_command=(), router_flags=("--fair",), router_port=8080)
     launch = plan_launch(spec, MemberKind.ROUTER, 2, "fd00::1", ports)
     assert launch.url == "http://[fd00::1]:8082"
     assert launch.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
     assert launch.peer_address == "tcp://[fd00::1]:40001"
     secure = plan_launch(
-        Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), MemberKind.ROUTER, 0, "h", ports
+        FleetSpec(name="f", engine_command=(), router_flags=("--tls-cert", "c", "--tls-key", "k")),
+        MemberKind.ROUTER,
+        0,
+        "h",
+        ports,
     )
     assert (secure.url, secure.admin_url) == ("https://h:8080", "https://127.0.0.1:40001")
 
@@ -91,13 +99,13 @@ def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda: engine_command("ours", "m", ("--port", "1")), "--port is the fleet's"),
-        (lambda: engine_command("vllm", "", ()), "MODEL is missing"),
-        (lambda: engine_command("vllm", "m", ("-dp", "x")), "got 'x'"),
+        (lambda: build_engine_command("ours", "m", ("--port", "1")), "--port is the fleet's"),
+        (lambda: build_engine_command("vllm", "", ()), "MODEL is missing"),
+        (lambda: build_engine_command("vllm", "m", ("-dp", "x")), "got 'x'"),
         (lambda: split_flags("--router-flags", "'"), "No closing quotation"),
         (lambda: split_flags("--router-flags", "--admin=x:1"), "is the fleet's"),
-        (lambda: read_env(("NOT_SET",), {}), "NOT_SET"),
-        (lambda: data_parallel(("--data-parallel-size",)), "expected a number of ranks"),
+        (lambda: parse_env(("NOT_SET",), {}), "NOT_SET"),
+        (lambda: parse_rank_count(("--data-parallel-size",)), "expected a number of ranks"),
     ],
 )
 def test_what_cannot_be_asked_for(wrong: object, says: str) -> None:
@@ -106,4 +114,4 @@ def test_what_cannot_be_asked_for(wrong: object, says: str) -> None:
 
 
 def test_environment() -> None:
-    assert read_env(("A=1=2", "B"), {"B": "b", "C": "c"}) == {"A": "1=2", "B": "b"}
+    assert parse_env(("A=1=2", "B"), {"B": "b", "C": "c"}) == {"A": "1=2", "B": "b"}

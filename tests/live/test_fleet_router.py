@@ -46,7 +46,7 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
 
     def rows() -> dict[str, Any]:
         return {
-            name: (row.up, row.draining)
+            name: (row.is_up, row.is_draining)
             for name, row in parse_workers_page(request_json(f"{router}/workers")[1]).items()
         }
 
@@ -60,7 +60,7 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
     assert publish_workers(*listed_workers) == [201, 201]
     assert wait_until(lambda: rows() == {"ours": (True, False), "gone": (False, False)}, 30), rows()
     assert publish_workers(*listed_workers) == [], "what is known is not said again"
-    draining = ListedWorker(listed_workers[0].settings, draining=True)
+    draining = ListedWorker(listed_workers[0].settings, is_draining=True)
     assert publish_workers(draining) == [200, 200], "one leaves, one drains"
     assert rows() == {"ours": (False, True)}
     assert publish_workers(listed_workers[0]) == [200]
