@@ -84,7 +84,11 @@ def _download(name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors: no network, no such model, no access
-        raise ConfigError(f"MODEL {name!r}: no such folder, and the hub does not give it: {error}") from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"MODEL {name!r}: no such folder, and not fetched from the Hugging Face hub: {reason} Give the folder of a "
+            "checkpoint, or check the name, the network and HF_TOKEN"
+        ) from error
 
 
 def read_default_sampling(folder: Path) -> dict[str, float | int]:

@@ -210,5 +210,7 @@ def _import_function(module: str, name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"attention backend 'flash-attn': {name} of {module} is not installed ({error})") from error
+        raise ValueError(
+            f"attention backend 'flash-attn': {name} of {module} is not installed ({error}): pip install flash-attn"
+        ) from error
     return function

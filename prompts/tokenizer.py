@@ -205,11 +205,11 @@ def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
                 f"{folder}: has {', '.join(sorted(other_format_names))} but no tokenizer.json; convert it once "
                 f"with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
             )
-        raise TokenizerError(f"{folder}: no tokenizer.json")
+        raise TokenizerError(f"{folder}: no tokenizer.json; give a folder that has one, --tokenizer FOLDER")
     try:
         return HfTokenizer.from_file(str(tokenizer_path))
     except Exception as error:
-        raise TokenizerError(f"{tokenizer_path}: {error}") from error
+        raise TokenizerError(f"{tokenizer_path}: not a tokenizer of Hugging Face's `tokenizers`: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

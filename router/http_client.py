@@ -8,6 +8,7 @@ byte come by the thousand, and a stream that has more at hand does not wait.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
@@ -51,7 +52,14 @@ async def fetch(
     except asyncio.TimeoutError:
         raise FetchError(f"timeout: no answer of {url} within {seconds:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise FetchError(f"{type(error).__name__}: {error}") from error
+        raise FetchError(_describe_error(error)) from error
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        number = error.os_error.errno or 0
+        return f"cannot connect: {os.strerror(number) if number > 0 else error.os_error.strerror}"
+    return f"{type(error).__name__}: {error}"
 
 
 async def iterate_body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -151,7 +151,9 @@ def resolve_device(device_name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"--device {device_name!r}: expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device_name!r}: no usable CUDA device here")
+        raise ConfigError(
+            f"--device {device_name!r}: no usable CUDA device here; nvidia-smi lists the GPUs, --device cpu needs none"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device_name!r}: expected auto, cpu, cuda or cuda:N")
     return device

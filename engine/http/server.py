@@ -251,7 +251,7 @@ class Server:
             listener = bind(self._config.host, self._config.port)
         except OSError as error:
             return _report_failure(
-                f"cannot listen on {self._config.host}:{self._config.port}: {error.strerror or error}"
+                f"cannot listen on {self._config.host}:{self._config.port} (--host, --port): {error.strerror or error}"
             )
         client = await EngineClient.start(self._engine_config, self._on_death)
         try:

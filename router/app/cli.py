@@ -60,7 +60,7 @@ def run(urls: tuple[str, ...], **flags: Any) -> None:
     configure_logging(config.log_level, as_json=config.log_json)
     has_workers = config.workers or config.worker_dns or config.workers_file or config.kubernetes
     if not (has_workers or config.admin):
-        log.warning("no workers yet: add them with POST /workers")
+        log.warning("no workers: name their URLs (router run http://HOST:PORT ...), or add them with POST /workers")
     _run_or_exit(lambda: run_process(config, installed_version()))
 
 

@@ -145,6 +145,8 @@ class ProcessConfig:
         ):  # fmt: skip
             if (parts[0] is None) != (parts[1] is None):
                 raise ConfigError(f"{flag}-cert and {flag}-key: expected both or neither")
+        if self.tokenizer is not None and not (Path(self.tokenizer) / "tokenizer.json").is_file():
+            raise ConfigError(f"--tokenizer: {self.tokenizer} has no tokenizer.json, expected a checkpoint's folder")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 

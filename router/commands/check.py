@@ -27,7 +27,7 @@ from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamCon
 from events.sources import EventSource
 from prompts.routing import parse_routing
 from router.decide.workers import ServedModel
-from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag
+from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, WorkerFlag, is_key_refused, suggest_remedy
 from router.http_client import FetchError, fetch
 from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader
@@ -38,7 +38,6 @@ MAX_ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 4 << 20
 BLOCKS = 4
 """Length of the prompt, in the worker's blocks, and a part of one more."""
-EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 CHAT = [
     {"role": "system", "content": "You check things."},
     {"role": "user", "content": "Is this  read alike?\n"},
@@ -142,14 +141,8 @@ class WorkerCheck:
         if facts.is_alive:
             names = ", ".join(model.name for model in facts.models)
             return Finding("address", True, f"serves {names}" + (f" ({facts.engine})" if facts.engine else ""))
-        if "answers 401" in facts.reason or "answers 403" in facts.reason:
-            return Finding("key", False, f"{facts.reason}: give the worker's key, --worker-api-key")
-        hint = f"is {self._flag.url} the address of its OpenAI API?"
-        if "certificate" in facts.reason:
-            hint = "name who has signed it, --worker-tls-ca FILE"
-        elif "disconnected" in facts.reason and self._flag.url.startswith("http://"):
-            hint = "does it speak HTTPS? Then name it with https://"
-        return Finding("address", False, f"{facts.reason}: {hint}")
+        step = "key" if is_key_refused(facts.reason) else "address"
+        return Finding(step, False, f"{facts.reason}: {suggest_remedy(self._flag, facts.reason)}")
 
     async def _is_router(self) -> bool:
         """As ours tells by its /health."""

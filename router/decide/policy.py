@@ -280,9 +280,9 @@ class CustomPolicy:
         try:
             policy = getattr(importlib.import_module(module), function) if colon else None
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"policy_function: got {name!r}: {error}") from error
+            raise ConfigError(f"--policy-function: got {name!r}: {error}") from error
         if not callable(policy):
-            raise ConfigError(f"policy_function: got {name!r}, expected MODULE:NAME of a function")
+            raise ConfigError(f"--policy-function: got {name!r}, expected MODULE:NAME of a function")
         self._function: Callable[[RouteRequest, list[Terms]], object] = policy
         self.failures = 0
 

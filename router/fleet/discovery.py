@@ -8,6 +8,7 @@ listens there, its cache is followed by history.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -105,6 +106,8 @@ _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 _FLAG_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "prefill_order", "reannounce",
          "send_key", "model", "root", "block_size")  # fmt: skip
 """The last three instead of `url`."""
+EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
+"""What an operator adds to `vllm serve` or `engine serve` to have events published."""
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
@@ -129,11 +132,29 @@ def parse_worker_flag(text: str) -> WorkerFlag:
     return make_worker_flag(value_by_key)
 
 
+def is_key_refused(reason: str) -> bool:
+    """Whether a worker refused the router's API key, by what `WorkerFacts.reason` says."""
+    return "answers 401" in reason or "answers 403" in reason
+
+
+def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
+    """The next step of an operator whose worker could not be probed for this reason."""
+    if is_key_refused(reason):
+        return "give the worker's key, --worker-api-key"
+    if "certificate" in reason:
+        return "name who has signed it, --worker-tls-ca FILE"
+    if "disconnected" in reason and flag.url.startswith("http://"):
+        return "does it speak HTTPS? Then name it with https://"
+    return f"is {flag.url} the address of its OpenAI API, and does it run?"
+
+
 def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     """The same from its parts. Raises ConfigError."""
     unknown = next((key for key in value_by_key if key not in _FLAG_KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_FLAG_KEYS)}")
+        closest = difflib.get_close_matches(unknown, _FLAG_KEYS, 1)
+        hint = f", the nearest is {closest[0]}" if closest else ""
+        raise ConfigError(f"--worker: unknown key {unknown!r}{hint}; expected {', '.join(_FLAG_KEYS)}")
     is_external = {"model", "root", "block_size"} & value_by_key.keys()
     if is_external and "url" in value_by_key:
         raise ConfigError(f"worker: {min(is_external)}= and url=: expected one of them, a worker with a URL is asked")

@@ -86,7 +86,10 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
     try:
         await config.load_config(client_configuration=configuration)
     except config.ConfigException as error:
-        raise ConfigError(f"--kubernetes: no way to the API: {error}") from error
+        raise ConfigError(
+            f"--kubernetes: the API cannot be reached: {error} Run the router in a pod with a service account, or set "
+            "KUBECONFIG"
+        ) from error
     namespace = source.namespace or _own_namespace()
     async with client.ApiClient(configuration) as api:
         follow = _follow_service if source.kind == "service" else _follow_pool

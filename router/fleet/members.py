@@ -26,12 +26,14 @@ from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
 from router.fleet.discovery import (
+    EVENTS_FLAG,
     Prober,
     WorkerFacts,
     WorkerFlag,
     make_worker_flag,
     make_worker_spec,
     parse_worker_flag,
+    suggest_remedy,
 )
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
@@ -316,6 +318,8 @@ class Fleet:
         while True:
             try:
                 await watch()
+            except ConfigError as error:
+                log.error("%s; it is tried again", error)
             except Exception:
                 log.exception("a list of workers could not be followed; it is looked at again")
             pause_s = _next_pause(pause_s, RESTART_S, RESTART_S_MAX)
@@ -442,7 +446,10 @@ class Fleet:
         if not facts.is_alive:
             reason = facts.reason[:REASON_CHARS_MAX]
             if reason.partition(":")[0] != member.problem.partition(":")[0]:
-                log.info("worker %s not there yet: %s", member.flag.worker_id, reason)
+                log.warning(
+                    "worker %s does not answer yet: %s: %s",
+                    member.flag.worker_id, reason, suggest_remedy(member.flag, reason),
+                )  # fmt: skip
                 member.starting_pause_s = 0.0  # something moved: look again soon
             member.problem = reason
             self.failed_checks[member.flag.worker_id] += 1
@@ -475,6 +482,12 @@ class Fleet:
             "worker %s serves %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
             f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
         )  # fmt: skip
+        if is_new and not (facts.sources or member.flag.no_events or member.lacks_room):
+            log.warning(
+                "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "
+                "%s, name its events with --worker url=%s,events=tcp://HOST:PORT, or say events=none",
+                member.flag.worker_id, EVENTS_FLAG, member.flag.url,
+            )  # fmt: skip
         return True
 
     def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:

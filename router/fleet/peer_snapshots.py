@@ -105,7 +105,11 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
             with _OPENER.open(request, timeout=SEED_S_MAX) as response:
                 answer = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-            log.info("peer router %s does not tell its seed: %s", url, error)
+            log.warning(
+                "--snapshot-from %s: no router answers there, nothing is copied from it: %s",
+                url,
+                getattr(error, "reason", error),
+            )
             continue
         if answer.version == SNAPSHOT_VERSION and seed in (None, answer.seed):
             seed = answer.seed

@@ -1,15 +1,21 @@
-"""What a start cannot have is one line that names the flag: addresses that are taken, packages that are missing."""
+"""A wrong start is one line that names the fault and the next step: a port in use, a missing package, a broken file."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from engine.tiny.model import PRESETS, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,3 +91,177 @@ def test_a_package_that_is_missing_is_one_line(package: str) -> None:
     (line,) = process.stderr.strip().splitlines()
     assert f"`{package}`" in line
     assert "install blockcast[engine]" in line
+
+
+class WrongStart(NamedTuple):
+    """A start that a user gets wrong, and what one line of its stderr says of it."""
+
+    words: str
+    """The command; {model} is a folder with a good checkpoint, {folder} one with broken ones, {busy} a port in use."""
+    fault: str
+    """The flag, file or address that is wrong, or what is wrong with it."""
+    remedy: str
+    """What to do, or what was expected."""
+    status: int | None = 1
+    """The exit status; None where the program goes on and waits for the fault to be mended."""
+
+
+EVENTS_ON = '{"enable_kv_cache_events":true,"endpoint":"tcp://*:BUSY"}'
+WRONG_STARTS = {
+    "engine: port taken": WrongStart("engine serve {model} --port {busy}", "--port", "already in use"),
+    "engine: folder without config": WrongStart(
+        "engine serve {folder}/empty", "no config.json", "folder of a checkpoint"
+    ),
+    "engine: no such folder": WrongStart("engine serve {folder}/missing", "{folder}/missing", "expected a folder"),
+    "engine: unknown model type": WrongStart("engine serve {folder}/unknown --port 0", "Zeppelin", "supported: "),
+    "engine: no weights": WrongStart("engine serve {folder}/no_weights --port 0", "model.safetensors", "safetensors"),
+    "engine: torn weights": WrongStart("engine serve {folder}/torn --port 0", "model.safetensors", "not a readable"),
+    "engine: no tokenizer": WrongStart("engine serve {folder}/no_tokenizer --port 0", "tokenizer.json", "--tokenizer"),
+    "engine: broken tokenizer": WrongStart(
+        "engine serve {folder}/broken_tokenizer --port 0", "tokenizer.json", "not a tokenizer"
+    ),
+    "engine: broken config": WrongStart("engine serve {folder}/broken_config --port 0", "config.json", "not json"),
+    "engine: no GPU": WrongStart("engine serve {model} --port 0 --device cuda", "--device", "--device cpu"),
+    "engine: block size of 0": WrongStart("engine serve {model} --block-size 0", "--block-size", "from 1", 2),
+    "engine: too much memory": WrongStart(
+        "engine serve {model} --port 0 --kv-cache-memory-bytes 900TB", "--kv-cache-memory-bytes", "expected at most"
+    ),
+    "engine: context too long": WrongStart(
+        "engine serve {model} --port 0 --max-model-len 100000000", "--max-model-len", "at most"
+    ),
+    "engine: port of events taken": WrongStart(
+        "engine serve {model} --port 0 --kv-events-config " + EVENTS_ON, "--kv-events-config", "already in use"
+    ),
+    "engine: package missing": WrongStart(
+        "engine serve {model} --port 0 --attention-backend flash-attn", "flash_attn", "pip install"
+    ),
+    "engine: unknown preset": WrongStart("engine serve --port 0 --simulate h900:x", "h900:x", "h100"),
+    "engine: unknown parser": WrongStart("engine serve --tool-call-parser hermez", "--tool-call-parser", "hermes", 2),
+    "engine: flag misspelt": WrongStart("engine serve --prot 0", "--prot", "--port", 2),
+    "router: setting misspelt": WrongStart("router run --config {folder}/typo.toml", "typo.toml", "nearest is port", 2),
+    "router: file is no TOML": WrongStart("router run --config {folder}/broken.toml", "broken.toml", "line 1", 2),
+    "router: key of a worker misspelt": WrongStart(
+        "router run --worker url=http://a:1,evnts=none", "evnts", "events", 2
+    ),
+    "router: not a URL": WrongStart("router run ftp://gpu1:8000", "ftp://gpu1:8000", "http://host:port", 2),
+    "router: address without a port": WrongStart("router run --bind-events 5557", "--bind-events", "tcp://*:5557", 2),
+    "router: folder without tokenizer": WrongStart(
+        "router run --tokenizer {folder}/empty", "--tokenizer", "expected", 2
+    ),
+    "router: policy not found": WrongStart("router run --policy-function no:f", "--policy-function", "no module", 2),
+    "router: worker is not up": WrongStart("router run {closed} --port 0", "cannot connect", "does it run", None),
+    "router: unknown host": WrongStart(
+        "router run http://no.host.invalid:1 --port 0", "no.host.invalid", "address", None
+    ),
+    "router: worker wants a key": WrongStart("router run {locked} --port 0", "answers 401", "--worker-api-key", None),
+    "router: not an LLM server": WrongStart("router run {web} --port 0", "answers 404", "openai api", None),
+    "router: no workers": WrongStart("router run --port 0", "no workers", "router run http://", None),
+    "router: no peer": WrongStart("router run --snapshot-from {closed} --port 0", "--snapshot-from", "refused", None),
+    "router check: wrong key": WrongStart("router check {locked} --yes", "answers 401", "--worker-api-key"),
+    "router top: no router": WrongStart("router top {closed} --once", "cannot connect", "refused"),
+}
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """Answers every request with the status that its server was made for."""
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, _RefusingServer)
+        self.send_error(self.server.status)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+class _RefusingServer(ThreadingHTTPServer):
+    def __init__(self, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Refusing)
+        self.status = status
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, busy_port: int) -> Iterator[dict[str, str]]:
+    """placeholder of a `WrongStart` -> what stands there."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = make_model(folder / "model", PRESETS["tiny"])
+    (folder / "empty").mkdir()
+    for name, broken_file, content in (
+        ("unknown", "config.json", b'{"architectures": ["ZeppelinForCausalLM"], "model_type": "zeppelin"}'),
+        ("torn", "model.safetensors", (model / "model.safetensors").read_bytes()[:1000]),
+        ("broken_config", "config.json", b"{"),
+        ("broken_tokenizer", "tokenizer.json", b"{"),
+        ("no_weights", "model.safetensors", None),
+        ("no_tokenizer", "tokenizer.json", None),
+    ):
+        shutil.copytree(model, folder / name)
+        if content is None:
+            (folder / name / broken_file).unlink()
+        else:
+            (folder / name / broken_file).write_bytes(content)
+    (folder / "typo.toml").write_text("prot = 1\n")
+    (folder / "broken.toml").write_text("port = \n")
+    with socket.socket() as unused, _RefusingServer(401) as locked, _RefusingServer(404) as web:
+        unused.bind(("127.0.0.1", 0))  # and never listens
+        for server in (locked, web):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {
+            "model": str(model),
+            "folder": str(folder),
+            "busy": str(busy_port),
+            "closed": f"http://127.0.0.1:{unused.getsockname()[1]}",
+            "locked": locked.url,
+            "web": web.url,
+        }
+        locked.shutdown()
+        web.shutdown()
+
+
+def read_output(process: subprocess.Popen[str], is_last: Callable[[str], bool]) -> str:
+    """Return what a program prints up to the first line that `is_last`, or to its end; kill it after a minute."""
+    lines: list[str] = []
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if is_last(line):
+                break
+    finally:
+        timer.cancel()
+    return "".join(lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", WRONG_STARTS.values(), ids=WRONG_STARTS)
+def test_a_wrong_start_names_the_fault_and_the_next_step(start: WrongStart, places: dict[str, str]) -> None:
+    fault, remedy = start.fault.format_map(places).lower(), start.remedy.lower()
+    words = [
+        EVENTS_ON.replace("BUSY", places["busy"]) if word == EVENTS_ON else word.format_map(places)
+        for word in start.words.split()
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "ROUTER_ADMIN_API_KEY"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        says_both = lambda line: fault in line.lower() and remedy in line.lower()  # noqa: E731
+        output = read_output(process, says_both if start.status is None else lambda line: False)
+        assert any(says_both(line) for line in output.splitlines()), output
+        assert "Traceback" not in output
+        if start.status is not None:
+            assert process.wait(60) == start.status
+    finally:
+        process.kill()
+        process.communicate()
