@@ -133,7 +133,7 @@ _OMITTED_TEXT_PATTERN = re.compile(
     "^an? (whole number from |number from |number )?|(?<=list), each text| that is not empty"
     "|such as 4GB or 512MiB, plain numbers "
 )
-"""What the list leaves out of what a setting expects."""
+"""Words that the list of settings leaves out of the expected values."""
 
 
 def render_settings_list(schema: Schema) -> str:

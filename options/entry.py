@@ -12,8 +12,9 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 
 
 def find_import_problem(names: tuple[str, ...]) -> str | None:
-    """What is wrong with the import path, in one line; None where all `names`, packages that stand beside this one, are
-    ours. Other distributions have packages of these names."""
+    """Describe the fault of the import path in one line; None where all packages `names` are those beside this one.
+
+    Other distributions may have packages of these names."""
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
         expected_path = packages_folder / name / "__init__.py"

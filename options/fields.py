@@ -68,7 +68,7 @@ class Option:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its flag; "--on/--off" where it is true or false."""
+        """Names of the flag; "--on/--off" for a boolean."""
         assert self.member.flag is not None
         if self.member.flag.names:
             return self.member.flag.names
@@ -77,7 +77,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """What an error calls it: its flag, else its path."""
+        """Name of the setting in errors: its flag, else its path."""
         return self.path if self.member.flag is None else self.names[0].partition("/")[0]
 
     @property

@@ -15,7 +15,7 @@ from options.fields import FILE, FOLDER, Option, Schema
 from options.values import ConfigError, UntypedText
 
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""What Kubernetes sets for a service that is called like our prefix: no settings of ours."""
+"""Variables that Kubernetes sets for a service with the name of our prefix; they are no settings."""
 
 
 @dataclass

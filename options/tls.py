@@ -10,8 +10,8 @@ from options.values import ConfigError
 def make_server_context(
     certificate: str | None, key: str | None, client_ca: str | None = None
 ) -> ssl.SSLContext | None:
-    """What a listening address needs; None without a certificate. `client_ca`: authorities of whom one has signed
-    what clients bring. Raises ConfigError."""
+    """Make the TLS context of a listening address; None without a certificate. `client_ca`: authorities, one of which
+    must have signed a client's certificate. Raises ConfigError."""
     if (certificate is None) != (key is None):
         raise ConfigError("--tls-cert and --tls-key: expected both or neither")
     if certificate is None:
@@ -27,8 +27,8 @@ def make_server_context(
 
 
 def make_client_context(certificate: str | None, key: str | None, ca: str | None, prefix: str) -> ssl.SSLContext:
-    """What connections to others need: the system's authorities, or those of `ca` alone, and a certificate of one's own
-    where the other side asks for one. The flags begin with `prefix`. Raises ConfigError."""
+    """Make the TLS context of outgoing connections: the system's authorities, or those of `ca` alone, and our
+    certificate where the other side requires one. The flags begin with `prefix`. Raises ConfigError."""
     context = ssl.create_default_context()
     if ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -23,7 +23,7 @@ class Size:
     """Marks a number of bytes that may come with a unit: 512MiB, 4GB, 4g."""
 
     unit_bytes: int = 1
-    """What a plain number counts: 1 << 20 where the setting is in MiB."""
+    """Bytes that the plain number 1 stands for: 1 << 20 where the setting is in MiB."""
 
 
 _UNITS = "kmgt"
@@ -86,7 +86,7 @@ def _find_size(marks: list[Any]) -> Size | None:
 
 
 def describe_type(kind: Any) -> str:
-    """What a value must be, in words: "a whole number from 0 to 65535"."""
+    """Describe the expected value in words: "a whole number from 0 to 65535"."""
     base_type, marks = split_annotated(kind)
     if base_type is bool:
         return "true or false"

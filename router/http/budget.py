@@ -14,11 +14,11 @@ from router.http.config import HttpLimits
 from router.metrics import Metrics
 
 UNCOUNTED_BYTES: Final = 16 * 1024
-"""What a connection keeps up to this is not counted: connections are, and small requests pass while big ones wait."""
+"""Bytes of a connection that are not counted, so that small requests pass while large ones wait."""
 
 
 class Budget:
-    """Of one process."""
+    """Memory for requests and answers in this process, in total and by tenant."""
 
     def __init__(self, limits: HttpLimits, metrics: Metrics) -> None:
         self._limits = limits

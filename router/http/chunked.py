@@ -1,4 +1,4 @@
-"""Where a chunked body (RFC 9112 section 7.1) ends, for requests and answers alike. Sans-IO, one pass.
+"""Find the end of a chunked body (RFC 9112 section 7.1), of a request or an answer. Sans-IO, one pass.
 
 Strict: a size is plain hexadecimal, a line ends in CRLF and holds nothing that another reader could take for a line's
 end. Invariant: the reader's state depends on the bytes fed so far, not on how they were cut.
@@ -56,7 +56,7 @@ class ChunkedBody:
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
         self._content_bytes = 0
-        """As the sizes so far announce it."""
+        """Bytes of content that the chunk sizes read so far announce."""
         self._framing_bytes = 0
         self.is_complete = False
         self.remaining_bytes = BETWEEN_CHUNKS
@@ -95,7 +95,7 @@ class ChunkedBody:
         return position
 
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
-        """Where the chunks end that stand complete from `position` on, up to anything unusual: the last chunk, a long
+        """Return the end of the complete chunks from `position` on, up to anything unusual: the last chunk, a long
         extension, a chunk that goes on in the next read."""
         size = len(data)
         while position < size:

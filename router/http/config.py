@@ -1,4 +1,4 @@
-"""What a client may send, and how long it may take."""
+"""Limits on the size of a client's requests, and on the time that a client may take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What a client may send."""
+    """Limits on the size of requests."""
 
     head_bytes_max: Annotated[Bytes, "Largest head of a request; larger ones are answered 431."] = 64 << 10
     headers_max: Annotated[int, Meta(ge=1, le=10**6), "Most header fields of a request; more are answered 431."] = 128
@@ -32,7 +32,7 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts:
-    """How long a client may take."""
+    """Limits on the time that a client may take."""
 
     request_s: Annotated[Seconds, Flag("--request-timeout"), "Longest that a client may take to send a request."] = 60.0
     """From its first byte to its last: slow-loris clients are cut off with 408."""

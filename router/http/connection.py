@@ -35,7 +35,7 @@ LONG_READ_BYTES: Final = 64 * 1024
 
 
 class Responder(Protocol):
-    """What answers the current request of a connection."""
+    """The object that answers the current request of a connection."""
 
     def client_gone(self) -> None: ...
 
@@ -45,7 +45,7 @@ class Responder(Protocol):
 
 
 class Client(Protocol):
-    """Where an answer goes: a `ClientConnection`, or what stands for one."""
+    """The receiver of an answer: a `ClientConnection`, or an object with the same interface."""
 
     responder: Responder | None
     has_response_started: bool
@@ -86,9 +86,9 @@ class Application(Protocol):
     limits: HttpLimits
     budget: Budget
     scheduler: FairScheduler
-    """Of what is long."""
+    """Order in which connections read long bodies."""
     arrival_scheduler: FairScheduler
-    """Of requests that begin."""
+    """Order in which connections begin their requests."""
 
     def now(self) -> float:
         """Seconds of the clock whose times `ClientConnection.expire` is given."""
@@ -97,7 +97,7 @@ class Application(Protocol):
         """Header lines of whatever answer `request` gets."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Who sent `request`, of which only the head need be there. Raises RequestError where it will not be served."""
+        """Return the tenant that sent `request`; its body need not be there yet. Raises RequestError to refuse it."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer `request`, which was admitted, now or later."""
@@ -155,9 +155,9 @@ class ClientConnection(asyncio.Protocol):
         self.is_tls = False
         self._is_busy = False
         self._body_bytes = 0
-        """Of the current request, its headers too."""
+        """Bytes of the current request, its head included."""
         self._tenant = ""
-        """Whom what is kept here is booked on."""
+        """Tenant to which the bytes kept here are charged."""
         self._booked_bytes = 0
         """Bytes booked."""
         self.has_response_started = False
@@ -165,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_head_request = False
         """The current request is a HEAD."""
         self._path = ""
-        """Of the current request: its API says what an error looks like."""
+        """Path of the current request, which decides the format of an error."""
         self._is_handling = False
         self._keep_alive = True
         self._is_reading_paused = False
@@ -279,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
             self._resume_requests()
 
     def crash(self, error: Exception) -> None:
-        """What answers the current request raised `error`: end that request, and nothing else."""
+        """End the current request, and nothing else, because its responder raised `error`."""
         self._app.record_crash("client", error)
         self._queued_request = None
         self._cancel_responder()
@@ -324,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose the current request is, as `Application.admit` said."""
+        """Tenant of the current request, as `Application.admit` returned it."""
         return self._tenant
 
     # For the server -----------------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class ClientConnection(asyncio.Protocol):
         self._resume_requests()
 
     def _resume_discarding(self) -> None:
-        """What is sent after an early error: to be read and dropped."""
+        """Go on reading, and drop the rest of a request that was answered with an error early."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -522,7 +522,7 @@ class ClientConnection(asyncio.Protocol):
         return self._drained_at_s
 
     def _await_more_input(self, received_bytes: int) -> None:
-        """Of a request that has begun. Raises RequestError where there is no use in waiting."""
+        """Wait for more bytes of a request that has begun. Raises RequestError where waiting is useless."""
         request = self._parser.pop_partial_request()
         if request is not None:
             self._is_head_request, self._path = request.method == "HEAD", request.path
@@ -542,7 +542,7 @@ class ClientConnection(asyncio.Protocol):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _limit_pipelined_input(self) -> None:
-        """Of what is sent ahead of an answer: keep a little, or nothing where that would be too much."""
+        """Keep a little of the requests that a client sends ahead of an answer, and stop reading beyond it."""
         try:
             self._book_bytes()
         except RequestError:
@@ -562,7 +562,7 @@ class ClientConnection(asyncio.Protocol):
         cancel_responder(self, "client", self._app.record_crash)
 
     def _reject_and_close(self, error: RequestError) -> None:
-        """What was sent is no request, or one that will not be read to its end: say so and close."""
+        """Answer with `error` and close: the bytes are no request, or one that is not read to its end."""
         self._app.record_rejection(error.status)
         self._parser.stop()
         self._release_buffers()

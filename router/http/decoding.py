@@ -29,7 +29,7 @@ PIECE_BYTES: Final = 1 << 20
 MAX_MEMBERS: Final = 64
 """Members of a gzip body, frames of a zstd body. Clients send one."""
 WINDOW_LOG: Final = 23
-"""Of zstd: decoders of HTTP need no more than 8 MiB (RFC 9659)."""
+"""Largest window of zstd, as a power of two: RFC 9659 limits HTTP to 8 MiB."""
 _IDENTITY: Final = b"identity"
 
 
@@ -122,7 +122,7 @@ class BodyDecoder:
 
     @property
     def buffered_bytes(self) -> int:
-        """What decoding keeps besides the input."""
+        """Bytes that the decoder keeps besides its input."""
         return self.decoded_bytes + (1 << WINDOW_LOG if self._coding == "zstd" else 0)
 
     @property

@@ -29,7 +29,7 @@ HOP_BY_HOP = (
 
 _PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b""))
 _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
-"""What frames or authorises a message is not cut out because a `Connection` header names it."""
+"""Headers that stay even where a `Connection` header names them, as they frame or authorise a message."""
 
 
 class HeaderBlock:
@@ -73,7 +73,7 @@ class HeaderBlock:
 
 
 MAX_LENGTH_DIGITS: Final = 15
-"""Of a content-length."""
+"""Most digits of a content-length."""
 _LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % MAX_LENGTH_DIGITS)
 
 

@@ -1,4 +1,4 @@
-"""What the router itself says: heads of its own answers, and which headers its errors bring. Pure.
+"""Heads of the answers that the router itself gives, and headers of its errors. Pure.
 
 Refuses to know connections, and the answers of workers, which pass as they came (router/edge/rewrite.py).
 """

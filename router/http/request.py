@@ -25,13 +25,13 @@ _HEAD_PATTERN = re.compile(
     rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES_PATTERN + rb")\r\n"
 )
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
-"""What no head contains."""
+"""Bytes that no head may contain."""
 PIECE_BYTES: Final = 1 << 20
 """A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
 READ_BYTES: Final = 4096
 """A read of so much of a body is kept as it is until the piece is whole; shorter ones are put together at once."""
 BYTES_PER_TURN: Final = 16 << 10
-"""Of a chunked body that are read before others get their turn: a chunk may hold a byte or two."""
+"""Bytes of a chunked body that are read in one turn: chunks may be tiny, and other connections wait."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
 
 
@@ -79,7 +79,7 @@ class HttpRequest:
 
 
 class RequestHead:
-    """What a head says: a request without its body, and how that is framed."""
+    """A parsed head: a request without its body, and the framing of the body."""
 
     __slots__ = ("content_length", "expects_continue", "is_chunked", "request")
 
@@ -119,7 +119,7 @@ class RequestParser:
         self._is_finished = False
         """Nothing more is read: the client asked to close after a request, or sent what is none."""
         self._head_buffer = bytearray()
-        """Of a head that is not whole yet."""
+        """Bytes of a head that is not complete yet."""
         self._request: HttpRequest | None = None
         """Its head was read, its body is to come."""
         self._has_new_head = False
@@ -129,7 +129,7 @@ class RequestParser:
         """Bytes to come of a body of known length."""
         self._chunked_body: ChunkedBody | None = None
         self._pieces: list[bytes] = []
-        """Of the body, what is complete in pieces; `_segments` and `_body_buffer` behind it are the next."""
+        """Complete pieces of the body; the next piece is made of `_segments` and `_body_buffer`."""
         self._segments: list[bytes] = []
         self._segment_bytes = 0
         """In all of `_segments`."""
@@ -159,7 +159,7 @@ class RequestParser:
         return not self._data and not self._head_buffer and self._request is None
 
     def pop_partial_request(self) -> HttpRequest | None:
-        """The request whose head is read and whose body is to come, once for each."""
+        """Return the request that has a head and no body yet, once; else None."""
         request = self._request if self._has_new_head else None
         self._has_new_head = False
         return request
@@ -184,8 +184,9 @@ class RequestParser:
         self._request = self._chunked_body = None
 
     def free_piece(self) -> bool:
-        """Of a client that left, or was refused: let go of a piece of what it sent, as the system takes long to
-        take many back. Whether there are more."""
+        """Free one piece of the body of a client that left or was refused; return whether there are more.
+
+        One at a time, because freeing many at once takes long."""
         if self._pieces:
             self._pieces.pop()
         return bool(self._pieces)

@@ -1,4 +1,4 @@
-"""What `router shadow` can be told besides."""
+"""Settings of `router shadow` besides those of `router run`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHARE_DELAY_S = 0.02
 
 
 class BlockScaled:
-    """A PrefixIndex whose callers count tokens and whose inner index counts blocks."""
+    """A PrefixIndex that takes token counts and passes block counts to the inner index."""
 
     def __init__(self, inner: PrefixIndex, block: int) -> None:
         self._inner, self._block = inner, block

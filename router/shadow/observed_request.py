@@ -15,48 +15,48 @@ from statistics import fmean, pvariance
 import msgspec
 
 PAIRS_MIN = 20
-"""Conversations that began after others were over: fewer prove nothing."""
+"""Fewest pairs of a conversation's end and a following begin that prove anything."""
 GAP_SHARE_MAX = 0.3
-"""Of a conversation's length, from its end to the next one of its user."""
+"""Longest mean gap between two conversations of a user, as a share of a conversation's length."""
 SPREAD_MAX = 0.5
-"""Of begun less ended in short whiles, as a share of what it is where both come by chance."""
+"""Largest variance of begins minus ends in short intervals, relative to begins and ends by chance."""
 SPREAD_STEADY_MAX, STEADY = 0.7, 0.6
-"""The same where the number of open conversations hardly varies."""
+"""`SPREAD_MAX` for a nearly constant number of open conversations, and the bound below which it counts as such."""
 CLOCK_SPREAD_MAX = 1.25
-"""Of the gaps, beside that of the times from one user's begin to the next: equal where all take equally long."""
+"""Largest variance of gaps, relative to that of the times between two begins of a user."""
 
 
 class ObservedRequest(msgspec.Struct):
-    """A request that was answered. Seconds of one clock."""
+    """A request that was answered. All times are seconds of one clock."""
 
     serial: int
     arrival_s: float
     block_ids: array[int]
-    """A digest for each block of the prompt, a partial last one included; equal for equal beginnings."""
+    """Digest of each block of the prompt, a partial last one included; equal for equal prefixes."""
     prompt_tokens: int
     worker: str
     cached_tokens: int | None = None
-    """Of the prompt, as its answer or the worker's events said."""
+    """Cached tokens of the prompt, by its answer or by the worker's events."""
     first_token_s: float | None = None
-    """When its first token came; None where that was not seen."""
+    """Time of the first token; None where it was not seen."""
     end_s: float | None = None
     output_tokens: int | None = None
     continues: int | None = None
-    """The request whose conversation it goes on."""
+    """Serial of the request that this one continues."""
     user: str | None = None
-    """The name of its session or user, where the client gave one."""
+    """Session or user, where the client named one."""
 
 
 class PrefixLinks:
-    """Which request goes on from which: the last `keep` ones, by the last full block of their prompts."""
+    """The last `keep` requests by the last full block of their prompts, to find the one that a request continues."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def follow(self, serial: int, ids: Sequence[int], full_blocks: int, is_prefix: Callable[[int], bool]) -> int | None:
-        """The request that this one continues, if any, and remember this one. `begins(earlier)`: whether the prompt
-        has that one's whole prompt before it; blocks alone do not tell what came after the last full one."""
+        """Return the serial that this request continues, if any, and remember this one. `is_prefix(serial)`: whether
+        the prompt begins with all of that request's prompt, as blocks do not show what follows the last full one."""
         predecessor = None
         for block in reversed(ids):
             earlier = self._ends.get(block)
@@ -142,11 +142,11 @@ def _end(request: ObservedRequest) -> float:
 
 
 def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether conversations, (begin, end) each in the order of their begin, are those of a fixed number of users who
-    each begin the next one soon after the last. `pairs`: (end, begin) of an end and the begin that follows it.
+    """Whether conversations come from a fixed number of users, each of whom begins one soon after the last.
 
-    Three things tell users from chance: the gaps between conversations are short; in short whiles as many begin as end
-    (by chance, each of both counts by itself); and ends say more of the next begin than the clock does."""
+    `talks`: (begin, end) of each, in the order of begins. `pairs`: (end, begin) of an end and the begin after it.
+    Three facts show users: the gaps between conversations are short; as many begin as end in short intervals, which
+    is not so where both come by chance; and an end predicts the next begin better than the clock does."""
     since_s, until_s = _busy_interval(talks)
     pairs = [(end, begin) for end, begin in pairs if since_s <= end and begin <= until_s]
     if len(pairs) < PAIRS_MIN:
@@ -175,7 +175,7 @@ def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[f
 
 
 def _busy_interval(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Between the first and the last time that about as many were open as ever were: users come and go."""
+    """Return the interval in which nearly the largest number of conversations was open: users come and go."""
     moments = sorted([(begin, 1) for begin, _ in talks] + [(end, -1) for _, end in talks])
     number, numbers = 0, []
     for _, change in moments:

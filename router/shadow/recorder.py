@@ -1,7 +1,7 @@
-"""What `router shadow` keeps of each request: blocks, times, who answered, as a cache that grew tells.
+"""Record each request that `router shadow` sees: its blocks, its times, and its worker, found by a cache that grew.
 
-Owns the window of requests that are compared. Refuses to know where requests come from and what is made of them.
-Invariant: `seen` is in the order of arrival, each request with a worker; what could not be placed is counted.
+Owns the window of requests that are compared. Refuses to know where requests come from and how they are compared.
+Invariant: `requests` is in the order of arrival, each with a worker; requests that could not be placed are counted.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from router.shadow.replay import ObservedEngine
 from router.shadow.request_log import LogLine
 
 BLOCK_TOKENS = 16
-"""Where no worker tells."""
+"""Block size where no worker reports one."""
 OPEN_MAX = 2_000
-"""Requests whose worker is looked for at a time."""
+"""Most requests that wait to be attributed to a worker."""
 LOOK_S, LOOK_SHARE = 0.02, 0.1
-"""Between two looks for one: at least, and as a part of its age."""
+"""Time between two searches for a request's worker: at least so long, and this share of the request's age."""
 SETTLED_S = 3.0
-"""After which no cache will grow by a copied request's prompt that has not."""
+"""Time after which a request's prompt is in a cache, or never will be."""
 
 Note = Callable[[str, Any, RouteRequest, Decision], None]
 
 
 @dataclass(slots=True, eq=False)
 class UnplacedRequest:
-    """A request whose worker is not known yet."""
+    """A request that is not yet attributed to a worker."""
 
     seen: ObservedRequest
     route: RouteRequest
     priced: Decision
     context: RequestContext
     goal: int
-    """Tokens that its worker's cache will have of it."""
+    """Tokens of the prompt that the right worker's cache will hold."""
     held: dict[str, int]
-    """target -> tokens of it that it had at the arrival."""
+    """target -> tokens of the prompt that it held at the arrival."""
     next_s: float
 
 
 @dataclass(slots=True)
 class Recorder:
-    """One a process."""
+    """Records requests and finds their workers. One a process."""
 
     core: RouterCore
     config: ShadowConfig
@@ -120,7 +120,7 @@ class Recorder:
             del self._open[request.seen.serial]
 
     def engines(self) -> list[ObservedEngine]:
-        """What is known of the workers that the window names."""
+        """Return the workers of all recorded requests, with their sizes where these are known."""
         worker_ids = {request.worker for request in self.requests}
         specs = [worker.spec for worker in self.core.workers.values()]
         engines = [
@@ -139,7 +139,7 @@ class Recorder:
         return sum(tokens or 0 for tokens in target_tokens) or None
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
-        """A request of a log, which went there."""
+        """Record a request of a log, which was answered by `worker`."""
         at_s = line.at if line.at is not None else float(len(self.requests))
         request = self._observe(route, at_s)
         request.worker, request.cached_tokens, request.output_tokens = worker, line.cached_tokens, line.output_tokens
@@ -150,8 +150,8 @@ class Recorder:
     # Where it went --------------------------------------------------------------------------------------------------
 
     def _place_predecessor(self, earlier: int | None, cached_tokens: Mapping[str, int]) -> None:
-        """The turn after that one came when caches held so much of the earlier prompt and of more. Later the cache that
-        this turn goes to may have grown by both."""
+        """Attribute the `earlier` turn now that the next one came, by what caches hold of it: later, the cache that
+        this turn goes to may hold both."""
         request = None if earlier is None else self._open.get(earlier)
         worker = None if request is None else self._find_grown_cache(request, cached_tokens)
         if request is not None and worker is not None:
@@ -159,8 +159,7 @@ class Recorder:
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """The worker whose cache has the whole prompt, `held` tokens of it, and had less; of several the one that grew
-        most."""
+        """Return the worker with the whole prompt in a cache that had less; of several the one that grew most."""
         candidates = []
         for target in self.core.tracker.targets.values():
             had = request.held.get(target.name, 0)

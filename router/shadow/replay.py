@@ -1,10 +1,10 @@
-"""What another placement would have given: the requests that were seen are played again, once where they went and once
-where `router run` would have sent them. Pure.
+"""Estimate what another placement would have given, by two simulations of the recorded requests: one with their own
+workers, and one with those that `router run` would have chosen. Pure.
 
-Owns the comparison. Both plays have the same engines (simulation/engine.py, whose steps take what the seen answers
-took) and the same caches, so what the model has wrong is wrong in both; what was measured is then scaled by the ratio
-of the two. Today's requests come when they came; before our router, one that goes on from another's answer comes so
-long after that answer as it did.
+Owns the comparison. Both simulations have the same engines (simulation/engine.py, with step times fitted to the
+recorded answers) and the same caches, so a fault of the model is in both; the measured times are then scaled by the
+ratio of the two. In the first, requests arrive at their recorded times; in the second, a request that continues an
+answer arrives as long after that answer as it did.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
 
 FIT_ROUNDS_MAX, FIT_TOLERANCE = 3, 0.01
-"""Plays of today after which steps are not fitted any more to how long answers took, and how well they fit then."""
+"""Most simulations to fit step times to the recorded answers, and the relative error that is good enough."""
 SEATS = 256
-"""Sequences that a worker runs at once, where it does not tell."""
+"""Largest batch of a worker that does not report it."""
 
 
 class ObservedEngine(msgspec.Struct, frozen=True):
-    """What is known of a worker."""
+    """A worker and its sizes, None where unknown."""
 
     name: str
     cache_tokens: int | None = None
@@ -41,38 +41,38 @@ class ObservedEngine(msgspec.Struct, frozen=True):
 
 
 class ReplayTotals(msgspec.Struct):
-    """Of the requests that count."""
+    """Sums over the compared requests."""
 
     computed_tokens: float
     ttft_s: float
-    """To the first token, all requests together."""
+    """Sum of times to first token."""
     seconds: float | None
-    """To the end of the answer; None where no end was seen."""
+    """Sum of times to the end of the answer; None where no end was seen."""
 
 
 class Comparison(msgspec.Struct):
-    """Today beside `router run`, in sums over `requests`."""
+    """The recorded placement beside that of `router run`, in sums over `requests`."""
 
     requests: int
     warming: int
-    """Earlier ones that only filled the caches of both plays."""
+    """Earlier requests, which only filled the caches of both simulations."""
     waited: int
-    """All together, that waited for the end of another one, and do so before `router run` too."""
+    """Number of requests that waited for the end of another one, and do so with `router run` too."""
     prompt_tokens: int
     measured: ReplayTotals | None
-    """None where no time was seen."""
+    """Recorded times; None where there are none."""
     today: ReplayTotals
-    """As played."""
+    """Simulation with the recorded workers."""
     ours: ReplayTotals
-    """As played."""
+    """Simulation with the workers that `router run` chooses."""
     saved: ReplayTotals
-    """What switching gives: of what was measured, where it was."""
+    """Gain by `router run`, in recorded times where there are any."""
     lost: dict[str, int]
-    """workload, routing -> tokens that need not have been computed, as today was played."""
+    """workload, routing -> tokens that were computed without need, in the simulation with the recorded workers."""
     steps: dict[str, StepTimes]
-    """worker -> what its steps were found to take."""
+    """worker -> its fitted step times."""
     quantiles: dict[str, list[float]] = {}
-    """Seconds to the first token: the least, each hundredth, the most; measured (where it was), and of both plays."""
+    """Times to first token: the least, each hundredth, the most; recorded ones and those of both simulations."""
 
     @property
     def model_error(self) -> float | None:
@@ -339,8 +339,8 @@ class _BlockNumbers:
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
-    """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
-    it did. Lengths of answers that are not known: the mean of those that are."""
+    """Convert the recorded requests for the simulation. `waits`: a request that waited for an answer's end arrives as
+    long after it as it did; else at its recorded time. Unknown lengths of answers become the mean of the known."""
     index_by_serial: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
     mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
