@@ -70,7 +70,7 @@ def format_event(type: str, **fields: Any) -> bytes:
 
 
 class MessagesFormatter:
-    """Of one request, which has one choice."""
+    """Formats the answer of one request, which has one choice."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -89,7 +89,7 @@ class MessagesFormatter:
         return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
 
     def format_end(self) -> bytes:
-        """What follows the last piece."""
+        """Return the bytes that follow the last piece."""
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
         reason, sequence = stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -98,7 +98,7 @@ class MessagesFormatter:
         )
 
     def format_error(self, error: RequestError) -> bytes:
-        """What ends a stream that broke off."""
+        """Return the bytes that end a stream that was cut off."""
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def format_response(self) -> bytes:

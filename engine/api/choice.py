@@ -17,9 +17,10 @@ from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogp
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one output added to a choice. `token_ids` and `logprobs` may run ahead of `text`, which can be held back.
+    """Text and tokens that one output added to a choice.
 
-    An answer takes logprobs out as it formats them."""
+    `token_ids` and `logprobs` may run ahead of `text`, which can be held back. A formatter removes the logprobs that it
+    has formatted."""
 
     text: str
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What an answer must match, read from a checked body: one format, whichever field asked for it. Pure.
+"""Read the format that an answer must match from a checked body, whichever field asks for it. Pure.
 
 A format is a JSON object in the language of xgrammar's structural tags (`engine.api.lark` lists what it knows), which
 vLLM's clients send as they are. Everything else is said in it: a JSON schema, a regular expression, a choice, and the
@@ -27,7 +27,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class RequestedConstraint(msgspec.Struct, frozen=True):
-    """What the answer must match, and the field that says so."""
+    """Format that an answer must match, and the field that asks for it."""
 
     param: str
     format: Format
@@ -38,15 +38,15 @@ class ToolMarkup:
     """How a family of models writes calls."""
 
     tag: Callable[[str, Json], Format]
-    """One call of the function of that name, its arguments as the schema says."""
+    """Makes the format of one call of a function, by its name and the schema of its arguments."""
     trigger: str
-    """What text that is no call never holds."""
+    """Text that stands in calls alone."""
     names: re.Pattern[str] = re.compile(r"(?s:.+)")
-    """Names of functions that it can write."""
+    """Function names that this markup can write."""
     calls_begin: str = ""
     separator: str = ""
     calls_end: str = ""
-    """Around the calls of an answer, and between them."""
+    """Text around the calls of an answer, and `separator` between them."""
 
 
 def _json_call(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
@@ -90,11 +90,11 @@ def parse_requested_constraint(
     tool_markup: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
-    """What the answer must match; None: it is free. Raises RequestError.
+    """Return the format that the answer must match; None where the answer is free. Raises RequestError.
 
-    `tool_markup`: a name of MARKUPS, how this model writes calls; None: it has no calls. A call that must be made
-    wins over a format of the text, as with OpenAI; where calls may be made, the answer is calls or text of the format.
-    `grammars`: tools whose text must match one, by name.
+    `tool_markup`: name in MARKUPS of how this model writes calls; None: it writes none. A required call wins over a
+    format of the text, as with OpenAI; where calls are optional, the answer is calls or text of the format.
+    `grammars`: tool name -> tool with free text that must match a grammar.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
@@ -143,9 +143,9 @@ def make_scripted_constraint(
     tool_markup: str | None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint:
-    """What a simulated engine's answer must match to be the turn of its script. Raises RequestError.
+    """Return the format that makes a simulated engine's answer the turn of its script. Raises RequestError.
 
-    A call of a tool that the request does not have is words. The rest is as in `parse_requested_constraint`.
+    A call of a tool that the request does not have becomes text. The rest is as in `parse_requested_constraint`.
     """
     turn_number = sum(message.get("role") == "assistant" for message in body.messages) - bool(
         body.continue_final_message
@@ -279,7 +279,7 @@ class _Tool(NamedTuple):
     parameters: Json
     is_strict: bool
     grammar: ClientTool | None = None
-    """Of the text that it takes."""
+    """The tool with the grammar of its free text."""
 
 
 def _list_tools(body: ChatRequest) -> list[_Tool]:

@@ -1,4 +1,4 @@
-"""What one choice says as blocks in their order: thoughts, texts, calls. Two APIs answer in such blocks.
+"""Split a choice into blocks in their order: thoughts, texts, calls. Two APIs answer in such blocks.
 
 Pure. Invariants: one block is open at a time; a block that was closed grows no more.
 """
@@ -39,7 +39,7 @@ class BlockEvent(NamedTuple):
 
 
 class ContentBlocks:
-    """Of one choice, while it grows."""
+    """Blocks of one choice, while it grows."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []

@@ -21,7 +21,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Of one call, while its arguments grow."""
+    """Decodes the free text of one call, while its arguments grow."""
 
     def __init__(self) -> None:
         self._has_begun = self._has_ended = False

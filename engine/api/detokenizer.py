@@ -175,7 +175,7 @@ class StopStrings:
         return text[:final_chars], None
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the text that was held back, now that nothing follows."""
         text, self.pending_text = self.pending_text, ""
         return text
 
@@ -205,7 +205,7 @@ class DelimiterScanner:
         return None if match is None else (match.start(), match[0])
 
     def find_partial(self, text: str, start: int = 0) -> int:
-        """Where the longest tail of `text[start:]`, which holds no word, begins that may become one; else its end."""
+        """Return the start of the longest tail of `text[start:]` that may become a delimiter, or the text's end."""
         text_end = len(text)
         if text_end == start or text[-1] not in self._inner_chars:
             return text_end

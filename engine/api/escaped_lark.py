@@ -101,11 +101,11 @@ class _CharSet:
     """One character of a class."""
 
     sources: tuple[str, ...]
-    """Of the class, as regular expressions of one character each."""
+    """Regular expressions of one character each, which make up the class."""
 
     @property
     def chars(self) -> frozenset[str]:
-        """Those that are known to match: of the samples, and of what the sources name."""
+        """Sample characters that match the class."""
         return frozenset().union(*map(_matching_samples, self.sources))
 
     def matches(self, char: str) -> bool:

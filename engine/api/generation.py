@@ -42,14 +42,14 @@ class Generation:
         self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
 
     def make_common_fields(self) -> dict[str, Any]:
-        """What every answer and every chunk of one begins with."""
+        """Return the first fields of every answer and every chunk."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
     def get_choice_prompt(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 
     def compute_usage(self) -> Usage:
-        """Of all choices so far. A prompt counts once, however many samples continue it."""
+        """Return the usage of all choices so far. A prompt counts once, however many samples continue it."""
         return make_usage(
             sum(map(len, self.prompts)),
             0 if self.is_echo_only else sum(choice.completion_tokens for choice in self.choices),
@@ -58,7 +58,7 @@ class Generation:
         )
 
     def compute_choice_usage(self, choice: Choice) -> Usage:
-        """Of one choice, for `continuous_usage_stats`."""
+        """Return the usage of one choice so far, for `continuous_usage_stats`."""
         reasoning_tokens = choice.reasoning_tokens if self.parser_config.reasoning_format else None
         return make_usage(
             len(self.get_choice_prompt(choice)), choice.completion_tokens, choice.cached_tokens, reasoning_tokens

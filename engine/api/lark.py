@@ -32,14 +32,14 @@ from prompts.responses import ClientTool
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
-"""What may stand between two tokens of JSON, where nobody says otherwise: one space or two, or a line's end and an
-indentation. JSON has no bound, but a model that once writes many spaces may write nothing else until the end."""
+"""White space between two tokens of JSON by default: one or two spaces, or a newline with an indentation. JSON sets no
+bound, but a model that has written many spaces may write nothing else until the end."""
 FORMATS_MAX = 4096
-"""Formats inside each other and side by side that one may have."""
+"""Most formats within one, nested and side by side."""
 DEPTH_MAX = 64
 _ANY = "/(?s:.*)/"
 _PYTHON = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Of a JSON string: then Python reads it alike."""
+"""Escapes of JSON strings that Python reads in the same way."""
 _XML_NAME = re.compile(r"(?! )[^<>\n]+(?<! )")
 _XML_END = "\n</parameter>\n"
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs",
@@ -62,9 +62,9 @@ def build_constraint(
     reasoning_ids: tuple[int | None, int | None] = (None, None),
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> Constraint | None:
-    """What the answer to a body must match; None: it is free. Raises RequestError.
+    """Return the constraint on the answer to a body; None where the answer is free. Raises RequestError.
 
-    `reasoning_ids`: as in Constraint, the token that opens a thought and the one that ends it.
+    `reasoning_ids`: ids of the tokens that open and end a thought, as in `Constraint`.
     `grammars`: as in `parse_requested_constraint`.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
@@ -338,7 +338,7 @@ class _LarkWriter:
                 self._add_rule(f"{_quote(key + '=')} {self._write_python_value(property.schema, schema, options, 0)}")
             )
         tails = ['""']
-        """Of the arguments from each on, behind another one; the last first."""
+        # Rules for the arguments from each on, behind another one; those of the last argument first.
         for part, property in zip(reversed(parts), reversed(properties)):
             tails.append(
                 self._add_rule(f'", " {part} {tails[-1]}' if property.is_required else f'(", " {part})? {tails[-1]}')
@@ -426,7 +426,7 @@ def _get_whitespace(path: str, format: Format) -> str:
 
 
 def _json_directive(schema: Json, options: Mapping[str, Any]) -> str:
-    """Of the options that a schema may hold itself none is the client's."""
+    """Return a rule for a schema, with our own options in place of any that the client's schema holds."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return "%json " + json.dumps({**schema, "x-guidance": dict(options)})
@@ -497,7 +497,7 @@ _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 
 
 def _search_regex(pattern: str) -> str:
-    """What a text must be for a pattern of JSON Schema to be found in it, as a regular expression between slashes.
+    """Return a regular expression, between slashes, for texts in which a pattern of JSON Schema is found.
 
     Anchors elsewhere than at the beginning and the end of an alternative stay: the compiler refuses them.
     """

@@ -1,8 +1,7 @@
-"""What becomes of the text that one sequence generates: a thought, what is said, the calls; and where it must stop.
+"""Split the generated text of one sequence into reasoning, text and tool calls, and find where it must stop. Pure.
 
-Stop strings are looked for in what follows the thought, and not inside of a call, which they would leave half. What
-came out after a number of tokens depends on these tokens alone, so an answer goes on at another worker from its tokens.
-Pure.
+Stop strings count behind the reasoning and outside of calls, which they would cut in half. The result after a number of
+tokens depends on these tokens alone, so another worker can continue an answer from its tokens.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's answers are to be read."""
 
     reasoning_format: str | None = None
-    """A name of REASONING_FORMATS; None: no thought is told apart."""
+    """Name in REASONING_FORMATS; None: reasoning is not told from text."""
     initial_state: ReasoningState = "after"
-    """Where answers begin."""
+    """Reasoning state at the beginning of an answer."""
     shows_reasoning: bool = True
     call_format: str | None = None
-    """A name of CALL_FORMATS; None: calls are text."""
+    """Name in CALL_FORMATS; None: calls are text."""
     parameter_types: ParameterTypes = {}
     single_call: bool = False
-    """More calls than one are not told."""
+    """Calls after the first are dropped."""
     requires_call: bool = False
     """The answer is calls and nothing else: stop strings mean none of it."""
     names_function: bool = False
@@ -78,17 +77,17 @@ class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What came out."""
+    """Text, reasoning and calls that one push has completed."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
     stop_string: str | None = None
-    """The stop string that was found: nothing may follow."""
+    """Stop string that ended the answer."""
 
 
 class OutputParser:
-    """Of one choice."""
+    """Parses the generated text of one choice."""
 
     def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
         self.config = config
@@ -106,7 +105,7 @@ class OutputParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """What was pushed last belongs to a thought."""
+        """Whether the text that was pushed last belongs to reasoning."""
         return (
             self._reasoning_parser is not None
             and self._reasoning_parser.state == "inside"

@@ -1,7 +1,7 @@
-"""What a client may ask of the loaded model: the one check of parameters and prompts, for bodies and for `LLM`.
+"""Check parameters and prompts against the loaded model, for HTTP bodies and for `LLM`. Pure.
 
-`prompts.schemas` has the types and ranges; what is left needs the model: its context length, its vocabulary and the
-defaults of its generation_config.json. Nothing is queued, registered or computed before this has passed. Pure.
+`prompts.schemas` has the types and ranges. The checks here need the model: its context length, its vocabulary and the
+defaults of its generation_config.json. Nothing is queued, registered or computed before they have passed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the loaded model decides whether parameters can be served."""
+    """Properties of the loaded model that decide whether parameters can be served."""
 
     max_model_len: int
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
     call_format: str | None = None
-    """How it writes tool calls, a name of `tool_calls.CALL_FORMATS`; None: they are text."""
+    """Format of tool calls, a name in `tool_calls.CALL_FORMATS`; None: calls are text."""
     reasoning_format: str | None = None
     """How it encloses its thought, a name of `REASONING_FORMATS`; None: it is told as any other text."""
     constraint_refusal: str | None = None
-    """Why no answer can be made to match anything; None: it can."""
+    """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
-    """What a simulation says, turn by turn; empty: the answer is free."""
+    """Turns of a simulation's script; empty: answers are free."""
 
 
 def sampling_params(
     request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """The parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
+    """Return the parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
     fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _PLAIN_FIELDS}
     for name in _PLAIN_FIELDS:
         value = getattr(request, name)

@@ -45,26 +45,26 @@ from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
 
 ECHOED_BYTES_MAX = 64 << 10
-"""Of a field that an answer repeats; longer ones are left out."""
+"""Largest field that an answer repeats; larger ones are left out."""
 MAX_CHOICES = 1024
-"""Sequences that one HTTP request may ask for."""
+"""Most sequences of one HTTP request."""
 _PROMPT_END_TOKENS = 64
-"""Of a prompt: enough for the marks that a template writes at its end."""
+"""Last tokens of a prompt, enough for the markers that a template writes at its end."""
 _SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
     body: ChatRequest | CompletionRequest
-    """Without its prompts and whatever else only a template reads; of the messages the last one's text is left."""
+    """The body without prompts and fields that only a template reads; of the messages, the last one's text is left."""
     prompts: list[list[int]]
     prompt_texts: list[str]
-    """Of the prompts, where they are echoed; else empty."""
+    """Texts of the prompts, where they are echoed; else empty."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
-    """How the answers' text is to be read."""
+    """How the text of the answers is parsed."""
     constraint: Constraint | None = None
-    """What the answers must match: written, not checked."""
+    """Constraint on the answers, not compiled yet."""
     response_context: ResponseContext | None = None
-    """Of Responses."""
+    """State of a Responses request; None for other APIs."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
@@ -90,12 +90,12 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
 
 
 class ResponseReferences(msgspec.Struct, frozen=True):
-    """What a body of `/v1/responses` names of earlier ones, instead of saying it."""
+    """Earlier responses and items that a body of `/v1/responses` refers to."""
 
     previous_response_id: str | None
-    """The response that it goes on from."""
+    """Id of the response to continue."""
     items: dict[str, str]
-    """Names of items, and the fields that hold them."""
+    """Item id -> the field that refers to it."""
 
 
 def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
@@ -174,7 +174,7 @@ def _rename_error_field(error: RequestError) -> RequestError:
 
 
 def _encode_echoed_fields(request: ResponsesRequest) -> bytes:
-    """What answers repeat of a body, several times in a stream: nothing long."""
+    """Encode the fields of a body that answers repeat, several times in a stream, without large ones."""
     values = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
     encoded_fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
     return msgspec.json.encode(

@@ -9,9 +9,9 @@ from engine.api.detokenizer import DelimiterScanner
 from prompts import Tokenizer
 
 ReasoningState = Literal["before", "inside", "after"]
-"""Where a text stands: a thought may open, is open, or has ended (or never was)."""
+"""Position in a text: reasoning may begin, has begun, or has ended (or never was)."""
 SPACES_MAX = 64
-"""White space before a mark that opens a thought."""
+"""Most white space before a marker that opens reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ def detect_reasoning_format(template: str) -> ReasoningFormat | None:
 
 
 def initial_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
-    """Where an answer begins. `prompt`: its end, at least; `continued_text`: the message that the answer goes on
-    with."""
+    """Return the state at the beginning of an answer.
+
+    `prompt`: at least the end of the prompt; `continued_text`: the message that the answer continues."""
     if continued_text:
         open_position = max(continued_text.rfind(marker) for marker in format.open_markers)
         close_position = max(continued_text.rfind(marker) for marker in format.close_markers)
@@ -66,8 +67,9 @@ def initial_state(format: ReasoningFormat, prompt: str, continued_text: str | No
 
 
 def reasoning_end_token(format: ReasoningFormat, state: ReasoningState, tokenizer: Tokenizer) -> int | None:
-    """The token that ends the thought of an answer that begins in `state`, for whom tokens count and not their text:
-    what an answer must match binds it only after this token. None where no thought comes, or its end is no one token.
+    """Return the id of the token that ends the reasoning of an answer that begins in `state`.
+
+    A constraint binds an answer only after this token. None where no reasoning comes, or its end is several tokens.
     """
     if state == "after":
         return None
@@ -119,6 +121,6 @@ class ReasoningParser:
         return text[:start], text[start if marker in self._call_markers else start + len(marker) :]
 
     def flush(self) -> tuple[str, str]:
-        """What was held back, now that nothing follows."""
+        """Return the (reasoning, text) that was held back, now that nothing follows."""
         pending_text, self._pending_text = self._pending_text, ""
         return (pending_text, "") if self.state == "inside" else ("", pending_text)

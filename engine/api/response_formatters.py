@@ -45,10 +45,10 @@ def encode_sse(data: object) -> bytes:
 
 
 class _OpenAIFormatter:
-    """What both endpoints' answers have in common."""
+    """Formats the parts that answers of both OpenAI endpoints have in common."""
 
     chunk_type: type[ChatChunk] | type[Completion]
-    """Of a chunk."""
+    """Struct of a streamed chunk."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _OpenAIFormatter:
         raise NotImplementedError
 
     def format_end(self) -> bytes:
-        """What follows the last piece: the usage, where it was asked for."""
+        """Return the bytes that follow the last piece: the usage, where the request asks for it."""
         generation = self._generation
         if not self._includes_usage:
             return SSE_DONE
@@ -105,7 +105,7 @@ class _OpenAIFormatter:
         )
 
     def format_error(self, error: RequestError) -> bytes:
-        """What ends a stream that broke off."""
+        """Return the bytes that end a stream that was cut off."""
         return encode_sse(error.body()) + SSE_DONE
 
     def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
@@ -231,7 +231,7 @@ class ChatFormatter(_OpenAIFormatter):
             self._logprobs_by_choice[choice.index] += map(self._logprobs.format_chat, positions)
 
     def _flush_logprobs(self, choice: Choice) -> ChatLogprobs | None:
-        """What was formatted since the last call."""
+        """Return the logprobs that were formatted since the last call."""
         if not self._body.logprobs or self._hides_tokens:
             return None
         return ChatLogprobs(join_json_list(self._logprobs_by_choice.pop(choice.index, [])))
@@ -321,12 +321,12 @@ class CompletionFormatter(_OpenAIFormatter):
             self._logprobs.add_completion(position, token_id, logprobs)
 
     def _flush_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
-        """What was formatted since the last call."""
+        """Return the logprobs that were formatted since the last call."""
         return None if self._body.logprobs is None else self._logprobs_by_choice[choice.index].flush()
 
 
 def _has_only_prompt_logprobs(delta: ChoiceDelta) -> bool:
-    """Whether the piece says nothing yet: the core sends the logprobs of a long prompt in parts."""
+    """Whether a piece has no text yet: the core sends the logprobs of a long prompt in parts."""
     return not delta.token_ids and delta.finish_reason is None
 
 

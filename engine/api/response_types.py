@@ -53,7 +53,7 @@ StopReason = str | int | None
 
 
 class Function(Struct, frozen=True):
-    """Of a call; in a stream the name comes first, then the arguments in pieces."""
+    """Function of a tool call; in a stream the name comes first, then the arguments in pieces."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -128,7 +128,7 @@ class ChatChunk(_ResponseBase, frozen=True, kw_only=True):
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """Of a whole completion, and of a chunk of one."""
+    """Choice of a whole completion, or of a chunk."""
 
     index: int
     text: str

@@ -24,16 +24,16 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseContext(Struct, frozen=True):
-    """What is left of a body of `/v1/responses` when it was read; small, or in bytes that nobody looks into."""
+    """Fields of a `/v1/responses` body that its answer needs; large ones stay encoded."""
 
     messages: bytes
-    """What was rendered: a list, as JSON. Who goes on from the response needs it."""
+    """Messages that were rendered, as a JSON list: a response that continues this one needs them."""
     echoed_fields: bytes
-    """Fields that the answer repeats: an object, as JSON."""
+    """Fields that the answer repeats, as a JSON object."""
     should_store: bool
     previous_response_id: str | None
     tools: dict[str, ClientTool] = {}
-    """By the names that the model is shown: those of another name, and those that take free text."""
+    """Name that the model is shown -> tool, for tools with another name and tools that take free text."""
     skipped_item_types: list[str] = []
     """Types of items of which the model is shown nothing."""
 
@@ -154,7 +154,7 @@ _ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
 class ResponsesFormatter:
-    """Of one request, which has one choice."""
+    """Formats the answer of one request, which has one choice."""
 
     def __init__(self, generation: Generation, context: ResponseContext) -> None:
         self._generation = generation
@@ -164,9 +164,9 @@ class ResponsesFormatter:
         self._custom_inputs: dict[int, CustomInputDecoder] = {}
         """Free texts of calls, by the number of their block."""
         self._is_finished = False
-        """Nothing follows: what was cut short is incomplete."""
+        """Whether nothing follows, so that a block that is not whole is incomplete."""
         self._sequence_number = -1
-        """Of the last event."""
+        """Number of the last event."""
 
     # Streamed ---------------------------------------------------------------------------------------------------------
 
@@ -181,13 +181,13 @@ class ResponsesFormatter:
         return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
 
     def format_end(self) -> bytes:
-        """What follows the last piece."""
+        """Return the bytes that follow the last piece."""
         self._is_finished = True
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
         return events + self._format_event("response.completed", response=self.make_final_response())
 
     def format_error(self, error: RequestError) -> bytes:
-        """What ends a stream that broke off."""
+        """Return the bytes that end a stream that was cut off."""
         response = self.make_response("failed", self._blocks.blocks, error)
         return self._format_event("response.failed", response=response)
 
@@ -280,7 +280,7 @@ class ResponsesFormatter:
     def make_response(
         self, status: str, blocks: list[ContentBlock], error: RequestError | None = None
     ) -> ResponseObject:
-        """As it stands."""
+        """Return the response object with these blocks."""
         generation, context = self._generation, self.context
         is_final, is_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
         echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
@@ -325,7 +325,7 @@ class ResponsesFormatter:
     # For who goes on from it ------------------------------------------------------------------------------------------
 
     def encode_messages(self) -> bytes:
-        """What was rendered and what was said, as JSON. Thoughts stay behind."""
+        """Encode the rendered messages and the answer as JSON, without reasoning."""
         blocks = self._blocks.blocks
         message: Message = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text")}
         calls = [

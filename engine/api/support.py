@@ -1,4 +1,4 @@
-"""What the engine cannot do yet: refused where ignoring it would change the answer, ignored where it would not."""
+"""Refuse parameters that the engine does not support, where ignoring them would change the answer."""
 
 from __future__ import annotations
 

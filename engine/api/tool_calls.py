@@ -38,7 +38,7 @@ class ToolCallFormat:
     name: str
     open_markers: tuple[str, ...]
     readers: Mapping[str, Callable[[CallSink, ParameterTypes], CallReader]]
-    """What a call begins with -> its reader."""
+    """Text that begins a call -> factory of its reader."""
     close_marker: str = ""
     bare_start_chars: str = ""
     """Characters with which an answer opens a region without a mark."""
@@ -99,7 +99,7 @@ def detect_call_format(template: str) -> ToolCallFormat | None:
 
 
 def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:
-    """What a reader of a format that has no types of its own must know of the tools."""
+    """Return the types of the tools' parameters, for call formats without types of their own."""
     functions = [tool.get("function") or {} for tool in tools]
     return {
         function["name"]: property_types(function.get("parameters"))
@@ -110,7 +110,7 @@ def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """What was told of one call: its first piece has its name and id."""
+    """Piece of one tool call; the first has its name and id."""
 
     index: int
     arguments: str
@@ -120,7 +120,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class _PendingDelta:
-    """Of one call, what this push told."""
+    """Piece of one tool call that the current push has completed."""
 
     index: int
     name: str | None

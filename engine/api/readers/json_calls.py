@@ -19,7 +19,7 @@ import msgspec
 
 MAX_NAME_CHARS = 256
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""Of each tool's parameters: the JSON types that its schema allows."""
+"""Tool name -> parameter -> JSON types that its schema allows."""
 _SPACE = " \t\r\n"
 NAME = re.compile(r"[\w.\-/$:@]+")
 _CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
@@ -80,7 +80,7 @@ class CallReader:
 
 
 class JsonValueScanner:
-    """Where one JSON value ends: knows strings and nesting, and takes on trust what is between them."""
+    """Finds the end of one JSON value: follows strings and nesting, and checks nothing else."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_is_scalar", "is_complete")
     _NESTED = re.compile(r'["{}\[\]]')
@@ -268,7 +268,7 @@ class NamedCallReader(CallReader):
         return end
 
     def _read_head(self, text: str, pos: int) -> int | None:
-        """What stands before the arguments; None where the rest may be the beginning of a mark."""
+        """Read the text before the arguments; None where the remaining text may be the beginning of a marker."""
         name = None if self._name else NAME.match(text, pos)
         if name is not None:
             self._name_parts.append(name[0])

@@ -43,7 +43,7 @@ class XmlCallReader(CallReader):
         _VALUE_END_MARKER: (_PARAMETER_MARKER, _END_MARKER, "</tool_call>"),
         _END_MARKER: ("</tool_call>", "<tool_call>", OPEN_MARKER),
     }
-    """What must follow a mark, behind white space, for the mark to end a value; the end of the answer does too."""
+    """Marker -> texts, one of which must follow it behind white space (or the answer's end) for it to end a value."""
 
     def __init__(self, sink: CallSink, types: ParameterTypes) -> None:
         super().__init__(sink)
@@ -60,7 +60,7 @@ class XmlCallReader(CallReader):
         self._is_at_value_start = False
         self._marker = ""
         self._text_after_marker: list[str] = []
-        """What came since `_marker`, which may belong to the value."""
+        """Text since `_marker`, which may belong to the value."""
 
     def _read_part(self, text: str, pos: int) -> int | None:
         step = self._step
@@ -226,7 +226,7 @@ class PythonCallReader(CallReader):
     """
 
     _PUNCTUATION = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]"), "": re.compile(r"""["'()\[\]{},=]""")}
-    """What a string of such quotation marks, or the code outside of one, is searched for."""
+    """Quotation mark ("" outside of strings) -> characters that matter there."""
     _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
 
     def __init__(self, sink: CallSink) -> None:
@@ -237,9 +237,9 @@ class PythonCallReader(CallReader):
         self._quote = ""
         self._is_escaped = False
         self._key: str | None = None
-        """What stands before the `=` of the argument that is read, once that has come."""
+        """Name of the argument that is being read, once its `=` has come."""
         self._source_parts: list[str] = []
-        """Of that argument, what came behind its `=`; before that, all of it."""
+        """Text of that argument behind its `=`; before an `=`, all of its text."""
         self._arguments: list[tuple[str | None, str]] = []
 
     def _read_part(self, text: str, pos: int) -> int:

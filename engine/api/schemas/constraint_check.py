@@ -1,4 +1,4 @@
-"""What answers must match, as the core gets it: compiled once, schemas followed as far as the compiler can."""
+"""Compile a constraint once before the core gets it, and relax schemas that the compiler cannot follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIES_MAX = 500
 TRIES_S_MAX = 0.8
 """Schemas that are compiled, and CPU time of the thread, to find out what cannot be followed of one request."""
 PATH_CHARS_MAX = 200
-"""Of the place in a schema that an error names."""
+"""Most characters of the path in a schema that an error names."""
 _MARKUP_STYLES = ("qwen_xml", "python")
 
 

@@ -1,4 +1,4 @@
-"""What a JSON schema says of types, properties and listed values, for markup that is not JSON. Pure."""
+"""Read types, properties and listed values of a JSON schema, for markup that is not JSON. Pure."""
 
 from __future__ import annotations
 
