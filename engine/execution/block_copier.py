@@ -21,11 +21,11 @@ from engine.cache.spec import CacheSpec
 from engine.types import BlockCopy, BlockId, CopyDirection
 
 STAGING_BYTES = 64 << 20
-"""Of each of two pieces of a GPU's memory through which blocks go to the host; a block at least."""
+"""Size of each of the two GPU buffers through which blocks go to the host; at least one block."""
 
 
 class BlockCopier:
-    """Of a device's `buffer` of units, [units * stride] bytes, and of as many units of host memory as are asked for."""
+    """Copies blocks between a device's `buffer`, [units * stride] bytes, and `host_units` units of host memory."""
 
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
         """Raises RuntimeError where there is no memory to be had, or none to be pinned."""
@@ -42,7 +42,7 @@ class BlockCopier:
         if spec.state is not None:
             self._blocks_per_unit_and_bytes.append((1, stride))
         self.copy_s = 0.0
-        """That a CPU's thread has spent on copies to the host and back."""
+        """Seconds that the CPU thread has spent on copies to the host and back."""
         if self._is_gpu and host_units:
             self._copy_stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
             size = max(STAGING_BYTES, *(block_bytes for _, block_bytes in self._blocks_per_unit_and_bytes))
@@ -116,7 +116,7 @@ class BlockCopier:
         self._flush_staging(pieces, step_stream)
 
     def _flush_staging(self, pieces: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
-        """What one staging holds; the next blocks go through the other."""
+        """Copy the blocks of one staging buffer to the host; the next blocks go through the other buffer."""
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):
             for host_block, staging_block in pieces:

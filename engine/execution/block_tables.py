@@ -17,7 +17,7 @@ from kernels.interface import DeviceBlockTable, IntArray, PagedKV
 from kernels.transfer import upload
 
 INITIAL_ROWS = 16
-"""That tables begin with; doubled when more sequences come."""
+"""Initial rows of the tables, doubled when more sequences come."""
 
 
 class RowAllocator:
@@ -60,10 +60,10 @@ class RowAllocator:
 
 
 class BlockTables:
-    """Of one attention group."""
+    """Block tables of one attention group, a row for each running sequence."""
 
     def __init__(self, group: int, kv: PagedKV, blocks_max: int, device: torch.device | None) -> None:
-        """`blocks_max`: of the longest sequence. `device`: where kernels read the tables; None: on the host alone."""
+        """`blocks_max`: blocks of the longest sequence. `device`: where kernels read the tables; None: the host."""
         self._group = group
         self._kv = kv
         self._device = device
@@ -72,7 +72,7 @@ class BlockTables:
             None if device is None else torch.zeros(blocks_max, INITIAL_ROWS, dtype=torch.int32, device=device)
         )
         self._table_states = np.zeros((2, INITIAL_ROWS), np.int64)
-        """Of the sequence in each row when its table was written: its `table_version`, its blocks."""
+        """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was written."""
         self._last_table_version: int | None = None
 
     def update(

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.types import TokenLogprobs
 
 LOGPROB_TENSORS = 5
-"""That `token_logprobs` gives."""
+"""Number of tensors that `token_logprobs` returns."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
@@ -30,7 +30,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tenso
 
 
 def read_logprobs(columns: Rows[list[Any]], counts: Rows[int]) -> list[TokenLogprobs]:
-    """Of each row, from the lists of these tensors, with its `counts[i]` likeliest tokens."""
+    """Build each row's logprobs from the columns of `token_logprobs`, with its `counts[i]` likeliest tokens."""
     return [
         TokenLogprobs(token, value, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
         for token, value, rank, top_logprobs, top_ids, count in zip(*columns, counts, strict=True)

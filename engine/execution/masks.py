@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 MaskWords = npt.NDArray[np.uint32]
 _LOGIT_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
-"""Of eight tokens, by the byte of their bits."""
+"""[256, 8]: values to add to the logits of eight tokens, by the byte of their mask bits."""
 _LISTED_DIVISOR = 4
-"""Where fewer than one in so many tokens may be drawn, or may not, these are named one by one."""
+"""Allowed or forbidden tokens are listed one by one where they are fewer than one in so many."""
 _SHORT_LIST_DIVISOR = 32
-"""Where fewer than one in so many may be drawn, nothing else is looked at."""
+"""Sampling reads the allowed tokens alone where they are fewer than one in so many."""
 _ENTRIES_MAX = 64
-"""Of the masks used last, the tokens that they name are kept: most answers are within a text most of the time."""
+"""Recent masks with a cached list of tokens: most answers are within a text most of the time."""
 
 
 @dataclass(slots=True)
 class _MatcherState:
-    """A matcher and how far it is."""
+    """A grammar matcher and its position."""
 
     constraint: Constraint
     matcher: LLMatcher | None = None
@@ -52,17 +52,17 @@ class _MatcherState:
 
 @dataclass(slots=True)
 class MaskRequest:
-    """What a row's mask is made of, as far as the host knows it when the step is prepared."""
+    """Input of a row's mask, as far as the host knows it when the step is prepared."""
 
     logits_row: int
-    """Of the row among the logits."""
+    """Index of the row among the logits."""
     state_row: int
-    """Of what is kept."""
+    """Row of the state that is kept between steps."""
     state: _MatcherState
     new_tokens: list[int]
     """Tokens of the answer that the matcher has not seen."""
     has_token_on_device: bool
-    """One more comes from the step before."""
+    """Whether one more token comes from the step before."""
     banned_tokens: list[int]
     """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
 
@@ -72,17 +72,17 @@ class CpuMasks:
     """Masks in the form that costs least to apply there. Indices are into the logits [rows * vocab]."""
 
     forbidden_indices: npt.NDArray[np.int64]
-    """Of the rows in which most may be drawn."""
+    """Forbidden tokens of the rows in which most are allowed."""
     sparse_rows: list[int]
-    """Places of the rows in which few may be drawn,"""
+    """Rows in which few tokens are allowed."""
     allowed_indices: npt.NDArray[np.int64]
-    """and these few."""
+    """Allowed tokens of the `sparse_rows`."""
     dense_rows: list[tuple[int, npt.NDArray[np.float32]]]
-    """(place, [tokens]: -inf where it may not, else 0)."""
+    """(row, [tokens]: -inf for a forbidden token, else 0)."""
     short_rows: list[int]
-    """Places of the rows in which very few may be drawn: their logits are left as they are,"""
+    """Rows in which very few tokens are allowed: their logits stay as they are."""
     short_row_ids: npt.NDArray[np.int64]
-    """and these are drawn from, [rows, the most that any has], by rising id; the rest of a row is -1."""
+    """[rows, most tokens of any]: allowed tokens of the `short_rows` by rising id, padded with -1."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class TokenMasks:
 
 
 class Masks:
-    """Of all rows. `close` it."""
+    """Makes the token masks of constrained rows. Must be closed."""
 
     def __init__(self, grammars: GrammarCompiler, vocab_size: int, device: torch.device, threads: int) -> None:
         self._grammars = grammars
@@ -117,7 +117,7 @@ class Masks:
             self._matcher_states.pop(row, None)
 
     def make_request(self, logits_row: int, row: int, seq: Sequence, end: int, banned_tokens: list[int]) -> MaskRequest:
-        """What is known of the mask for the token at `end`."""
+        """Collect the input of the mask for the token at `end`."""
         constraint = seq.request.params.constraint
         assert constraint is not None
         state = self._matcher_states.get(row)

@@ -1,8 +1,8 @@
-"""What penalties need to know of running sequences, kept on the device and updated by each token that is drawn.
+"""Token counts of running sequences for penalties, kept on the device and updated by each token that is drawn.
 
-For each row (see `RowAllocator`) the distinct tokens that count: those of the output, and of the prompt where
-repetition_penalty wants them, with how often each is in the output. So a step costs what is distinct in a context times
-a few operations on the device; the host counts a sequence's tokens only when it comes. Nothing here waits.
+Each row (see `RowAllocator`) has the distinct tokens that count, with how often each is in the output: tokens
+of the output, and of the prompt where repetition_penalty needs them. So a step costs a few device operations for each
+distinct token of a context; the host counts a sequence's tokens once, when it joins. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ INITIAL_ROW_TOKENS = 256
 
 @dataclass(slots=True)
 class PenaltyStep:
-    """One step's part."""
+    """Penalty inputs of one step."""
 
     new_row_tensors: list[Tensor]
-    """Of the rows that begin, if any: rows [n] and lengths [n]; then of each of their tokens its row, its place there,
-    itself, and its value."""
+    """Rows [n] and lengths [n] of new rows, if any; then row, position, id and value of each of their tokens."""
     width: int
-    """At least the distinct tokens of any of its rows, before and after the step."""
+    """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
 
 

@@ -21,14 +21,14 @@ Order = Items[int]
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """What is the same in every step while the same sequences come."""
+    """Inputs that stay the same while consecutive steps have the same sequences."""
 
     sequences: list[Sequence]
     rows: IntArray
-    """Where what is kept of each lies; see `RowAllocator`."""
+    """[sequences]: row of the per-sequence tables of each; see `RowAllocator`."""
     row_list: list[int]
     device_rows: Tensor
-    """The rows on the device."""
+    """`rows` on the device."""
     has_prompt_logprobs: bool
     """Whether logprobs of any prompt are wanted."""
 
@@ -45,34 +45,34 @@ class PreparedStep:
 
     plan: StepPlan
     chunks: Items[Chunk]
-    """In the kernels' order."""
+    """Chunks in the order of the kernels."""
     order: Order
-    """Where each of them is in the plan."""
+    """Index of each chunk in the plan."""
     batch: RaggedBatch
     token_ids: Tensor
     """[tokens]"""
     tables: list[Any]
-    """Of each group: [chunks, blocks], or a DeviceBlockTable."""
+    """Block table of each group: [chunks, blocks], or a DeviceBlockTable."""
     units: IntArray | None
-    """[chunks]: their states."""
+    """[chunks]: units of their states."""
     selected_tokens: Tensor | None
-    """Tokens whose hidden states are wanted; None: all."""
+    """Tokens that need hidden states for logits; None: all."""
     selected_starts: IntArray
     """[chunks + 1]: where each chunk's begin among the selected."""
     sampled_chunks: Order
     """Chunks that a token is drawn for."""
     sampled_rows: list[int]
-    """Where what is kept of each of these lies."""
+    """Table rows of the `sampled_chunks`."""
     last_token_indices: Tensor | None
-    """Where their last tokens are among the selected; None: they are all of them."""
+    """Positions of their last tokens among the selected; None: these are all selected tokens."""
     sampling_inputs: SamplingInputs | None
     row_count: int
     tokens_on_device: tuple[Tensor | None, Tensor] | None
     """(places among the tokens, None: all; rows) of those that the step before draws."""
     prompt_logprob_chunks: list[int]
-    """Chunks whose prompt tokens' logprobs are wanted."""
+    """Chunks that need logprobs of prompt tokens."""
     sampled_device_rows: Tensor | None
-    """Where the drawn tokens are kept for the next step."""
+    """Table rows that get the drawn tokens, for the next step."""
 
 
 def select_hidden_rows(

@@ -1,9 +1,9 @@
-"""What a step needs besides weights and cache, found by computing the largest one before the cache is sized.
+"""Measure the memory of a step besides weights and cache, by computing the largest one before the cache is sized.
 
-The step is a chunk of a prompt (several, where one may not be as long) beside as many tokens of other sequences as
-there may be sequences, as many tokens together as a step may have, all at the end of the longest context; all draw a
-token, with penalties, which need a copy of the logits, and want logprobs. With several ranks all of them must measure,
-since they meet inside the step.
+The step has the most tokens and sequences that a step may have: a chunk of a prompt (several, where one may not be so
+long) and a token of each other sequence, all at the end of the longest context. All sequences draw a token with
+penalties, which need a copy of the logits, and with logprobs. With several ranks all must measure, as they communicate
+inside the step.
 """
 
 from __future__ import annotations

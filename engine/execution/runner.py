@@ -64,7 +64,7 @@ class OrderedChunks(NamedTuple):
 
     chunks: Items[Chunk]
     order: Order
-    """Where each of them is in the plan."""
+    """Index of each chunk in the plan."""
     batch: RaggedBatch
 
 
@@ -127,14 +127,14 @@ class ModelRunner:
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
         """[rows]: the token drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
-        """What waits for the tokens that the last step that was begun has drawn, by row."""
+        """Waits for the tokens that the newest step draws; returns row -> token."""
         self._fixed_plans = self._ops if isinstance(self._ops, FixedPlans) else None
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
         self._step_thread = ThreadPoolExecutor(1, "step") if overlap and self._fixed_plans is None else None
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
         self._batch: RaggedBatch | None = None
-        """Of the last step, both."""
+        """Batch of the last step, like `_batch_state`."""
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
@@ -267,9 +267,9 @@ class ModelRunner:
         )  # fmt: skip
 
     def _current_batch_state(self, chunks: Items[Chunk], *, is_continuation: bool) -> tuple[BatchState, list[int]]:
-        """And the rows that are new to their sequences.
+        """Return the batch state, and the rows that are new to their sequences.
 
-        `RowAllocator` gives the same array while the same sequences come.
+        `RowAllocator` returns the same array while the same sequences come.
         """
         if is_continuation and self._batch_state is not None:
             return self._batch_state, []
@@ -279,7 +279,7 @@ class ModelRunner:
         return self._batch_state, new_rows
 
     def _continue_previous(self, plan: StepPlan) -> OrderedChunks | None:
-        """As `_sort_for_kernels`, where every chunk is the token that the same chunk of the step before draws."""
+        """Return what `_sort_for_kernels` would, where each chunk is the token that its chunk of the last step drew."""
         previous, chunks = self._batch, plan.chunks
         if previous is None or not plan.continues_previous:
             return None

@@ -40,7 +40,7 @@ _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 PRECOMPUTED_STEPS = 16
-"""Steps whose random numbers are made at once."""
+"""Number of steps for which random numbers are made at once."""
 
 
 def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -75,14 +75,14 @@ class SamplingBatch:
 
     sequences: list[Sequence]
     state_rows: list[int]
-    """Where what is kept of each sequence lies; see `RowAllocator`."""
+    """Table row of each sequence; see `RowAllocator`."""
     prompt_lens: npt.NDArray[np.int64]
     has_adjustments: bool
     """Whether any row's logits are changed before anything is drawn."""
     logit_bias: tuple[Tensor, Tensor] | None
     """(places in the flat logits, amounts) of logit_bias."""
     min_token_bans: list[MinTokensBan]
-    """Of each row with min_tokens and no constraint."""
+    """One for each row with min_tokens and no constraint."""
     constrained_rows: list[int]
     """Rows whose answer must match something."""
     penalised_rows: list[int]
@@ -99,27 +99,27 @@ class SamplingBatch:
     random_rows: IntArray
     """Rows that are not greedy."""
     mixed_seeds: npt.NDArray[np.uint64]
-    """Of the random rows, mixed."""
+    """Mixed seed of each of the `random_rows`."""
     settings: DrawSettings
-    """But for the numbers in [0, 1), which are each step's own."""
+    """Settings of the draw, without the uniform numbers, which differ in each step."""
     precomputed_uniforms: tuple[IntArray, Tensor] | None = None
     """(positions, [steps, rows] of these numbers): row i is of the step that is at i more than these positions."""
 
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """What the host knows of a step's sampling before there are logits."""
+    """Inputs of a step's sampling that the host knows before there are logits."""
 
     batch: SamplingBatch
     uniforms: Tensor
     """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
     banned_indices: Tensor | None
-    """Places in the flat logits."""
+    """Indices into the flat logits."""
     penalties: PenaltyStep | None
     mask_requests: list[MaskRequest]
-    """Of the constrained rows."""
+    """Requests for the masks of the constrained rows."""
     token_masks: Future[TokenMasks] | None = None
-    """What these may draw, once it is being made."""
+    """Masks of these rows, once they are being made."""
 
 
 class Sampler:
@@ -151,7 +151,7 @@ class Sampler:
         """The rows that min_tokens banned tokens of last, and the places of these."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """What is kept in these rows (None: in all) is not of the sequences that come there next."""
+        """Forget the state of these rows (None: of all), because other sequences get them next."""
         self._penalties.reset_rows(rows)
         if self._masks is not None:
             self._masks.reset_rows(rows)
@@ -323,13 +323,13 @@ class Sampler:
         return [*self._eos_token_ids, *params.stop_token_ids]
 
     def _to_flat_indices(self, row: int, tokens: list[int]) -> npt.NDArray[np.int64]:
-        """Of the row's tokens in the flat logits."""
+        """Return the indices of a row's tokens in the flat logits."""
         indices = np.array(tokens, np.int64)
         assert not len(indices) or 0 <= indices.min() <= indices.max() < self._vocab_size, "a token without a logit"
         return indices + row * self._vocab_size
 
     def _build_draw_settings(self, params: Rows[SamplingParams]) -> DrawSettings:
-        """Of all rows, with 0 as the number of each."""
+        """Build the draw settings of all rows, with 0 as each uniform number."""
         vocab, count = self._vocab_size, len(params)
         # Columns of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
         host_values = np.zeros((3, -(-count // 4) * 4), np.float32)

@@ -27,21 +27,20 @@ CACHE_BYTES_MAX = 4 << 30
 CACHE_TOKENS_MAX = 1 << 20
 """Without a flag a small model on a CPU does not fill that memory: enough is enough."""
 GPU_STEP_BYTES = 1 << 30
-"""What a step on a GPU is taken to need where it is not measured: in a dry run."""
+"""Memory of a step on a GPU, where it is not measured: in a dry run."""
 GPU_GRAPH_BYTES = 1 << 29
-"""Left for recorded decode steps."""
+"""Memory left for CUDA graphs of decode steps."""
 CPU_STEP_PRODUCTS = 4e11
-"""Of weights by numbers, in a step, a thread: 1.5 s of a core with AVX512-BF16."""
+"""Products of a weight and a number in a step, a thread: 1.5 s of a core with AVX512-BF16."""
 CPU_STEP_TOKENS_MIN = 256
-"""With fewer, reading the weights takes a good part of a step."""
+"""Fewest tokens of a step: with fewer, reading the weights takes a good part of it."""
 MASK_THREADS_MAX = 8
 LOAD_TIME_SHARE = 0.025
-"""Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room: they may take
-3 %, and not all of it is counted."""
+"""Share of a decode step on a CPU for copies of blocks from and to host memory: 3 % in truth, as not all is counted."""
 COPY_COST = 2
-"""What a copied byte costs, read and written, in bytes of weights that are only read."""
+"""Cost of a copied byte, which is read and written, in bytes of weights, which are only read."""
 BLOCK_COST_BYTES = 1_200_000
-"""What a block that is copied costs besides, planned and announced: some 50 us beside a small model."""
+"""Further cost of a copied block, to plan and announce it: some 50 us beside a small model."""
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -214,8 +213,10 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> int:
-    """Tokens that a step computes at most, as the flag says. Without it as many as a GPU is filled with; a CPU is
-    filled by far fewer, and all who decode wait for as long as a step takes: of a large model those of about a second.
+    """Return the most tokens that a step computes: those of the flag, or as many as fill a GPU.
+
+    Far fewer fill a CPU, and decoding sequences wait for the whole step, so a large model there takes the tokens of
+    about a second.
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
         return config.step_tokens_max
