@@ -155,4 +155,4 @@ def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:
 
 
 def _discard(events: Collection[Event]) -> None:
-    """Where events are off."""
+    """Drop events, where they are off."""

@@ -74,7 +74,7 @@ def serve_command(dry_run: bool, **parameters: Any) -> None:
 
 
 def describe_dry_run(config: EngineConfig) -> str:
-    """What --dry-run prints. Raises ValueError."""
+    """Return the text that --dry-run prints. Raises ValueError."""
     if config.simulate is not None:
         from simulation.spec import read_spec
 

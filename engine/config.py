@@ -1,7 +1,7 @@
-"""What the engine was told: frozen values, read once at the edge (the CLI or `LLM`), handed to every part.
+"""Settings of the engine: frozen values, read once at the edge (the CLI or `LLM`) and passed to every part.
 
-Nothing is derived here from a model or a machine; what is derived (the context length, the number of blocks) is a
-result of loading, reported in `messages.CoreInfo`, and never written back.
+Nothing here depends on a model or a machine. Values that do (the context length, the number of blocks) are results of
+loading, reported in `messages.CoreInfo`, and never written back.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What `engine serve` is told."""
+    """All settings of `engine serve`."""
 
     server: Annotated[ServerConfig, ROOT] = field(default_factory=ServerConfig)
     engine: Annotated[EngineConfig, ROOT] = field(default_factory=EngineConfig)

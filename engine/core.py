@@ -58,7 +58,7 @@ class OverlappingRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
-    """What computes the steps, made and measured: a model on its device, or the simulation of one."""
+    """A loaded and measured model that computes steps on its device, or the simulation of one."""
 
     cache_spec: CacheSpec
     unit_count: int
@@ -77,22 +77,22 @@ class Executor:
     step_tokens_max: int
     """In one step, at most."""
     overlaps_steps: bool = False
-    """Whether the runner is `OverlappingRunner`, and shall be used so."""
+    """Whether the runner is an `OverlappingRunner` and steps overlap."""
     host_unit_count: int = 0
-    """Of host memory under the cache."""
+    """Units of host memory under the cache."""
     load_bytes_max: int | None = None
-    """That a step with decodes brings back from there; None: however much is asked for."""
+    """Most bytes that a step with decodes loads from host memory; None: no limit."""
     get_copy_s: Callable[[], float] = lambda: 0.0
     """Time spent on copies to host memory and back, where the steps wait for them."""
     target_prefill_tokens: int | None = None
-    """As `SchedulerConfig` has it."""
+    """The field of `SchedulerConfig`."""
     script_turns: tuple[ScriptTurn, ...] = ()
-    """What is said turn by turn, where steps are simulated; empty: whatever comes."""
+    """Answers turn by turn, where steps are simulated; empty: random text."""
     sleep: Callable[[int], None] = lambda level: None
-    """Give memory back, while nothing runs: 1 the cache's, and the device's of the weights; 2 the weights too. Raises
-    ValueError where that cannot be. What was cached is gone."""
+    """Free memory while nothing runs: level 1 the cache and the weights on the device, level 2 all weights.
+    The cache is lost. Raises ValueError where that is impossible."""
     wake: Callable[[], None] = lambda: None
-    """Take it again, and load dropped weights. Raises ValueErrors, OSError, MemoryError; it sleeps on then."""
+    """Allocate it again and load dropped weights. Raises ValueError, OSError, MemoryError and sleeps on."""
     reload_weights: Callable[[str | None], None] = lambda path: None
     """Compute with the weights of this checkpoint's folder, or None: of the last one, from now on. Raises as `wake`;
     the weights are then the old ones."""
@@ -103,9 +103,9 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 
     step_count: int = 0
     step_s: float = 0.0
-    """What they should have taken."""
+    """Seconds that the steps should have taken."""
     lag_s: float = 0.0
-    """Sum over the steps, of each one's end after it was due."""
+    """Sum of the seconds by which steps ended late."""
     lag_s_max: float = 0.0
 
 
@@ -121,11 +121,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int
     """Prompt tokens looked up."""
     prefix_cache_hits: int
-    """Prompt tokens found."""
+    """Prompt tokens found in the cache."""
     host_cache_hits: int
-    """Of these, found in host memory."""
+    """Prompt tokens found in host memory, also counted in `prefix_cache_hits`."""
     host_cache_usage: float
-    """Share of the host memory under the cache that holds something, 0 .. 1; 0 without any."""
+    """Used share of the host memory under the cache, 0 .. 1; 0 without host memory."""
     host_stored_bytes: int
     host_loaded_bytes: int
     host_copy_s: float
@@ -175,11 +175,11 @@ class EngineCore:
         self._grammars = grammars
         self._get_copy_s = get_copy_s
         self._compiling_requests: dict[str, _CompilingRequest] = {}
-        """Requests whose grammar is being compiled."""
+        """Requests that wait for their grammar to be compiled, by id."""
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
-        """Steps that failed since one was computed."""
+        """Failed steps since the last one that was computed."""
 
     @property
     def has_work(self) -> bool:
@@ -211,8 +211,9 @@ class EngineCore:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> Collection[SequenceOutput]:
-        """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
-        nothing to begin; what that one added to each request. Raises RunnerLostError.
+        """Plan and begin a step, then wait for the oldest in flight, if no further step may begin or there is none.
+
+        Returns the outputs of the step that was waited for. Raises RunnerLostError.
         """
         rejected = self._add_compiled() if self._compiling_requests else []
         plan = self.scheduler.schedule()
@@ -226,7 +227,7 @@ class EngineCore:
         return [*rejected, *outputs] if rejected else outputs
 
     def _add_compiled(self) -> list[SequenceOutput]:
-        """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
+        """Queue the requests that have their grammar; return the last outputs of those that cannot be served."""
         if not self.scheduler.has_work:
             wait({entry.grammar_future for entry in self._compiling_requests.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
         compiled_ids = [

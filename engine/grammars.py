@@ -1,9 +1,9 @@
-"""Grammars that answers must match, compiled by llguidance: off the step, bounded, kept for who asks again.
+"""Compile the grammars that answers must match, with llguidance: outside of steps, bounded and cached.
 
 A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check_grammar` runs
 first, in a process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while.
-What has passed is compiled once more in the core, on a thread, by `GrammarCompiler`. While an answer grows every mask
-has limits too, and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
+A grammar that has passed is compiled again in the core, on a thread, by `GrammarCompiler`. Each mask has limits too,
+and a matcher that exceeds one fails for good, with an error for its request. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 GRAMMARS_MAX = 256
 GRAMMAR_CHARS_MAX = 16 << 20
-"""Compiled grammars that are kept, and of their texts together; the ones used last."""
+"""Most characters of all cached grammars; `GRAMMARS_MAX` bounds their number."""
 _POSITION_PREFIX = re.compile(r"^at \d+\(\d+\): ")
-"""Where in a grammar that no client has written."""
+"""Position in the generated grammar, which no client has written."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
 """Lines that show a grammar, or point at a place in it."""
 _ERROR_PREFIX = "failed to compile JSON schema: "
@@ -92,10 +92,10 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Of one core. `close` it."""
+    """Compiles and caches the grammars of one core. Must be closed."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
-        """`load`: makes the vocabulary, on the thread of these."""
+        """`load`: makes the vocabulary; called on the compiling thread."""
         self._compile_executor = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load_vocabulary = load
@@ -173,7 +173,7 @@ def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
 
 
 def summarize_error(matcher: LLMatcher) -> str:
-    """What is wrong with it, in a line: the compiler's words without the grammar that they are about."""
+    """Return the matcher's error in one line, without the excerpts of the grammar."""
     lines = _POSITION_PREFIX.sub("", matcher.get_error()).splitlines()
     message = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
     return message.removeprefix(_ERROR_PREFIX)[:ERROR_CHARS_MAX] or "unknown error"

@@ -63,7 +63,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """Outputs of one prompt."""
 
     request_id: str
     prompt: str | None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BUILTIN_PRESET = "tiny"
 CPU_TARGET_PREFILL_TOKENS = 256
-"""Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
+"""Prefill chunk of CPUs without bf16 in hardware, which multiply at their full rate from a few rows on."""
 
 
 def resolve_model(model: str | None) -> tuple[str, Path]:

@@ -1,4 +1,4 @@
-"""What the HTTP process and the core process say to each other, and how messages are framed on their socket.
+"""Messages between the HTTP process and the core process, and their frames on the socket.
 
 A frame is a 4-byte big-endian length and a msgpack message. Both ends are ours and start together, so the format has
 no versions. Pure: no sockets here.
@@ -22,7 +22,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading found out; sent once, when the core is ready to serve."""
+    """Results of loading, sent once, when the core is ready to serve."""
 
     model_name: str
     """The name it was given, or the built-in model's; served as such unless --served-model-name says otherwise."""
@@ -40,13 +40,13 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of /kv_event_sources."""
     prefix_caching: bool = True
     prefill_order: str = "shortest"
-    """Whose prompt is computed first (`engine.prefill_queue`)."""
+    """Order in which prompts are computed (`engine.prefill_queue`)."""
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
     no_constraint_reason: str | None = None
-    """Why no answer can be made to match anything; None: it can."""
+    """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
-    """What is said turn by turn, where steps are simulated; empty: whatever comes."""
+    """Answers turn by turn, where steps are simulated; empty: random text."""
 
 
 # HTTP -> core
@@ -68,9 +68,9 @@ class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
     call_id: int
     operation: Literal["sleep", "wake", "reload"]
     level: int = 1
-    """Of sleep: 1 keeps the weights, 2 drops them too."""
+    """Level of `sleep`: 1 keeps the weights, 2 drops them too."""
     path: str | None = None
-    """Of reload: a checkpoint's folder; None: the one that was loaded last."""
+    """Checkpoint folder of `reload`; None: the one that was loaded last."""
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):

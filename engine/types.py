@@ -75,12 +75,12 @@ class FinishReason(str, enum.Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """What an answer must match."""
+    """Grammar that an answer must match."""
 
     lark_grammar: str
-    """Its grammar."""
+    """The grammar in llguidance's dialect of Lark."""
     param: str
-    """The field that asked for it, for errors."""
+    """Field of the request that asks for it, for errors."""
     source_json: bytes = b""
     """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
     reasoning_start_token: TokenIdField | None = None
@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: LogprobCount | None = None
     n: Samples = 1
     structured_outputs: StructuredOutputs | None = None
-    """What the answer must match, as a program says it: `LLM` makes the constraint of it."""
+    """Constraint as programs write it, from which `LLM` makes `constraint`."""
     constraint: Constraint | None = None
 
 
@@ -146,7 +146,7 @@ def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """What one step added to one request. `finish_reason` is set exactly once, on the last output."""
+    """Output that one step added to one request. `finish_reason` is set once, on the last output."""
 
     request_id: str
     token_ids: list[int]
@@ -194,11 +194,11 @@ class Sequence:
     computed_tokens: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
-    """Of the prompt's hit when it was admitted last, what came from host memory."""
+    """Tokens of the last prefix hit that came from host memory."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
     """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
     table_version: int = 0
-    """How often they were made anew, or anything in them was replaced that a kernel may read."""
+    """Number of changes of `block_tables` that a kernel could read, besides appended blocks."""
     state_unit: UnitId | None = None
     """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
     preemptions: int = 0
@@ -250,7 +250,7 @@ class LazyDecodeChunks(Items[Chunk]):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the runner does in one step. Chunks are ordered so that a block's owner stands before its sharers."""
+    """Work of the runner in one step. A chunk that computes a block stands before the chunks that share the block."""
 
     chunks: Items[Chunk]
     state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
@@ -260,16 +260,16 @@ class StepPlan:
     state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
     """(source sequence state, destination checkpoint), copied after the step's compute."""
     block_copies: list[BlockCopy] = field(default_factory=list)
-    """Of compactions, and to and from host memory: done in this order, before everything else."""
+    """Copies of compactions, and to and from host memory, done in this order before everything else."""
     continues_previous: bool = False
-    """Each chunk is fed by the same chunk of the plan before."""
+    """Whether each chunk computes the token that the same chunk of the previous plan samples."""
     table_version: int | None = None
-    """How often `Sequence.table_version` was counted up, of all sequences; None: not known."""
+    """Sum of all increments of `Sequence.table_version`; None: unknown."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found; `sampled[i]` belongs to `plan.chunks[i]` and is None where that chunk samples nothing."""
+    """Result of a step: `sampled_tokens[i]` is the token of `plan.chunks[i]`, None where that chunk samples none."""
 
     sampled_tokens: list[int | None]
     logprobs_by_chunk: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -36,15 +36,15 @@ THREAD_BYTES_MAX = 64 << 10
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
-"""Of a process."""
+"""Most memory of a process."""
 GRAMMAR_CHARS_MAX = 1 << 20
 GRAMMAR_CPU_S_MAX = 2
-"""Of the process that checks one."""
+"""CPU time of the process that checks a grammar."""
 GRAMMAR_S_MAX = 60.0
-"""With the start of that process, on a machine that has much else to do."""
+"""Time for that check with the start of its process, on a busy machine."""
 GRAMMAR_BYTES_MAX = 1 << 30
 GRAMMAR_STACK_BYTES_MAX = 1 << 20
-"""Less than any thread of the core has: what is too deep for that one is too deep here."""
+"""Stack of that process, smaller than that of any thread of the core, so that a grammar too deep there fails here."""
 CHECKED_GRAMMARS_MAX = 4096
 """Grammars that are known to be good."""
 
@@ -64,10 +64,10 @@ class BodyReader:
         )
         self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
-        """Digest of a grammar that is good -> as it is to be compiled."""
+        """Digest of a checked grammar -> the grammar to compile."""
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0) -> T:
-        """What `parse` makes of a body. `extra_bytes`: bytes that it reads besides. Raises RequestError."""
+        """Return the result of `parse` on a body. `extra_bytes`: further bytes that it reads. Raises RequestError."""
         size = len(data) + extra_bytes
         if size <= INLINE_BYTES_MAX:
             return parse(data, self._tokenizer, self._limits)

@@ -1,7 +1,7 @@
-"""What the HTTP process counts, and the Prometheus page in vLLM's metric names.
+"""Counters of the HTTP process, and the Prometheus page in vLLM's metric names.
 
-Counting must cost next to nothing (it happens for every token), so histograms are a bisect and an addition here and
-become prometheus objects only when the page is asked for. Knows the core only by its last `EngineStats`.
+Counting happens for every token and must cost next to nothing, so a histogram is a bisect and an addition here, and
+becomes a prometheus object only when the page is requested. Knows the core only by its last `EngineStats`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RequestClock:
 
 
 class CoreReport(Protocol):
-    """What the core told last; None before, and of what it does not have."""
+    """Last reports of the core; None before the first, and for parts that the core does not have."""
 
     stats: EngineStats | None
     publisher_stats: PublisherStats | None
@@ -138,7 +138,7 @@ class MetricsPage:
         return generate_latest(scrape)
 
     def collect(self) -> Iterator[Metric]:
-        """What `generate_latest` asks of a registry."""
+        """Yield all metrics, as `generate_latest` expects of a registry."""
         core_report = self._core_report
         if core_report.stats is not None:  # else the core has not said anything yet
             yield from self._iter_core_metrics(core_report.stats)

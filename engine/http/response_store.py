@@ -27,7 +27,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Of one server."""
+    """Stored responses of one server, the ones used last."""
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max

@@ -78,7 +78,7 @@ def served_paths(app: web.Application) -> list[str]:
 
 
 async def about(request: web.Request) -> web.Response:
-    """What answers at this address, for people and for clients that look whether anybody is there."""
+    """Answer GET / with the program, its version and its paths."""
     paths = served_paths(request.app)
     return json_response({"name": "blockcast engine", "version": __version__, "paths": paths})
 

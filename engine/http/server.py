@@ -54,19 +54,19 @@ log = logging.getLogger("engine.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
-"""What needs no API key: probes, and what a router asks a worker before it has any."""
+"""Paths that need no API key: probes, and requests of a router that has none yet."""
 PROBED_PATHS = OPEN_PATHS | {"/v1/models", "/is_sleeping"}
-"""What routers, probes and scrapers ask each second."""
+"""Paths that routers, probes and scrapers request each second."""
 OPERATOR_HANDLERS = frozenset({reset_prefix_cache, weights.sleep, weights.wake_up, weights.collective_rpc})
-"""What changes the engine for everybody: no client's key opens it."""
+"""Handlers that change the engine for all clients: a client's key does not open them."""
 CONNECTIONS_MAX = 4096
-"""Where --max-connections says nothing."""
+"""Default of --max-connections."""
 OTHER_FILE_DESCRIPTORS = 64
 """File descriptors of everything but clients' connections."""
 KEEPALIVE_S = 120.0
-"""A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
+"""Time after which a connection without a complete head of a request is closed."""
 DEATH_GRACE_S = 1.0
-"""Between the core's death and the end of the process: for the last answers to leave."""
+"""Time between the core's death and the end of the process, for the last answers to leave."""
 
 
 def build_app(state: ServerState) -> web.Application:

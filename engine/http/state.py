@@ -1,6 +1,6 @@
-"""What all handlers share: the loaded model's facts, the client of the core, counters, and who may come in.
+"""State that all handlers share: facts of the loaded model, the client of the core, counters, and admission.
 
-Owns admission (model name, queue limit, draining, a dead core) and nothing of how answers look.
+Owns admission (model name, queue limit, draining, a dead core), and nothing of the format of answers.
 """
 
 from __future__ import annotations

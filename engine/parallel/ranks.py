@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
 """Longest wait of one rank for another inside a step: kernels are compiled in a first one."""
 GRACE_S = 5.0
-"""What a process that should end, or a step whose partner is gone, gets before it is ended."""
+"""Time for a process to end by itself, or for a step without its partner, before it is killed."""
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -290,7 +290,7 @@ class Leader:
             self._step_lock.release()
 
     def _find_exit_reason(self) -> str | None:
-        """Of the follower that is gone; one that was killed before one that then failed."""
+        """Return the reason why a follower exited; one that was killed comes before one that failed after it."""
         exited = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
         return (
             min(exited, key=lambda status_and_follower: status_and_follower[0])[1].describe_exit() if exited else None

@@ -71,7 +71,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """What has arrived since the last call, at least one output; ends when every sequence has finished."""
+        """Return the outputs since the last call, at least one; ends when every sequence has finished."""
         while not self._pending_output_by_id:
             if self._error is not None:
                 raise self._error

@@ -32,7 +32,7 @@ class LogprobBudget:
 
 
 class LogprobShare:
-    """What one request holds. `close` it."""
+    """Share of the budget that one request holds. Must be closed."""
 
     def __init__(self, budget: LogprobBudget) -> None:
         self._budget = budget

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 CLOSING_TEXTS = ('"', "}", "]", ",")
-"""What ends a part of JSON, strings first, as brackets may stand in them: said where the grammar lets it."""
+"""Texts that end a part of JSON, strings first, as these may hold brackets: chosen where the grammar allows it."""
 TAG_END = "\n</parameter>\n"
-"""What ends an argument that stands without quotation marks: in it all of these may stand."""
+"""End of an argument without quotation marks, which may hold all `CLOSING_TEXTS`."""
 DEFAULT_ANSWER_TOKENS = 12
 """Tokens of an answer that could end at any time, where the simulation names no length."""
 MAX_CANDIDATES = 64
@@ -32,7 +32,7 @@ class _MatcherState:
     matcher: LLMatcher
     read_token_count: int = 0
     forced_token_ids: list[int] = field(default_factory=list)
-    """What must follow, as the tokenizer writes it, so that the next prompt is a prefix hit; the next token last."""
+    """Tokens that must follow, in reverse, as the tokenizer writes them, so that the next prompt is a prefix hit."""
 
 
 class ConstrainedAnswers:

@@ -22,7 +22,7 @@ WORD_COUNT = 256
 _WORD_PATTERN = re.compile(r" [a-z]{3,12}")
 _MAX_PROBED_TOKENS = 20_000
 BLOCKS_MAX = 10_000_000
-"""Of the cache, and of host memory: nothing lies in one, but what is known of it takes 250 bytes and 7 us."""
+"""Most blocks of the cache, and of host memory: a simulated block is empty, but its record takes 250 bytes and 7 us."""
 
 
 def tokenizer_folder(model: str | None) -> tuple[str, Path]:

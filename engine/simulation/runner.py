@@ -19,16 +19,17 @@ from simulation.steps import StepTimes
 
 REPORT_S = 10.0
 RESYNC_LAG_S = 1.0
-"""More than so much behind, the timeline begins anew: steps do not race to catch up."""
+"""Lag after which the timeline begins anew, so that steps do not race to catch up."""
 LAG_WARNING_SHARE = 0.05
-"""Of the step time: later than that in the mean is a warning."""
+"""Mean lag, as a share of the step time, above which there is a warning."""
 
 log = logging.getLogger("engine.simulation")
 
 
 def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
-    """What a step takes: its decodes, each chunk of prefill after what is computed of its sequence, and the blocks that
-    come back from host memory. What goes there is copied beside it.
+    """Return the seconds of a step: its decodes, its chunks of prefill, and blocks loaded from host memory.
+
+    Blocks that are stored to host memory are copied beside the step.
     """
     decode_count = context_tokens = 0
     prefill_s = 0.0

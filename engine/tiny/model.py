@@ -44,7 +44,7 @@ _NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
     # Norms after a branch decide there how loud it is, whatever its last matrix does.
     "gemma3_text": (("q_norm", 3.0), ("post_attention", 5.0), ("post_feedforward", 4.0)),
 }
-"""What is added to norm weights, by part of their name: the same two aims where a norm undoes a matrix's gain."""
+"""Part of a norm weight's name -> value added to it: the same two aims where a norm undoes a matrix's gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Recipe:
     seed: int = 0
     tie_embeddings: bool = True
     max_shard_size: str = "1000GB"
-    """Of a weights file."""
+    """Largest weights file."""
 
 
 PRESETS = {
