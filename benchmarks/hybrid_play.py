@@ -7,29 +7,16 @@ are kept where the engine keeps them: where a prompt leaves what is known, at it
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any, cast
+from typing import cast
 
 import _path  # noqa: F401
 
+from engine.cache.blocks import BlockKey
 from engine.cache.kv_cache import KVCache
-from engine.cache.nodes import BlockKey
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 
 CHUNK_TOKENS_MAX = 8192
-
-
-class _PromptKeys:
-    """`BlockHasher` for prompts that are nothing but names."""
-
-    def __init__(self) -> None:
-        self.prompt: list[BlockKey] = []
-
-    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
-        return self.prompt
-
-    def discard(self, seq: Sequence) -> None:
-        """There is one prompt at a time."""
 
 
 class HybridCache:
@@ -42,8 +29,8 @@ class HybridCache:
         assert spec.blocks_per_unit(0) == state_blocks
         units = max(2, capacity // state_blocks)
         self.cache = KVCache(spec, units, step_tokens_max=CHUNK_TOKENS_MAX, adaptive_eviction=adaptive)
-        self._hasher = _PromptKeys()
-        self.cache._hasher = cast(Any, self._hasher)
+        self._prompt: list[BlockKey] = []
+        self.cache._hasher.block_keys = lambda seq, count: self._prompt  # type: ignore[method-assign]
         self._blocks: dict[int, BlockKey] = {}
         self.refused_prompts = 0
         """Prompts that were longer than the whole cache."""
@@ -52,7 +39,7 @@ class HybridCache:
         """Serve a prompt that goes on by less than a block; how many of its leading blocks were resumed from."""
         cache, size = self.cache, self.cache.block_size
         blocks = self._blocks
-        self._hasher.prompt = [blocks.get(n) or blocks.setdefault(n, BlockKey(n, b"", None, None)) for n in names]
+        self._prompt = [blocks.get(n) or blocks.setdefault(n, BlockKey(n, b"", None, None)) for n in names]
         length = size * len(names) + 1
         request = Request(request_id="r", token_ids=[], params=SamplingParams())
         tokens = cast("list[int]", range(length))  # only their number is asked for

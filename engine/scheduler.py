@@ -146,7 +146,7 @@ class Scheduler:
         """Of the last plan."""
         self._ended_sequences: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
-        self._growth_reserve_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
+        self._growth_reserve_blocks = cache.growth_reserve_blocks
 
     # ------------------------------------------------------------------ questions
 
@@ -270,8 +270,12 @@ class Scheduler:
 
         None changes nothing but what it would change too: some have memory for their next token.
         """
-        host_loads = self.cache.host_loads
-        if self._ended_sequences or host_loads or self._can_admit or self._running_entries != decode_batch.entries:
+        if (
+            self._ended_sequences
+            or self.cache.has_unplanned_loads
+            or self._can_admit
+            or self._running_entries != decode_batch.entries
+        ):
             return None
         for entry in decode_batch.entries_to_grow:
             position = entry.seq.computed_tokens
@@ -281,8 +285,7 @@ class Scheduler:
         entries_to_check = decode_batch.finish_growing()
         if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in entries_to_check):
             return None
-        if host_loads is not None:
-            host_loads.begin_step(has_decodes=True)
+        self.cache.plan_loads(has_decodes=True)
         if self._waiting_queue:  # for a seat
             self._waiting_queue.add_work(self._prefill_budget(len(decode_batch.entries)))
         chunks = decode_batch.make_chunks(token_on_device=bool(self._plans_in_flight))
@@ -388,18 +391,17 @@ class Scheduler:
     @property
     def _uses_shared_prefixes(self) -> bool:
         """Whether it matters what prompts have in common."""
-        return self._waiting_queue.is_shortest_first or self.cache.spec.state is not None
+        return self._waiting_queue.is_shortest_first or self.cache.has_states
 
     def _plan_chunks(self) -> dict[RequestEntry, Chunk]:
         """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustDrain."""
         draft = _PlanDraft()
-        started_prefills, host_loads = self._plan_decodes(draft), self.cache.host_loads
+        started_prefills = self._plan_decodes(draft)
         decode_count = len(draft.chunks)
         draft.token_budget = budget = self.config.max_num_batched_tokens - decode_count
         if self.config.target_prefill_tokens is not None:
             draft.admission_min_tokens = max(1, budget - self.config.target_prefill_tokens + 1)
-        if host_loads is not None:
-            host_loads.begin_step(has_decodes=bool(draft.chunks))
+        self.cache.plan_loads(has_decodes=bool(draft.chunks))
         for entry in self._waiting_queue.sort_started(entry for entry in started_prefills if entry.seq in self.cache):
             if self._waiting_queue.is_shortest_first:
                 self._admit_waiting(draft, entry)
@@ -423,7 +425,7 @@ class Scheduler:
 
     def _plan_decodes(self, draft: _PlanDraft) -> list[RequestEntry]:
         """Chunks for those who decode. Who does not, yet."""
-        block_size, host_loads, chunks = self.cache.block_size, self.cache.host_loads, draft.chunks
+        block_size, chunks = self.cache.block_size, draft.chunks
         prefills: list[RequestEntry] = []
         for entry in list(self._running_entries):
             seq = entry.seq
@@ -432,7 +434,7 @@ class Scheduler:
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == token_count)
             elif entry.has_ended or start == token_count == entry.length_max - 1:
                 pass  # nothing is left to do but to apply what is out
-            elif token_count - start > 1 or (host_loads and seq in host_loads):
+            elif token_count - start > 1 or self.cache.is_loading(seq):
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == token_count)
@@ -442,8 +444,8 @@ class Scheduler:
 
     def _continue_prefill(self, entry: RequestEntry, draft: _PlanDraft) -> None:
         """A chunk for a prompt that was begun."""
-        seq, host_loads = entry.seq, self.cache.host_loads
-        if seq not in self.cache or (host_loads and seq in host_loads):  # preempted meanwhile, or waits
+        seq = entry.seq
+        if seq not in self.cache or self.cache.is_loading(seq):  # preempted meanwhile, or waits
             return
         end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
         if self._grow_or_preempt(entry, end, draft):
@@ -491,9 +493,7 @@ class Scheduler:
 
     def _find_loading_entries(self, chunks_by_entry: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
-        if self.cache.host_loads is None or not self.cache.host_loads.planned_loads:
-            return []
-        seqs = {load.seq for load in self.cache.host_loads.planned_loads if load is not None}
+        seqs = self.cache.list_loading_sequences()
         return [entry for entry in self._running_entries if entry.seq in seqs and entry not in chunks_by_entry]
 
     def _undo_unexecuted_step(self, entry: RequestEntry, start: int) -> None:
@@ -555,7 +555,7 @@ class Scheduler:
         if not seq.preemptions:
             seq.cached_tokens = seq.computed_tokens
             self._add_prompt_totals(seq, 1)
-        if self.cache.host_loads and seq in self.cache.host_loads:
+        if self.cache.is_loading(seq):
             return
         end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
         has_memory = self.cache.grow(seq, end)
@@ -608,8 +608,7 @@ class Scheduler:
         if entry.last_plan_number > self._applied_plan_count:
             entry.has_ended, entry.next_check_position = True, 0
             self._ended_sequences.add(entry.seq)
-            if self.cache.host_loads is not None:
-                self.cache.host_loads.cancel(entry.seq)
+            self.cache.cancel_loads(entry.seq)
         else:
             self._remove(entry)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from engine.cache.nodes import BlockKey
+from engine.cache.blocks import BlockKey
 from engine.types import Sequence
 from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
@@ -25,6 +25,8 @@ _NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
 
 class BlockHasher:
     """What the blocks of each sequence are called."""
+
+    names_blocks = True
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -51,6 +53,21 @@ class BlockHasher:
             keys.append(BlockKey(hash_, packed_tokens[index * stride : (index + 1) * stride], announced_keys, lora))
         return keys
 
+    def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> tuple[int, int]:
+        """(number of leading blocks that both have, hash of the last of them), leaving each a token to compute."""
+        max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
+        keys, other_keys = self.block_keys(seq, max_blocks), self.block_keys(other_seq, max_blocks)
+        if not max_blocks or keys[0].hash != other_keys[0].hash:
+            return 0, 0
+        min_blocks = 1
+        while min_blocks < max_blocks:  # chained hashes: equal at i means equal up to i
+            middle = (min_blocks + max_blocks + 1) // 2
+            if keys[middle - 1].hash == other_keys[middle - 1].hash:
+                min_blocks = middle
+            else:
+                max_blocks = middle - 1
+        return min_blocks, keys[min_blocks - 1].hash
+
     def hashed_keys(self, seq: Sequence) -> Items[BlockKey]:
         """Names that were asked for before."""
         return self._keys_by_sequence.get(seq, ())
@@ -58,3 +75,15 @@ class BlockHasher:
     def discard(self, seq: Sequence) -> None:
         """Drop what is remembered of a request that is gone for good."""
         self._keys_by_sequence.pop(seq, None)
+
+
+class NoNames(BlockHasher):
+    """Prefix caching is off: no block has a name."""
+
+    names_blocks = False
+
+    def __init__(self) -> None:
+        super().__init__(block_size=1)
+
+    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
+        return []

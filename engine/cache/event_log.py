@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from engine.cache.nodes import Node
+from engine.cache.blocks import Node
 from engine.cache.spec import MAMBA, CacheSpec
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids

@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.cache.blocks import Block, Node
 from engine.cache.host_tier import HostTier
-from engine.cache.nodes import Node
-from engine.cache.pool import Block
 from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence
 
@@ -29,14 +29,26 @@ STEPS_WITHOUT_LOAD_MAX = 3
 """Beside decodes, without a copy for those who wait, where one block takes more than the bound."""
 
 
-class HostLoad(NamedTuple):
+class HostHit(NamedTuple):
+    """A block of a prompt's hit that only host memory has."""
+
+    group: int
+    node: Node
+    host_block: Block
+    """It is pinned."""
+
+
+@dataclass(slots=True, eq=False)
+class HostLoad:
     """A copy from host memory for a sequence."""
 
     seq: Sequence
-    block: Block[Node]
+    block: Block
     """The device's."""
-    host_block: Block[Node]
+    host_block: Block
     """It is pinned until the load is over."""
+    is_cancelled: bool = False
+    """It was taken back after it was planned: it is done in vain."""
 
 
 class HostLoadQueue:
@@ -56,10 +68,10 @@ class HostLoadQueue:
         self._step_bytes_left = math.inf
         self._unplanned_loads_by_sequence: dict[Sequence, list[HostLoad]] = {}
         """Not planned yet, the last first."""
-        self.unplanned_blocks: set[Block[Node]] = set()
+        self.unplanned_blocks: set[Block] = set()
         """The device's, of these."""
-        self.planned_loads: list[HostLoad | None] = []
-        """Of the plan being made, parents first; None for one that was taken back."""
+        self.planned_loads: list[HostLoad] = []
+        """Of the plan being made, parents first."""
 
     def __contains__(self, seq: Sequence) -> bool:
         """Whether copies for `seq` are left to plan."""
@@ -89,7 +101,7 @@ class HostLoadQueue:
         for seq in list(self._unplanned_loads_by_sequence):
             self._plan_loads(seq)
 
-    def add(self, seq: Sequence, block_pairs: list[tuple[Block[Node], Block[Node]]]) -> None:
+    def add(self, seq: Sequence, block_pairs: list[tuple[Block, Block]]) -> None:
         """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
         if block_pairs:
             self._unplanned_loads_by_sequence[seq] = [
@@ -98,13 +110,13 @@ class HostLoadQueue:
             self.unplanned_blocks.update(block for block, _ in block_pairs)
             self._plan_loads(seq)
 
-    def load_now(self, block: Block[Node]) -> None:
+    def load_now(self, block: Block) -> None:
         """Somebody is about to share this block: if its copy is not planned, all of its sequence's are now."""
         if block in self.unplanned_blocks:
             seq = next(
                 seq
                 for seq, loads in self._unplanned_loads_by_sequence.items()
-                if any(block is loaded_block for _, loaded_block, _ in loads)
+                if any(load.block is block for load in loads)
             )
             self._plan_loads(seq, ignore_limit=True)
 
@@ -114,44 +126,47 @@ class HostLoadQueue:
         A copy in that plan is done in vain: its block is overwritten by whoever has it next.
         """
         loads = self._unplanned_loads_by_sequence.pop(seq, [])
-        for _, block, _ in loads:
-            self.unplanned_blocks.discard(block)
-            self._host_tier.flush_before_overwrite(block)
+        for load in loads:
+            self.unplanned_blocks.discard(load.block)
+            self._host_tier.flush_before_overwrite(load.block)
         self.rollback(loads[::-1])
-        for index, load in reversed(list(enumerate(self.planned_loads))):
-            if load is not None and load.seq is seq:
+        for load in reversed(self.planned_loads):
+            if load.seq is seq and not load.is_cancelled:
                 self.rollback([load])
-                self.planned_loads[index] = None
+                load.is_cancelled = True
 
-    def take_planned(self) -> list[HostLoad | None]:
+    def list_planned_sequences(self) -> set[Sequence]:
+        """Sequences that the plan being made copies something for."""
+        return {load.seq for load in self.planned_loads if not load.is_cancelled}
+
+    def take_planned(self) -> list[HostLoad]:
         """The plan is made: its copies."""
         loads, self.planned_loads = self.planned_loads, []
         return loads
 
-    def commit(self, loads: list[HostLoad | None]) -> None:
+    def commit(self, loads: list[HostLoad]) -> None:
         """They are done: announce the blocks."""
         for load in loads:
-            if load is not None:
-                _, block, host_block = load
-                if block.node is not None:
-                    self._tree.commit(block)
-                    self._host_tier.finish_promotion(host_block)
-                else:  # a sequence's own state, or the cache was reset meanwhile
-                    self._host_tier.unpin_state(host_block)
+            if load.is_cancelled:
+                continue
+            if load.block.node is not None:
+                self._tree.commit(load.block)
+                self._host_tier.finish_promotion(load.host_block)
+            else:  # a sequence's own state, or the cache was reset meanwhile
+                self._host_tier.unpin_state(load.host_block)
 
-    def rollback(self, loads: Items[HostLoad | None]) -> None:
+    def rollback(self, loads: Items[HostLoad]) -> None:
         """They were not done."""
         for load in reversed(loads):
-            if load is not None:
-                _, block, host_block = load
-                if block.node is not None:
-                    self._tree.detach_pending(block)
-                self._host_tier.unpin(host_block)
+            if not load.is_cancelled:
+                if load.block.node is not None:
+                    self._tree.detach_pending(load.block)
+                self._host_tier.unpin(load.host_block)
 
-    def pinned_host_blocks(self) -> list[Block[Node]]:
+    def pinned_host_blocks(self) -> list[Block]:
         """Blocks of the host that are held for copies which no step has yet."""
-        host_blocks = [host_block for loads in self._unplanned_loads_by_sequence.values() for _, _, host_block in loads]
-        return host_blocks + [load.host_block for load in self.planned_loads if load is not None]
+        unplanned_loads = [load for loads in self._unplanned_loads_by_sequence.values() for load in loads]
+        return [load.host_block for load in unplanned_loads + self.planned_loads if not load.is_cancelled]
 
     def _plan_loads(self, seq: Sequence, *, ignore_limit: bool = False) -> None:
         loads = self._unplanned_loads_by_sequence[seq]
@@ -159,18 +174,18 @@ class HostLoadQueue:
             if self._step_bytes_left <= 0 and not ignore_limit:
                 return
             load = loads.pop()
-            _, block, host_block = load
+            block = load.block
             if not ignore_limit:
                 self._step_bytes_left -= sum(
                     self._block_bytes_by_kind[kind] for kind in (block.kind, *self._host_tier.kinds_to_flush(block))
                 )
-            self._host_tier.plan_load(host_block, block)
+            self._host_tier.plan_load(load.host_block, block)
             self.unplanned_blocks.discard(block)
             self.planned_loads.append(load)
         del self._unplanned_loads_by_sequence[seq]
 
     def check_invariants(self) -> None:
-        blocks = [block for loads in self._unplanned_loads_by_sequence.values() for _, block, _ in loads]
+        blocks = [load.block for loads in self._unplanned_loads_by_sequence.values() for load in loads]
         assert all(self._unplanned_loads_by_sequence.values())
         assert len(blocks) == len(self.unplanned_blocks)
         assert set(blocks) == self.unplanned_blocks

@@ -15,104 +15,41 @@ alternate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import EventLog
-from engine.cache.nodes import BlockKey, Node
-from engine.cache.pool import Block
-from engine.cache.spec import CacheSpec
-
-FULL_KIND = 0
-"""The kind of the full-attention group: the one whose chain of blocks carries everything else."""
-
-
-class DeviceEvictionOrder:
-    """Eviction order of the device's blocks. `blocks_per_state`: attention blocks in the room of a state."""
-
-    def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
-        self._order = order
-        self._blocks_per_state = blocks_per_state
-
-    def mark_cached(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        if block.kind == FULL_KIND:
-            self._order.mark_cached(block.node)
-        elif block.is_superseded:
-            assert block.state_value is not None
-            self._order.add_superseded_state(block.node, block.state_value / self._blocks_per_state)
-
-    def mark_used(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        if block.kind == FULL_KIND:
-            self._order.mark_used(block.node)
-        else:
-            self._order.mark_state_used(block.node)
-
-    def select_victim(self) -> Block[Node] | None:
-        node = self._order.select_state_victim()
-        if node is not None:
-            return node.blocks[-1]
-        node = self._order.select_victim()
-        return None if node is None else node.blocks[FULL_KIND]
-
-
-class HostEvictionOrder:
-    """Eviction order of the blocks in host memory."""
-
-    def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
-        self._order = order
-        self._blocks_per_state = blocks_per_state
-
-    def mark_cached(self, block: Block[Node]) -> None:
-        node = block.node
-        assert node is not None
-        if block.kind != FULL_KIND:
-            assert block.state_value is not None
-            if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._order.add_superseded_host_state(node, block.state_value / self._blocks_per_state)
-        elif not node.children:
-            self._order.add_host_leaf(node)
-
-    def mark_used(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        if block.kind == FULL_KIND:
-            self._order.remove_host_leaf(block.node, None)
-        else:
-            self._order.mark_state_used(block.node)
-
-    def select_victim(self) -> Block[Node] | None:
-        node = self._order.select_host_state_victim()
-        if node is not None and node.host_blocks is not None:
-            return node.host_blocks[-1]
-        node = self._order.select_host_victim()
-        return None if node is None or node.host_blocks is None else node.host_blocks[FULL_KIND]
+from engine.cache.eviction_order import EvictionPolicy
+from engine.cache.spec import FULL_KIND, CacheSpec
 
 
 class LowerTier(Protocol):
-    """Memory that takes what the device evicts."""
+    """Memory below the device's that may take what the device evicts."""
 
-    def demote(self, block: Block[Node], *, keep_on_host: bool) -> None: ...
-    def discard_duplicate(self, block: Block[Node]) -> None: ...
-    def handle_child_added(self, node: Node) -> None: ...
-    def handle_node_removed(self, node: Node) -> None: ...
-    def clear(self) -> None: ...
+    def demote(self, block: Block, *, keep_on_host: bool) -> None:
+        """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
+
+    def discard_duplicate(self, block: Block) -> None:
+        """The device has a computed block now that is not needed here, unless a step reads it."""
+
+    def forget_all(self) -> None:
+        """Forget every name."""
 
 
 class PrefixTree:
     """Nodes by hash. `drop` gives a block that is no longer named back to the pool."""
 
-    def __init__(
-        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], eviction_order: AdaptiveEviction[Node] | None = None
-    ) -> None:
+    def __init__(self, spec: CacheSpec, eviction: EvictionPolicy, drop: Callable[[Block], None]) -> None:
         self._node_by_hash: dict[int, Node] = {}
-        self._kind_count = len(spec.groups) + (spec.state is not None)
+        self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
+        self._device_order = eviction.device_order
+        self._orders = (eviction.device_order, eviction.host_order)
+        """They hear of nodes that come and go."""
         self._return_to_pool = drop
-        self._eviction_order = eviction_order
-        self.host_tier: LowerTier | None = None
-        """Takes what the device evicts."""
         self.event_log = EventLog(spec)
+        self.lower_tier: LowerTier
+        """Set by whoever makes it, before anything is named."""
 
     def __len__(self) -> int:
         return len(self._node_by_hash)
@@ -120,7 +57,7 @@ class PrefixTree:
     def __contains__(self, node: Node) -> bool:
         return self._node_by_hash.get(node.hash) is node
 
-    def nodes(self) -> Iterable[Node]:
+    def nodes(self) -> Collection[Node]:
         """Every node, parents before children."""
         return self._node_by_hash.values()
 
@@ -151,152 +88,136 @@ class PrefixTree:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
         if key.hash in self._node_by_hash:
             return self.find(key, parent)
-        node = self._node_by_hash[key.hash] = Node(key, parent, self._kind_count)
+        node = self._node_by_hash[key.hash] = Node(key, parent, self._no_blocks)
         if parent is not None:
             parent.children[node.hash] = node
-            if self.host_tier is not None:
-                self.host_tier.handle_child_added(parent)
+            for order in self._orders:
+                order.mark_child_added(parent)
         return node
 
-    def attach(self, node: Node, block: Block[Node]) -> None:
+    # ------------------------------------------------------------------ blocks of the device
+
+    def attach(self, node: Node, block: Block) -> None:
         """Name a block whose content this step computes. It can be shared at once and is announced by `commit`."""
         kind = block.kind
         assert node.blocks[kind] is None
         assert block.node is None
         node.blocks[kind] = block
         block.node = node
-        block.is_pending, block.is_in_flight, block.is_shared = True, False, False
+        block.is_pending = True
         if kind == FULL_KIND and node.parent is not None:
             node.parent.cached_child_count += 1
 
-    def commit(self, block: Block[Node]) -> None:
+    def commit(self, block: Block) -> None:
         """The content is there: announce it."""
+        node, kind = block.node, block.kind
         assert block.is_pending
-        assert block.node is not None
-        assert block.kind == FULL_KIND or block.node.has_computed(FULL_KIND), "announced before its prefix"
-        assert block.node.parent is None or block.node.parent.has_computed(FULL_KIND), "announced before its parent"
+        assert node is not None
+        assert kind == FULL_KIND or node.has_computed(FULL_KIND), "announced before its prefix"
+        assert node.parent is None or node.parent.has_computed(FULL_KIND), "announced before its parent"
         block.is_pending = False
-        self.event_log.record_stored(block.kind, block.node)
-        if self.host_tier is not None:
-            self.host_tier.discard_duplicate(block)
+        self.event_log.record_stored(kind, node)
+        self.lower_tier.discard_duplicate(block)
 
-    def detach_pending(self, block: Block[Node]) -> None:
+    def detach_pending(self, block: Block) -> None:
         """Unname a pending block: its content never came. Children go first."""
         assert block.is_pending
         block.is_pending = False
         self._unlink(block)
 
-    def evict(self, block: Block[Node], *, keep_on_host: bool = True) -> None:
+    def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
         """Evict a cached block, and with a full-attention block everything that hangs from it, leaves first.
 
         Host memory, where there is any, takes it in with `keep_on_host`.
         """
-        assert block.node is not None
-        victims = [block]
-        if block.kind == FULL_KIND:
-            subtree, host_tier = [block.node], self.host_tier
-            for node in subtree:  # grows while it is walked: breadth first, so reversed it is leaves first
-                children = node.children.values()
-                subtree.extend(
-                    children if host_tier is None else [c for c in children if c.blocks[FULL_KIND] is not None]
-                )
-            victims = [
-                b
-                for node in reversed(subtree)
-                for b in (*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND])
-                if b is not None
-            ]
+        root = block.node
+        assert root is not None
+        victims = [block] if block.kind != FULL_KIND else list_blocks_leaves_first(root)
         for victim in victims:
-            assert victim.node is not None
+            node, kind = victim.node, victim.kind
+            assert node is not None
             assert not victim.is_pending
-            node = victim.node
-            if self.host_tier is None:
-                self.event_log.record_removed(victim.kind, node)
-            else:
-                self.host_tier.demote(victim, keep_on_host=keep_on_host)
-            kind = victim.kind
+            self.lower_tier.demote(victim, keep_on_host=keep_on_host)
             self._unlink(victim)
             self._return_to_pool(victim)
-            if self._eviction_order is not None and kind != FULL_KIND:
-                self._eviction_order.mark_state_removed(node)
-            elif self._eviction_order is not None:
-                parent_block = None if node.parent is None else node.parent.blocks[FULL_KIND]
-                self._eviction_order.remove_leaf(
-                    node, node.parent if parent_block is not None and not parent_block.ref_count else None
-                )
+            self._device_order.mark_evicted(node, kind)
 
-    def detach(self, block: Block[Node]) -> None:
+    def detach(self, block: Block) -> None:
         """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
         assert block.kind != FULL_KIND
-        assert block.node is not None
         assert not block.is_pending
-        if self.host_tier is None:
-            self.event_log.record_removed(block.kind, block.node)
-        else:
-            self.host_tier.demote(block, keep_on_host=True)
+        self.lower_tier.demote(block, keep_on_host=True)
         self._unlink(block)
 
-    def clear(self) -> list[Block[Node]]:
+    def clear(self) -> list[Block]:
         """Forget every name. Returns the device's blocks that had one: the caller frees those that nobody holds."""
-        if self.host_tier is not None:
-            self.host_tier.clear()
+        self.lower_tier.forget_all()
         blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None
             block.is_pending = False
         self._node_by_hash.clear()
-        if self._eviction_order is not None:
-            self._eviction_order.clear()
+        for order in self._orders:
+            order.clear()
         self.event_log.record_cleared()
         return blocks
 
-    def _unlink(self, block: Block[Node]) -> None:
+    def _unlink(self, block: Block) -> None:
         node = block.node
         assert node is not None
         node.blocks[block.kind] = None
         if block.kind == FULL_KIND and node.parent is not None:
             node.parent.cached_child_count -= 1
         block.node = None
-        if not any(node.blocks) and node.host_blocks is None:
-            self.remove_node(node)
+        self.remove_if_empty(node)
 
-    def remove_node(self, node: Node) -> None:
-        """It names nothing any more."""
+    # ------------------------------------------------------------------ blocks of the host
+
+    def attach_host(self, node: Node, block: Block) -> None:
+        """Name a block of the host that a step copies from the device."""
+        host_blocks = list(node.host_blocks)
+        host_blocks[block.kind] = block
+        node.host_blocks = host_blocks
+        block.node = node
+
+    def detach_host(self, block: Block) -> None:
+        """Unname a block of the host, and say so. The caller asks for `remove_if_empty`."""
+        node, kind = block.node, block.kind
+        assert node is not None
+        self.event_log.record_host_removed(kind, node)
+        host_blocks = [None if k == kind else b for k, b in enumerate(node.host_blocks)]
+        node.host_blocks = host_blocks if any(host_blocks) else self._no_blocks
+        block.node = None
+
+    def clear_host(self) -> list[Block]:
+        """Forget every name of the host, and do not say so. Returns its blocks that had one."""
+        blocks = []
+        for node in self._node_by_hash.values():
+            blocks += [block for block in node.host_blocks if block is not None]
+            node.host_blocks = self._no_blocks
+        for block in blocks:
+            block.node = None
+        return blocks
+
+    def remove_if_empty(self, node: Node) -> None:
+        """Take a node out that names nothing in either memory."""
+        if any(node.blocks) or any(node.host_blocks):
+            return
         assert not node.children, "a node left before its children"
         del self._node_by_hash[node.hash]
         if node.parent is not None:
             del node.parent.children[node.hash]
-        if self.host_tier is not None:
-            self.host_tier.handle_node_removed(node)
+        for order in self._orders:
+            order.mark_node_removed(node)
+
+    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
-        if self._eviction_order is not None:
-            device_nodes = [
-                node
-                for node in self._node_by_hash.values()
-                if (full_block := node.blocks[FULL_KIND]) and not full_block.ref_count
-            ]
-            host_nodes = [
-                n
-                for n in self._node_by_hash.values()
-                if n.host_blocks and (named_block := n.host_blocks[FULL_KIND]) and not named_block.ref_count
-            ]
-            self._eviction_order.check_invariants(device_nodes, [n for n in host_nodes if not n.children])
-            self._eviction_order.check_states(
-                {
-                    node
-                    for node in self._node_by_hash.values()
-                    if (named_block := node.blocks[-1]) and not named_block.ref_count
-                },
-                {
-                    node
-                    for node in self._node_by_hash.values()
-                    if node.host_blocks and (named_block := node.host_blocks[-1]) and not named_block.ref_count
-                },
-            )
+        for order in self._orders:
+            order.check_nodes(self.nodes())
         for hash_, node in self._node_by_hash.items():
             assert node.hash == hash_ == node.key.hash
-            assert any(node.blocks) or any(node.host_blocks or ()), "a node that names nothing"
+            assert any(node.blocks) or any(node.host_blocks), "a node that names nothing"
             full_block = node.blocks[FULL_KIND]
             assert full_block is not None or node.has_host_block(FULL_KIND), "prefix closure: no full-attention block"
             assert full_block is not None or not any(node.blocks), (
@@ -318,3 +239,20 @@ class PrefixTree:
                     assert block.kind == kind
                     assert not block.is_pending or block.ref_count > 0
             assert all(child.parent is node for child in node.children.values())
+
+
+def list_subtree(root: Node) -> list[Node]:
+    """The node and all below it, breadth first: reversed, leaves come first."""
+    subtree = [root]
+    for node in subtree:  # grows while it is walked
+        subtree.extend(node.children.values())
+    return subtree
+
+
+def list_blocks_leaves_first(root: Node) -> list[Block]:
+    """The device's blocks of a node and of those below it that the device has, each node's full attention last."""
+    subtree = [root]
+    for node in subtree:
+        subtree.extend(child for child in node.children.values() if child.blocks[FULL_KIND] is not None)
+    blocks = [b for node in reversed(subtree) for b in (*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND])]
+    return [block for block in blocks if block is not None]

@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+FULL_KIND = 0
+"""The kind of the full-attention group: the one whose chain of blocks carries everything else."""
+
 FULL_ATTENTION = "full_attention"
 SLIDING_WINDOW = "sliding_window"
 MAMBA = "mamba"
@@ -49,6 +52,11 @@ class CacheSpec:
     groups: tuple[GroupSpec, ...]
     state: StateSpec | None = None
 
+    @property
+    def state_kind(self) -> int:
+        """The kind of states, after the groups. Models without state have no block of it."""
+        return len(self.groups)
+
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
@@ -65,6 +73,10 @@ class CacheSpec:
 
     def blocks_per_unit(self, group: int) -> int:
         return self.unit_bytes // self.block_bytes(group)
+
+    def blocks_per_unit_by_kind(self) -> list[int]:
+        """Blocks of every kind that a unit holds; the state's last, if there is one."""
+        return [self.blocks_per_unit(g) for g in range(len(self.groups))] + [1] * (self.state is not None)
 
     @property
     def padding_share(self) -> float:

@@ -26,22 +26,51 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from engine.cache.nodes import BlockKey, Node
-from engine.cache.pool import Block, UnitPool, compute_state_value
+from engine.cache.blocks import Block, BlockKey, Node, StateBlock
+from engine.cache.host_tier import HostTier
+from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
-from engine.types import Sequence, StepPlan, UnitId
+from engine.types import Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end on a block boundary; from half of it on a checkpoint of their end pays."""
+
+
+_SUPERSEDED_DIVISOR = 16
+"""A superseded state counts for one part in so many of what it saves."""
+
+
+def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
+    """What a state is worth, in blocks of full attention, that saves so many over the one before it."""
+    return -(-saved_blocks // _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
+
+
+class StateSource(NamedTuple):
+    """What the state of a sequence begins from; of nothing where both are None."""
+
+    checkpoint: StateBlock | None = None
+    """A checkpoint on the device."""
+    host_node: Node | None = None
+    """Node whose checkpoint is in host memory."""
+    should_copy: bool = True
+    """Whether the checkpoint is copied. Else it becomes the state: no other sequence may hold it."""
+
+
+class StateLoad(NamedTuple):
+    """A state that is to be copied from host memory."""
+
+    block: Block
+    host_block: Block
 
 
 @dataclass(slots=True)
 class _SequenceState:
     """One running sequence's part."""
 
-    block: Block[Node]
-    source_checkpoint: Block[Node] | None
+    block: StateBlock
+    source_checkpoint: StateBlock | None
     """Checkpoint to copy from before this step's compute; held until the step is over."""
     needs_init: bool = True
     """The state has yet to be restored or zeroed by the step being planned."""
@@ -49,9 +78,9 @@ class _SequenceState:
     """Planned checkpoints as counts of blocks, ascending."""
     hash_by_stop: dict[int, int] = field(default_factory=dict)
     """Hash of the prefix at each stop: what waiting requests compare with."""
-    pending_checkpoint_by_end: dict[int, Block[Node]] = field(default_factory=dict)
+    pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
     """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
-    rolling_checkpoint: Block[Node] | None = None
+    rolling_checkpoint: StateBlock | None = None
     """Last checkpoint taken in decode. It `is_shared` if another sequence has reached or used it."""
 
 
@@ -62,14 +91,16 @@ class StateCheckpoints:
         self,
         kind: int,
         block_size: int,
-        pool: UnitPool[Node],
+        pool: UnitPool,
         tree: PrefixTree,
-        allocate: Callable[[int], Block[Node] | None],
+        host_tier: HostTier,
+        allocate: Callable[[int], Block | None],
     ) -> None:
         self._kind = kind
         self._block_size = block_size
         self._pool = pool
         self._tree = tree
+        self._host_tier = host_tier
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
         self._stop_counts: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
@@ -77,28 +108,43 @@ class StateCheckpoints:
 
     # ------------------------------------------------------------------ a sequence's state
 
-    def create_state(
-        self, seq: Sequence, source: Block[Node] | None, *, should_copy: bool, needs_init: bool = True
-    ) -> Block[Node]:
-        """Give `seq` a state of its own, to be restored from the checkpoint `source` (None: zeroed) by this step.
+    def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
+        """Where a sequence resumes that has these nodes, and needs so many more live blocks of every kind.
 
-        There must be room for it. Without `should_copy` the checkpoint itself becomes the state: nobody else may hold
-        it. Not `needs_init`: the caller fills the state that is returned.
+        With a copy it has two states until its first step is done, unless another sequence holds the source.
         """
-        if source is not None:
-            self._pool.acquire(source)
-            source.is_shared = True
-        if source is None or should_copy:
-            state_block = self._allocate(self._kind)
-            assert state_block is not None, "admitted without room for its state"
-            self._state_by_sequence[seq] = _SequenceState(state_block, source, needs_init)
+        if not nodes:
+            return StateSource()
+        checkpoint = nodes[-1].checkpoint
+        if checkpoint is None or not nodes[-1].can_resume():
+            return StateSource(host_node=nodes[-1])
+        *kv_counts, state_count = block_counts
+        has_room_for_copy = self._pool.can_allocate([*kv_counts, state_count + 1])
+        return StateSource(checkpoint, should_copy=checkpoint.ref_count > 0 or has_room_for_copy)
+
+    def create_state(self, seq: Sequence, source: StateSource) -> list[StateLoad]:
+        """Give `seq` a state of its own, to be restored from its source, or zeroed, by this step.
+
+        There must be room for it. Returns what is to be copied from host memory.
+        """
+        checkpoint = source.checkpoint
+        if checkpoint is not None:
+            self._pool.acquire(checkpoint)
+            checkpoint.is_shared = True
+        if checkpoint is not None and not source.should_copy:
+            assert checkpoint.ref_count == 1
+            self._tree.detach(checkpoint)
+            state = _SequenceState(checkpoint, None, needs_init=False)
+            loads = []
         else:
-            state_block = source
-            assert state_block.ref_count == 1
-            self._tree.detach(state_block)
-            self._state_by_sequence[seq] = _SequenceState(state_block, None, needs_init=False)
-        seq.state_unit = state_block.unit.index
-        return state_block
+            host_blocks = [] if source.host_node is None else [self._host_tier.pin(source.host_node, self._kind)]
+            block = self._allocate(self._kind)
+            assert isinstance(block, StateBlock), "admitted without room for its state"
+            state = _SequenceState(block, checkpoint, needs_init=not host_blocks)
+            loads = [StateLoad(block, host_block) for host_block in host_blocks]
+        self._state_by_sequence[seq] = state
+        seq.state_unit = state.block.unit.index
+        return loads
 
     def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
@@ -138,9 +184,9 @@ class StateCheckpoints:
         is_decode = end - start == 1 and end > seq.prompt_len
         if not (is_decode or block_count in state.hash_by_stop or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
-        block = nodes[block_count - 1].blocks[self._kind]
-        if block is not None:
-            block.is_shared = True
+        checkpoint = nodes[block_count - 1].checkpoint
+        if checkpoint is not None:
+            checkpoint.is_shared = True
         elif not nodes[block_count - 1].has_host_block(self._kind):
             self.save_checkpoint(seq, nodes[block_count - 1], end)
 
@@ -149,7 +195,7 @@ class StateCheckpoints:
 
         Without a node, `attach_checkpoint` names it."""
         block = self._pool.allocate(self._kind)
-        if block is not None:
+        if isinstance(block, StateBlock):
             if node is not None:
                 self._tree.attach(node, block)
             state = self._state_by_sequence[seq]
@@ -158,9 +204,9 @@ class StateCheckpoints:
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
-        block, existing_block = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end), node.blocks[self._kind]
-        if existing_block is not None:
-            existing_block.is_shared = True
+        block, checkpoint = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end), node.checkpoint
+        if checkpoint is not None:
+            checkpoint.is_shared = True
         elif block is not None:
             self._tree.attach(node, block)
 
@@ -180,8 +226,12 @@ class StateCheckpoints:
                 block.is_in_flight = True
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
 
-    def commit(self, seq: Sequence, start: int, end: int) -> None:
-        """The step's compute is done."""
+    def commit(self, chunks: Items[Chunk]) -> None:
+        """The compute of a step with these chunks is done."""
+        for chunk in chunks:
+            self._commit_chunk(chunk.seq, chunk.start, chunk.end)
+
+    def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
         state = self._state_by_sequence[seq]
         self._release_source(state)
         block = state.pending_checkpoint_by_end.pop(end, None)
@@ -207,14 +257,15 @@ class StateCheckpoints:
         if is_decode:
             state.rolling_checkpoint = block
 
-    def rollback(self, seq: Sequence, end: int) -> None:
-        """The step that computed up to `end` failed."""
-        self._planned_copies.clear()
-        block = self._state_by_sequence[seq].pending_checkpoint_by_end.pop(end, None)
-        if block is not None:
-            if block.node is not None:
-                self._tree.detach_pending(block)
-            self._pool.release(block)
+    def rollback(self, chunks: Items[Chunk]) -> None:
+        """A step with these chunks failed."""
+        for chunk in reversed(chunks):
+            self._planned_copies.clear()
+            block = self._state_by_sequence[chunk.seq].pending_checkpoint_by_end.pop(chunk.end, None)
+            if block is not None:
+                if block.node is not None:
+                    self._tree.detach_pending(block)
+                self._pool.release(block)
 
     def release(self, seq: Sequence) -> None:
         """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
@@ -232,7 +283,7 @@ class StateCheckpoints:
         if source is not None:
             self._release_checkpoint(source)
 
-    def _release_checkpoint(self, checkpoint: Block[Node], *, is_superseded: bool = False) -> None:
+    def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
         """Let a checkpoint become cached, at what it saves over the one before it that would be left."""
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
@@ -240,16 +291,11 @@ class StateCheckpoints:
             self._pool.release(checkpoint)
             return
         previous_node = self._previous_checkpoint(node)
-        while previous_node is not None and not is_superseded and self._is_superseded(previous_node):
+        while previous_node is not None and not is_superseded and previous_node.has_superseded_state():
             previous_node = self._previous_checkpoint(previous_node)
         saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
-        self._pool.release(checkpoint, compute_state_value(saved_blocks, is_superseded=is_superseded))
-
-    def _is_superseded(self, node: Node) -> bool:
-        block = node.blocks[self._kind]
-        if block is None and node.host_blocks is not None:
-            block = node.host_blocks[self._kind]
-        return block is not None and block.ref_count == 0 and block.is_superseded
+        checkpoint.value = compute_state_value(saved_blocks, is_superseded=is_superseded)
+        self._pool.release(checkpoint)
 
     def _remove_first_stop(self, state: _SequenceState) -> None:
         stop = state.planned_stops.pop(0)
@@ -268,10 +314,10 @@ class StateCheckpoints:
 
     def _mark_superseded(self, node: Node) -> None:
         """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
-        block = node.blocks[self._kind]
-        if block is not None and block.ref_count == 0 and len(node.children) < 2:
-            self._pool.acquire(block)
-            self._release_checkpoint(block, is_superseded=True)
+        checkpoint = node.checkpoint
+        if checkpoint is not None and checkpoint.ref_count == 0 and len(node.children) < 2:
+            self._pool.acquire(checkpoint)
+            self._release_checkpoint(checkpoint, is_superseded=True)
 
     def check_invariants(self) -> None:
         stop_counts = Counter(
@@ -285,10 +331,59 @@ class StateCheckpoints:
             assert state.planned_stops == sorted(state.hash_by_stop)
             assert all(blocks * self._block_size > seq.computed_tokens for blocks in state.planned_stops)
 
-    def list_references(self) -> list[Block[Node]]:
+    def list_references(self) -> list[Block]:
         """Every reference that this class holds, one entry each."""
         blocks_by_state = [
             [state.block, state.source_checkpoint, *state.pending_checkpoint_by_end.values()]
             for state in self._state_by_sequence.values()
         ]
         return [block for blocks in blocks_by_state for block in blocks if block is not None]
+
+
+class NoStates:
+    """The states of a model that has none."""
+
+    def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
+        return StateSource()
+
+    def create_state(self, seq: Sequence, source: StateSource) -> list[StateLoad]:
+        return []
+
+    def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
+        pass
+
+    def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
+        return False
+
+    def cancel_planned(self, seq: Sequence) -> None:
+        pass
+
+    def clip_chunk_end(self, seq: Sequence, end: int) -> int:
+        return end
+
+    def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
+        pass
+
+    def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
+        pass
+
+    def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
+        pass
+
+    def fill_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def commit(self, chunks: Items[Chunk]) -> None:
+        pass
+
+    def rollback(self, chunks: Items[Chunk]) -> None:
+        pass
+
+    def release(self, seq: Sequence) -> None:
+        pass
+
+    def check_invariants(self) -> None:
+        pass
+
+    def list_references(self) -> list[Block]:
+        return []

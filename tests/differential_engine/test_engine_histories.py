@@ -13,7 +13,7 @@ import pytest
 from compare_engines import DIGESTS, HISTORY_COUNT, ROOT, SEEDS_PER_DIGEST, combine_digests
 from engine_history import compute_digest, play_history
 
-from engine.cache import pool
+from engine.cache import state_checkpoints
 from engine.cache.event_log import EventLog
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
@@ -64,7 +64,7 @@ def chunks_run_past_checkpoints(patch: Patch) -> None:
 
 
 def superseded_states_are_worth_all(patch: Patch) -> None:
-    patch.setattr(pool, "_SUPERSEDED_DIVISOR", 1)
+    patch.setattr(state_checkpoints, "_SUPERSEDED_DIVISOR", 1)
 
 
 def host_memory_takes_nothing(patch: Patch) -> None:

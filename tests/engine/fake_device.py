@@ -248,7 +248,7 @@ def resident_in(cache: KVCache) -> set[tuple[int, int, str]]:
     return {
         (kind, node.hash, medium)
         for node in cache.tree.nodes()
-        for medium, blocks in ((GPU, node.blocks), (CPU, node.host_blocks or ()))
+        for medium, blocks in ((GPU, node.blocks), (CPU, node.host_blocks))
         for kind, block in enumerate(blocks)
         if block is not None and not block.is_pending
     }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine.cache.blocks import Node
 from engine.cache.kv_cache import KVCache
-from engine.cache.nodes import Node
 from engine.cache.spec import CacheSpec
 from engine.types import CopyDirection, Sequence, StepPlan
 from events.hashing import unpack_token_ids
@@ -121,7 +121,7 @@ class NaiveCache:
                 at = at.parent  # type: ignore[assignment]
             prefix = tuple(unpack_token_ids(packed_ids))
             tiers = [(kind, block, False) for kind, block in enumerate(node.blocks)]
-            tiers += [(kind, block, True) for kind, block in enumerate(node.host_blocks or ())]
+            tiers += [(kind, block, True) for kind, block in enumerate(node.host_blocks)]
             for kind, block, on_host in tiers:
                 if block is None or block.is_pending:
                     continue
@@ -138,7 +138,7 @@ class NaiveCache:
         now = {
             (kind, node.hash): node
             for node in self.cache.tree.nodes()
-            for blocks in (node.blocks, node.host_blocks or ())
+            for blocks in (node.blocks, node.host_blocks)
             for kind, block in enumerate(blocks)
             if block is not None and not block.is_pending
         }
@@ -152,9 +152,8 @@ class NaiveCache:
             for kind, hash_ in lost_keys:
                 assert kind == self.state_kind, f"a block of kind {kind} is nowhere"
                 assert hash_ in replaced_keys, "a state is nowhere"
-        host = self.cache.host_tier
         self.computed_nodes = now
-        self.had_room = host is not None and host.pool.free_units >= 2 * len(self.cache.pool.units)
+        self.had_room = self.cache.host_tier.free_units >= 2 * len(self.cache.pool.units)
 
     def forget(self) -> None:
         """A reset or a failed step may lose anything."""

@@ -12,8 +12,8 @@ from fake_device import Bench
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.cache.kv_cache import KVCache
 from engine.cache.state_checkpoints import StateCheckpoints
+from engine.cache.step_log import StepLog
 from engine.decode_batch import DecodeBatch
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.scheduler import Scheduler
@@ -39,13 +39,13 @@ def ended_sequences_go_at_once(patch: Patch) -> None:
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
-    real = KVCache._merge_duplicates
+    real = StepLog._merge_duplicates
 
-    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
-        real(self, seq, seq_blocks, merges)
-        seq.table_version -= 1
+    def merge_duplicates(self: StepLog, seq_blocks: Any, merges: Any) -> None:
+        real(self, seq_blocks, merges)
+        seq_blocks.seq.table_version -= 1
 
-    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
+    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
 
 
 def a_row_is_another_ones(patch: Patch) -> None:
@@ -71,15 +71,15 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
 
 
 def what_came_after_a_failure_is_kept(patch: Patch) -> None:
-    real = KVCache.rollback
+    real = StepLog.rollback
 
-    def rollback(self: KVCache) -> None:
+    def rollback(self: StepLog) -> None:
         if len(self._steps_in_flight) > 1:
             self._steps_in_flight.pop()
         else:
             real(self)
 
-    patch.setattr(KVCache, "rollback", rollback)
+    patch.setattr(StepLog, "rollback", rollback)
 
 
 def one_checkpoint_at_a_time(patch: Patch) -> None:

@@ -15,15 +15,17 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.attention_windows import AttentionWindows
+from engine.cache.blocks import BlockKey, Node
 from engine.cache.event_log import EventLog
 from engine.cache.host_load_queue import HostLoad, HostLoadQueue
 from engine.cache.host_tier import HostTier
-from engine.cache.kv_cache import UNREAD_BLOCK_ID, KVCache
-from engine.cache.nodes import BlockKey, Node
+from engine.cache.kv_cache import KVCache
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
+from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
 from engine.cache.spec import CacheSpec
-from engine.cache.state_checkpoints import StateCheckpoints
+from engine.cache.state_checkpoints import StateCheckpoints, StateSource
+from engine.cache.step_log import StepLog
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
@@ -85,21 +87,22 @@ def announced_when_reserved(patch: Patch) -> None:
 
 
 def merge_without_redirect(patch: Patch) -> None:
-    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
-        for g, index, named_block in merges:
-            held_block, seq_blocks.blocks[g][index] = seq_blocks.blocks[g][index], named_block
-            self.pool.release(held_block)
+    def merge_duplicates(self: StepLog, seq_blocks: SequenceBlocks, merges: Any) -> None:
+        for kind, index, identical_block in merges:
+            blocks = seq_blocks.blocks_by_group[kind]
+            held_block, blocks[index] = blocks[index], identical_block
+            assert held_block is not None
+            self._pool.release(held_block)
 
-    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
+    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
 
 
 def merge_that_leaks_the_duplicate(patch: Patch) -> None:
-    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
-        for g, index, named_block in merges:
-            seq_blocks.blocks[g][index] = named_block
-            seq.block_tables[g][index] = named_block.id
+    def merge_duplicates(self: StepLog, seq_blocks: SequenceBlocks, merges: Any) -> None:
+        for kind, index, identical_block in merges:
+            seq_blocks.replace(kind, index, identical_block)
 
-    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
+    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
 
 
 def compaction_that_copies_nothing(patch: Patch) -> None:
@@ -141,8 +144,8 @@ def capacity_off_by_one(patch: Patch) -> None:
 def window_left_a_block_early(patch: Patch) -> None:
     real = KVCache._release_outside_windows
 
-    def release_outside(self: KVCache, seq: Any, seq_blocks: Any, end: int) -> None:
-        real(self, seq, seq_blocks, end + self.block_size)
+    def release_outside(self: KVCache, seq_blocks: SequenceBlocks, end: int) -> None:
+        real(self, seq_blocks, end + self.block_size)
 
     patch.setattr(KVCache, "_release_outside_windows", release_outside)
 
@@ -170,9 +173,10 @@ def checkpoint_of_the_block_before(patch: Patch) -> None:
 def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
     real = StateCheckpoints.create_state
 
-    def create_state(self: StateCheckpoints, seq: Any, source: Any, *, should_copy: bool) -> None:
-        real(self, seq, source, should_copy=should_copy)
+    def create_state(self: StateCheckpoints, seq: Any, source: StateSource) -> Any:
+        loads = real(self, seq, source)
         self._release_source(self._state_by_sequence[seq])
+        return loads
 
     patch.setattr(StateCheckpoints, "create_state", create_state)
 
@@ -182,16 +186,16 @@ def failed_step_announced(patch: Patch) -> None:
 
 
 def failed_compaction_trusted(patch: Patch) -> None:
-    patch.setattr(KVCache, "invalidate_failed_copies", lambda self: bool(self._untrusted_blocks.clear()))
+    patch.setattr(StepLog, "invalidate_failed_copies", lambda self: bool(self._untrusted_blocks.clear()))
 
 
 def window_table_filler_released(patch: Patch) -> None:
     real = KVCache._release_outside_windows
 
-    def release_outside(self: KVCache, seq: Any, seq_blocks: Any, end: int) -> None:
-        real(self, seq, seq_blocks, end)
-        for g in self._group_indices:
-            seq.block_tables[g][:] = [UNREAD_BLOCK_ID for _ in seq.block_tables[g]]
+    def release_outside(self: KVCache, seq_blocks: SequenceBlocks, end: int) -> None:
+        real(self, seq_blocks, end)
+        for table in seq_blocks.seq.block_tables:
+            table[:] = [UNREAD_BLOCK_ID for _ in table]
 
     patch.setattr(KVCache, "_release_outside_windows", release_outside)
 
@@ -217,7 +221,7 @@ def one_hash_two_blocks(patch: Patch) -> None:
     def get_or_create(self: PrefixTree, key: BlockKey, parent: Node | None) -> Node:
         node = self.find(key, parent)
         if node is None:
-            node = self._node_by_hash[key.hash] = Node(key, parent, self._kind_count)
+            node = self._node_by_hash[key.hash] = Node(key, parent, self._no_blocks)
             if parent is not None:
                 parent.children[node.hash] = node
         return node
@@ -272,7 +276,6 @@ def host_reads_before_writes(patch: Patch) -> None:
 
 def host_block_not_held_while_it_is_read(patch: Patch) -> None:
     def pin(self: HostTier, node: Node, kind: int) -> Any:
-        assert node.host_blocks is not None
         return node.host_blocks[kind]
 
     patch.setattr(HostTier, "pin", pin)
@@ -307,17 +310,16 @@ def move_to_the_host_unannounced(patch: Patch) -> None:
 
 
 def host_copy_of_a_failed_step_trusted(patch: Patch) -> None:
-    def invalidate(self: KVCache) -> bool:
-        self._untrusted_host_blocks.clear()
-        stores, self.host_tier.planned_stores = self.host_tier.planned_stores, []  # type: ignore[union-attr]
-        again = real(self)
-        self.host_tier.planned_stores = stores  # type: ignore[union-attr]
-        return again
+    real = StepLog.invalidate_failed_copies
 
-    real = KVCache.invalidate_failed_copies
-    patch.setattr(
-        KVCache, "invalidate_failed_copies", lambda self: real(self) if self.host_tier is None else invalidate(self)
-    )
+    def invalidate(self: StepLog) -> bool:
+        self._untrusted_host_blocks.clear()
+        stores = self._host_tier.take_planned_stores()
+        must_release = real(self)
+        self._host_tier._planned_stores = stores
+        return must_release
+
+    patch.setattr(StepLog, "invalidate_failed_copies", invalidate)
 
 
 def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
@@ -335,10 +337,10 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
 def loaded_block_announced_when_planned(patch: Patch) -> None:
     real = HostLoadQueue.take_planned
 
-    def take_planned(self: HostLoadQueue) -> list[HostLoad | None]:
+    def take_planned(self: HostLoadQueue) -> list[HostLoad]:
         planned = real(self)
         for load in planned:
-            if load is not None:
+            if not load.is_cancelled:
                 self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
         return planned
 
@@ -346,12 +348,12 @@ def loaded_block_announced_when_planned(patch: Patch) -> None:
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
-    real = KVCache._create_state
+    real = StateCheckpoints.create_state
 
-    def create_state(self: KVCache, seq: Any, source: Any, last_node: Any, *, should_copy: bool) -> None:
-        real(self, seq, source, None if source is None else last_node, should_copy=should_copy)
+    def create_state(self: StateCheckpoints, seq: Any, source: StateSource) -> Any:
+        return real(self, seq, source._replace(host_node=None))
 
-    patch.setattr(KVCache, "_create_state", create_state)
+    patch.setattr(StateCheckpoints, "create_state", create_state)
 
 
 def state_gone_once_it_is_read(patch: Patch) -> None:
@@ -359,7 +361,7 @@ def state_gone_once_it_is_read(patch: Patch) -> None:
 
 
 def host_windows_not_read(patch: Patch) -> None:
-    patch.setattr(Node, "has_host_block", lambda self, kind: self.host_blocks is not None)
+    patch.setattr(Node, "has_host_block", lambda self, kind: any(self.host_blocks))
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:

@@ -1,0 +1,178 @@
+"""The learned order of eviction, by when conversations come back (`AdaptiveEviction`).
+
+Device and host memory have an order each. Both learn from the same conversations. Where the learned order knows
+nothing that could go, such as a state alone, the order by age decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.block_hasher import BlockHasher
+from engine.cache.blocks import Block, Node, StateBlock
+from engine.cache.eviction_order import EvictionOrder, LruOrder
+from engine.cache.eviction_queue import StateValuation
+from engine.cache.reuse_stats import ConversationTurn
+from engine.cache.spec import FULL_KIND, CacheSpec
+from engine.types import Sequence as EngineSequence
+
+
+class LearnedDeviceOrder:
+    """Order of the device's blocks: ends of paths, and states that deeper ones continue."""
+
+    def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
+        """`blocks_per_state`: attention blocks in the room of a state."""
+        self._eviction = eviction
+        self._age_order = age_order
+        self._blocks_per_state = blocks_per_state
+
+    def mark_cached(self, block: Block) -> None:
+        self._age_order.mark_cached(block)
+        assert block.node is not None
+        if not isinstance(block, StateBlock):
+            self._eviction.mark_cached(block.node)
+        elif block.is_superseded:
+            self._eviction.add_superseded_state(block.node, block.value / self._blocks_per_state)
+
+    def mark_used(self, block: Block) -> None:
+        self._age_order.mark_used(block)
+        assert block.node is not None
+        if isinstance(block, StateBlock):
+            self._eviction.mark_state_used(block.node)
+        else:
+            self._eviction.mark_used(block.node)
+
+    def mark_freed(self, block: Block) -> None:
+        self._age_order.mark_freed(block)
+
+    def mark_evicted(self, node: Node, kind: int) -> None:
+        if kind != FULL_KIND:
+            self._eviction.mark_state_removed(node)
+        else:
+            parent = node.parent
+            self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
+
+    def mark_child_added(self, node: Node) -> None:
+        pass
+
+    def mark_node_removed(self, node: Node) -> None:
+        pass
+
+    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
+        if self._age_order.peek_victim(useful_kinds) is None:
+            return None
+        node = self._eviction.select_state_victim()
+        if node is not None:
+            return node.blocks[-1]
+        node = self._eviction.select_victim()
+        return self._age_order.find_victim(useful_kinds) if node is None else node.blocks[FULL_KIND]
+
+    def find_oldest(self, kind: int) -> Block:
+        return self._age_order.find_oldest(kind)
+
+    def clear(self) -> None:
+        self._eviction.clear()
+
+    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
+        self._age_order.check_blocks(cached_blocks, unit_count)
+
+    def check_nodes(self, nodes: Collection[Node]) -> None:
+        self._eviction.check_invariants(
+            [node for node in nodes if node.is_cached(FULL_KIND)],
+            [node for node in nodes if node.is_cached_on_host(FULL_KIND) and not node.children],
+        )
+        self._eviction.check_states(
+            {node for node in nodes if node.is_cached(-1)}, {node for node in nodes if node.is_cached_on_host(-1)}
+        )
+
+
+class LearnedHostOrder:
+    """Order of the host's blocks: ends of paths that only the host has, and states that deeper ones continue."""
+
+    def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
+        self._eviction = eviction
+        self._age_order = age_order
+        self._blocks_per_state = blocks_per_state
+
+    def mark_cached(self, block: Block) -> None:
+        self._age_order.mark_cached(block)
+        node = block.node
+        assert node is not None
+        if isinstance(block, StateBlock):
+            if block.is_superseded or node.blocks[FULL_KIND] is not None:
+                self._eviction.add_superseded_host_state(node, block.value / self._blocks_per_state)
+        elif not node.children:
+            self._eviction.add_host_leaf(node)
+
+    def mark_used(self, block: Block) -> None:
+        self._age_order.mark_used(block)
+        assert block.node is not None
+        if isinstance(block, StateBlock):
+            self._eviction.mark_state_used(block.node)
+        else:
+            self._eviction.remove_host_leaf(block.node, None)
+
+    def mark_freed(self, block: Block) -> None:
+        self._age_order.mark_freed(block)
+
+    def mark_evicted(self, node: Node, kind: int) -> None:
+        if kind != FULL_KIND:
+            self._eviction.mark_state_removed(node)
+        elif any(node.blocks):
+            self._eviction.remove_host_leaf(node, None)
+
+    def mark_child_added(self, node: Node) -> None:
+        self._eviction.remove_host_leaf(node, None)
+
+    def mark_node_removed(self, node: Node) -> None:
+        parent = node.parent
+        is_parent_end = parent is not None and not parent.children and parent.is_cached_on_host(FULL_KIND)
+        self._eviction.remove_host_leaf(node, parent if is_parent_end else None)
+
+    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
+        if self._age_order.peek_victim(useful_kinds) is None:
+            return None
+        node = self._eviction.select_host_state_victim()
+        if node is not None:
+            return node.host_blocks[-1]
+        node = self._eviction.select_host_victim()
+        return self._age_order.find_victim(useful_kinds) if node is None else node.host_blocks[FULL_KIND]
+
+    def find_oldest(self, kind: int) -> Block:
+        return self._age_order.find_oldest(kind)
+
+    def clear(self) -> None:
+        """The device's order clears what both have learned of what is cached."""
+
+    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
+        self._age_order.check_blocks(cached_blocks, unit_count)
+
+    def check_nodes(self, nodes: Collection[Node]) -> None:
+        """The device's order checks both."""
+
+
+class LearnedEviction:
+    """Both memories evict what conversations need least. No window of the model may slide."""
+
+    def __init__(self, spec: CacheSpec, unit_count: int) -> None:
+        """`unit_count`: units of both memories."""
+        blocks_per_unit = spec.blocks_per_unit_by_kind()
+        blocks_per_state = blocks_per_unit[FULL_KIND]
+        valuation = StateValuation(blocks_per_state, Node.count_saved_blocks) if spec.state is not None else None
+        self._block_size = spec.block_size
+        self._eviction: AdaptiveEviction[Node] = AdaptiveEviction(
+            unit_count * blocks_per_unit[FULL_KIND], spec.block_size, state_valuation=valuation
+        )
+        age_orders = [LruOrder(blocks_per_unit, spec.state_kind) for _ in range(2)]
+        self.device_order: EvictionOrder = LearnedDeviceOrder(self._eviction, age_orders[0], blocks_per_state)
+        self.host_order: EvictionOrder = LearnedHostOrder(self._eviction, age_orders[1], blocks_per_state)
+        self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
+
+    def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
+        block_count = len(seq.token_ids) // self._block_size
+        hashes = [key.hash for key in hasher.block_keys(seq, block_count)[:block_count]]
+        self._turn_by_sequence[seq] = self._eviction.begin_turn(hashes, hit_blocks)
+
+    def end_turn(self, seq: EngineSequence) -> None:
+        self._eviction.end_turn(self._turn_by_sequence.pop(seq))
