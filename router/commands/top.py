@@ -14,14 +14,14 @@ import click
 from router.commands.client import AdminClient, router_options
 
 COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
-SORTS = ("name", "load", "requests")
+SORTS = ("trouble", "name", "load", "requests")
 
 WorkersPage = dict[str, Any]
 """The body of `GET /workers`."""
 
 
 def make_table_rows(
-    now: WorkersPage, before: WorkersPage | None, seconds: float, sort: str = "name"
+    now: WorkersPage, before: WorkersPage | None, seconds: float, sort: str = "trouble"
 ) -> list[list[str]]:
     """One a target, in the order of COLUMNS. "-" where nothing was measured."""
     earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
@@ -40,6 +40,7 @@ def make_table_rows(
              alarms], rate or 0.0, float(row["queue_s"]),
         ))  # fmt: skip
     keys = {
+        "trouble": lambda scored_row: (scored_row[0][1] == "up" and not scored_row[0][-1], scored_row[0][0]),
         "name": lambda scored_row: scored_row[0][0],
         "requests": lambda scored_row: -scored_row[1],
         "load": lambda scored_row: -scored_row[2],
@@ -48,13 +49,15 @@ def make_table_rows(
 
 
 def format_summary(now: WorkersPage, before: WorkersPage | None, seconds: float) -> str:
-    """One line on the whole router."""
+    """One line on the whole router, its health first."""
     states = [row["state"] for row in now["workers"]]
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
     routed_requests = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
     rate = f"{routed_requests / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
+    troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in now["workers"])
+    health = "No workers" if not states else f"{troubled_count} in trouble" if troubled_count else "Healthy"
     return (
-        f"{counts or 'no workers'}; {rate}, {now['in_flight']} in flight, {now['queued']} queued, "
+        f"{health}: {counts or 'none'}; {rate}, {now['in_flight']} in flight, {now['queued']} queued, "
         f"index {now['index']['entries']:,} blocks in {now['index']['memory_bytes'] / 2**20:.0f} MiB"
     )
 
@@ -85,7 +88,13 @@ def fetch_workers(router: AdminClient) -> WorkersPage:
 @click.option(
     "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between two updates."
 )
-@click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True, help="Order of workers.")
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    default="trouble",
+    show_default=True,
+    help="Order of workers; trouble: those that are not well first.",
+)
 @click.option("--once", is_flag=True, help="Print one update and end.")
 def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import re
 import shutil
 import threading
 import urllib.request
@@ -95,6 +96,18 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         page.wait_for_function("document.querySelectorAll('#workers .state.up').length === 2")
         assert not page.locator("#tools").is_visible(), "two workers need no search"
         assert not page.locator("#alarms").is_visible()
+        assert page.locator(".tile.good").inner_text().split("\n") == ["Healthy", "2 of 2 workers up"]
+        page.wait_for_selector("#slowest li")
+        reason = page.locator("#slowest small").first.inner_text()
+        assert re.search(r"\d m?s (to compute \d+ of \d+ tokens|behind other prompts|more than predicted)", reason)
+        page.locator("#workers .card summary").first.focus()
+        page.wait_for_timeout(1500)  # cards are made anew each second, and keep the focus
+        page.keyboard.press("Enter")
+        page.wait_for_timeout(1500)  # and stay open
+        assert "blocks held" in page.locator("#workers .card details[open]").inner_text()
+        if width > 1000:
+            for section in ("#tiles", "#chart", "#rates", "#workers", "#slowest"):
+                assert page.locator(section).bounding_box()["y"] < 900, f"{section} is on the first screen"
         page.locator("#decisions summary").first.focus()
         page.keyboard.press("Enter")
         open_details = page.locator("#decisions details[open]")
@@ -201,6 +214,7 @@ def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: i
         page.wait_for_function("document.querySelectorAll('.cell').length === 500")
         alarm_text = page.locator("#alarms").inner_text()
         assert "1 of 500 workers down: gpu499:8000" in alarm_text
+        assert "499 of 500 workers up, 2 in trouble" in page.locator(".tile.bad").first.inner_text()
         assert "gpu250:8000: predictions drift" in alarm_text
         assert page.locator("#alarms").is_visible()
         assert page.title().startswith("⚠")

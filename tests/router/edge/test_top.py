@@ -34,7 +34,7 @@ def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
     assert dict(zip(COLUMNS, first))["reported"] == "-"
     assert dict(zip(COLUMNS, second))["requests/s"] == "-", "it was not there before"
     assert format_summary(now, before, 2.0).startswith(
-        "2 up; 13.5 requests/s, 3 in flight, 1 queued, index 12,345 blocks in 3 MiB"
+        "Healthy: 2 up; 13.5 requests/s, 3 in flight, 1 queued, index 12,345 blocks in 3 MiB"
     )
 
 
@@ -44,6 +44,12 @@ def test_the_busiest_come_first_where_that_is_asked_for() -> None:
     )
     assert [row[0] for row in make_table_rows(now, None, 0.0, "load")] == ["b", "a", "c"]
     assert make_table_rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
+
+
+def test_workers_in_trouble_come_first() -> None:
+    now = told(worker("a"), worker("b", alarms=["predictions drift"]), worker("c", state="down"))
+    assert [row[0] for row in make_table_rows(now, None, 0.0)] == ["b", "c", "a"]
+    assert format_summary(now, None, 0.0).startswith("2 in trouble: 2 up, 1 down;")
 
 
 def test_it_reads_what_the_route_says(edge: Any) -> None:
@@ -59,7 +65,7 @@ def test_it_reads_what_the_route_says(edge: Any) -> None:
     up, never = sorted(make_table_rows(answers[0], None, 0.0), key=lambda row: row[1], reverse=True)
     assert up[:2] == ["w0", "up"]
     assert never == ["never", "starting", *["-"] * 6, "refused"]
-    assert format_summary(answers[0], None, 0.0).startswith("1 up, 1 starting; - requests/s")
+    assert format_summary(answers[0], None, 0.0).startswith("1 in trouble: 1 up, 1 starting; - requests/s")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-url"])
