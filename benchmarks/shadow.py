@@ -22,7 +22,7 @@ from harness.figures import describe_machine, format_facts, markdown_table, writ
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
 
 from router.decide.config import CoreConfig
-from router.shadow.observed_request import ObservedRequest, PrefixLinks
+from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd
 from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
@@ -138,7 +138,10 @@ def observe_run(workload: Workload, result: SimulationResult) -> list[ObservedRe
         record.first_token_s, record.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
         record.output_tokens = request.output_tokens
         record.continues = links.follow(
-            i, ids, request.full_blocks, lambda earlier, tokens=tokens: lengths[earlier] <= tokens
+            PromptEnd(i, lengths[i], 0),
+            ids,
+            request.full_blocks,
+            lambda earlier, tokens=tokens: earlier.tokens <= tokens,
         )
         requests.append(record)
     return requests

@@ -26,6 +26,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
 from router.edge.miss_reasons_recorder import MissReasonsRecorder, render_explanation
+from router.edge.request_context import RequestContext
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import CachedPage, Handler, Response, Routes
@@ -329,15 +330,17 @@ class AdminRoutes:
             message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
             raise RequestError(message, param="path")
         intent, prompt = await self._request_reader.read(request, path[0] if path else None)
-        route = self._request_reader.build_route_request(intent, prompt, "explained", self._now())
+        context = RequestContext(request, "", self._now(), "explained")
+        route = self._request_reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
+        context.turn, context.route, context.decision = intent, route, decision
         body: dict[str, Any] = decision.to_json_fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
-            body["why"] = await self._reasons.explain(intent, route, decision, self._now())
+            body["why"] = await self._reasons.explain(context)
         return Response(msgspec.json.encode(body))
 
     def _explain_request(self, request: HttpRequest, argument: str) -> Response:

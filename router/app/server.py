@@ -310,7 +310,9 @@ class RouterApp:
             exchange.place(route)
             self._request_reader.store_conversation(intent, tokens, route)
             if self._miss_reasons is not None and not context.is_done:
-                self._miss_reasons.register_request(context, intent)
+                context.turn = intent
+                self._miss_reasons.register_request(context)
+                context.turn = None
 
     # Shared -------------------------------------------------------------------------------------------------------
 

@@ -19,15 +19,15 @@ import msgspec
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, ReportedUsage, RouteRequest
+from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView
-from router.edge.prompt_comparison import PromptComparison, Sampling
+from router.edge.pending_comparison import PendingComparison, Sampling
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.index.protocol import HolderId
 from router.metrics import Metrics
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
-from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, find_first_missing_token
+from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
@@ -82,17 +82,18 @@ class MissReasonsRecorder:
         """Number of sessions that are watched."""
         return len(self._operator_watches)
 
-    def register_request(self, context: RequestContext, turn: ConversationTurn) -> None:
+    def register_request(self, context: RequestContext) -> None:
         """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
         at hand."""
-        if not self.is_enabled or turn.body_request.kind == "other":
+        turn = context.turn
+        if not self.is_enabled or turn is None or turn.body_request.kind == "other":
             return
         try:
             if turn.wants_explanation:
                 self._header_watches.add(turn.conversation_keys()[-1])
             sampling = self._choose_sampling(turn)
             if sampling.is_compared:
-                context.miss_analysis = PromptComparison(turn, sampling)
+                context.miss_analysis = PendingComparison(turn, sampling)
                 for key in turn.conversation_keys():
                     self._header_watches.record_prompt(key, self._proxy.now())
                     self._operator_watches.record_prompt(key, self._proxy.now())
@@ -103,29 +104,26 @@ class MissReasonsRecorder:
         """What is known of a request."""
         return self.analyzer.get(name)
 
-    async def explain(
-        self, turn: ConversationTurn, route: RouteRequest, decision: Decision, now: float
-    ) -> dict[str, Any] | None:
+    async def explain(self, context: RequestContext) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
-        if not self.is_enabled or route.token_ids is None:
+        turn, route, decision = context.turn, context.route, context.decision
+        if not self.is_enabled or turn is None or route is None or route.token_ids is None or decision is None:
             return None
-        comparison = PromptComparison(turn, self._choose_sampling(turn))
+        comparison = PendingComparison(turn, self._choose_sampling(turn))
         await self._outline(comparison)
-        prompt = self._build_prompt("", comparison, route)
-        removed_prefix = self._find_removed_prefix(route.token_ids, route, decision)
-        block_size = self._block_size(decision)
-        return render_explanation(
-            self.analyzer.explain(prompt, decision, block_size, removed_prefix, self._facts, now, time.time())
-        )
+        prompt = self._build_prompt(context, comparison, route)
+        placement = self._make_placement(route, route.token_ids, decision)
+        return render_explanation(self.analyzer.explain(prompt, placement, self._facts))
 
-    def note(self, name: str, turn: ConversationTurn, route: RouteRequest, decision: Decision) -> None:
-        """A request that went elsewhere, as it was priced at its arrival."""
-        if not self.is_enabled or route.token_ids is None:
+    def note(self, context: RequestContext, decision: Decision) -> None:
+        """A request went elsewhere, by the `decision` that would have sent it there at its arrival."""
+        turn, route = context.turn, context.route
+        if not self.is_enabled or turn is None or route is None or route.token_ids is None:
             return
-        comparison = PromptComparison(turn, Sampling(is_compared=True, is_sampled=True, has_unknown_history=False))
-        removed_prefix = self._find_removed_prefix(route.token_ids, route, decision)
-        comparison.end = None, 0, self._proxy.now(), False
-        self._compare(None, comparison, name, route, decision, removed_prefix)
+        sampling = Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
+        comparison = PendingComparison(turn, sampling)
+        comparison.ended_at_s = self._proxy.now()
+        self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
 
     def _choose_sampling(self, turn: ConversationTurn) -> Sampling:
         """Decide whether a request is compared. All requests of a conversation are, or none."""
@@ -147,21 +145,18 @@ class MissReasonsRecorder:
 
     def _on_first_byte(self, context: RequestContext) -> None:
         route, decision, analysis = context.route, context.decision, context.miss_analysis
-        if route is None or decision is None or not self._proxy.is_in_core(context) or route.token_ids is None:
+        if route is None or decision is None or route.token_ids is None or not self._core.has_request(route.request_id):
             return  # its prompt was not read, or the core has forgotten it
         try:
             query = self._core.cache_state.get_query(route.request_id)
-            removed_prefix = self._find_removed_prefix(
-                route.token_ids if query is None else query.prepared_ids, route, decision
-            )
-            name = context.name
+            prompt_ids = route.token_ids if query is None else query.prepared_ids
+            placement = self._make_placement(route, prompt_ids, decision)
             if analysis is None:
-                now, prompt_tokens = self._proxy.now(), len(route.token_ids)
                 context.miss_analysis = self.analyzer.record_placed(
-                    name, route.session, prompt_tokens, decision, removed_prefix, now, time.time()
+                    context.name, route.session, len(route.token_ids), placement
                 )
-            elif isinstance(analysis, PromptComparison) and not analysis.has_started:
-                self._compare(context, analysis, name, route, decision, removed_prefix)
+            elif isinstance(analysis, PendingComparison) and not analysis.has_started:
+                self._compare(context, analysis, placement)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
             self._record_crash(error)
 
@@ -169,42 +164,31 @@ class MissReasonsRecorder:
         analysis, context.miss_analysis = context.miss_analysis, None
         if analysis is None or context.outcome != "status_200":
             return
-        usage, route, completion_tokens = context.usage, context.route, 0
-        if usage is not None and usage.completion_tokens is not None:
-            completion_tokens = usage.completion_tokens
-        elif route is not None and route.is_streaming:
-            completion_tokens = context.progress.read_count
-        request_end = usage, completion_tokens, self._proxy.now(), context.is_logged
-        if isinstance(analysis, PromptComparison):
-            analysis.end = request_end
+        if isinstance(analysis, PendingComparison):
+            analysis.ended_at_s = self._proxy.now()
         else:
-            self._record_end(analysis, request_end)
+            self._record_end(context, analysis, self._proxy.now())
 
-    def _compare(
-        self, context: RequestContext | None, comparison: PromptComparison, name: str, route: RouteRequest, decision:
-        Decision, removed_prefix: RemovedPrefix | None,
-    ) -> None:  # fmt: skip
+    def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> None:
         """Compare a request that began, at once or as soon as its body was outlined by another process."""
-        comparison.has_started = True
-        now, wall_time_s = self._proxy.now(), time.time()
+        comparison.has_started, route = True, context.route
+        assert route is not None
 
         def compare() -> None:
-            prompt, block_size = self._build_prompt(name, comparison, route), self._block_size(decision)
+            prompt = self._build_prompt(context, comparison, route)
             is_sampled = comparison.sampling.is_sampled
-            analyzed_request = self.analyzer.record_compared(
-                prompt, decision, block_size, removed_prefix, self._facts, now, wall_time_s, is_sampled=is_sampled
-            )
-            if comparison.end is not None:
-                self._record_end(analyzed_request, comparison.end)
-            elif context is not None and context.miss_analysis is comparison:
-                context.miss_analysis = analyzed_request
+            request = self.analyzer.record_compared(prompt, placement, self._facts, is_sampled=is_sampled)
+            if comparison.ended_at_s is not None:
+                self._record_end(context, request, comparison.ended_at_s)
+            elif context.miss_analysis is comparison:
+                context.miss_analysis = request
 
         if comparison.pieces is None:
             compare()
         else:
             self._compare_after_outline(comparison, compare)
 
-    def _compare_after_outline(self, comparison: PromptComparison, compare: Callable[[], None]) -> None:
+    def _compare_after_outline(self, comparison: PendingComparison, compare: Callable[[], None]) -> None:
         async def outline_and_compare() -> None:
             try:
                 await self._outline(comparison)
@@ -216,19 +200,16 @@ class MissReasonsRecorder:
         self._outline_tasks.add(task)
         task.add_done_callback(self._outline_tasks.discard)
 
-    async def _outline(self, comparison: PromptComparison) -> None:
+    async def _outline(self, comparison: PendingComparison) -> None:
         """Have a large body outlined, where that is to be done."""
         if comparison.pieces is not None:
             comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
             comparison.pieces = None
 
-    def _record_end(
-        self, analyzed_request: AnalyzedRequest, request_end: tuple[ReportedUsage | None, int, float, bool]
-    ) -> None:
-        usage, completion_tokens, now, is_logged = request_end
-        self.analyzer.record_end(analyzed_request, usage, completion_tokens, now)
-        if is_logged:
-            fields = render_explanation(analyzed_request.explanation)
+    def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
+        self.analyzer.record_end(request, context.usage, context.completion_tokens, ended_at_s)
+        if context.is_logged:
+            fields = render_explanation(request.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _record_crash(self, error: Exception) -> None:
@@ -236,7 +217,9 @@ class MissReasonsRecorder:
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
-    def _build_prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> AnalyzedPrompt:
+    def _build_prompt(
+        self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
+    ) -> AnalyzedPrompt:
         token_ids, index = route.token_ids or (), self._core.index
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         keys: Sequence[int] = ()
@@ -250,25 +233,23 @@ class MissReasonsRecorder:
             if self.analyzer.needs_short_keys(keys):
                 short_keys = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
         return AnalyzedPrompt(
-            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short_keys,
-            comparison.first_message_digest, route.is_final, comparison.sampling.has_unknown_history,
+            context.name, route, ids, comparison.outline, keys, short_keys, comparison.first_message_digest,
+            comparison.sampling.has_unknown_history,
         )  # fmt: skip
 
-    def _find_removed_prefix(self, token_ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
-        """What of its prompt was held and removed, behind what some worker has."""
-        core = self._core
-        removed = core.index.gone(
-            token_ids, route.scope, find_first_missing_token(decision), self._block_size(decision)
+    def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
+        """What is known of a request that begins now. `prompt_ids`: its prompt, as the index takes it."""
+        worker = self._core.workers.get(decision.worker)
+        block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
+        removed = self._core.index.gone(prompt_ids, route.scope, find_first_missing_token(decision), block_tokens)
+        removed_prefix = (
+            None if removed is None else RemovedPrefix(removed[0], self._find_worker_id(removed[1]), removed[2])
         )
-        return None if removed is None else RemovedPrefix(removed[0], self._find_worker_id(removed[1]), removed[2])
+        return Placement(decision, removed_prefix, block_tokens, self._proxy.now(), time.time())
 
     def _find_worker_id(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
         return next(workers, "one that is known no more")
-
-    def _block_size(self, decision: Decision) -> int:
-        worker = self._core.workers.get(decision.worker)
-        return BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
 
 
 class FactsAdapter:

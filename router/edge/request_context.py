@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
 from router.http.request import HttpRequest
+from router.prompting.conversation_turn import ConversationTurn
 
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation
-    from router.edge.prompt_comparison import PromptComparison
+    from router.edge.pending_comparison import PendingComparison
     from router.miss_reasons.analyzer import AnalyzedRequest
 
 
@@ -66,12 +67,12 @@ class RequestContext:
         self.continuation: StreamContinuation | None = None
         """What the answer needs to go on at another worker; None where it cannot."""
         self.usage: ReportedUsage | None = None
-        self.turn: Any = None
-        """Its turn of a conversation, where a copy is compared later."""
+        self.turn: ConversationTurn | None = None
+        """Its turn of a conversation, until it is placed, or a copy of it is compared."""
         self.outcome = ""
         """How the request ended, for metrics and logs."""
         self.is_done = False
-        self.miss_analysis: PromptComparison | AnalyzedRequest | None = None
+        self.miss_analysis: PendingComparison | AnalyzedRequest | None = None
         """The comparison of its prompt before the first byte, the reasons of its miss from then on; None where the
         request is not compared."""
 
@@ -81,6 +82,13 @@ class RequestContext:
         return self.trace_id.decode("latin-1")
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer: as the worker says, else of a stream as many as there were chunks."""
+        if self.usage is not None and self.usage.completion_tokens is not None:
+            return self.usage.completion_tokens
+        return self.progress.read_count if self.is_streaming else 0
+
+    @property
     def is_streaming(self) -> bool:
-        """Whether the client asked for a stream."""
+        """Whether the first token is seen as it comes."""
         return self.route is not None and self.route.is_streaming

@@ -12,12 +12,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from router.decide.messages import Decision, ReportedUsage
+from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.index.protocol import PrefixIndex, Scope
 from router.miss_reasons.attribution import (
-    MissContext,
+    MissFacts,
+    Placement,
     PromptComparison,
-    RemovedPrefix,
     attribute_misses,
     attribute_without_comparison,
 )
@@ -36,21 +36,18 @@ class AnalyzedPrompt:
     def __init__(
         self,
         request_id: str,
+        route: RouteRequest,
         token_ids: array[int],
-        scope: Scope,
         outline: Outline | None,
-        session_name: str | None = None,
-        parent: str | None = None,
         chunk_keys: Sequence[int] = (),
         short_keys: Sequence[int] = (),
         opening_key: int | None = None,
-        is_final: bool = False,
         is_history_incomplete: bool = False,
     ) -> None:
         self.request_id = request_id
         """That the client knows the request by."""
-        self.token_ids, self.scope, self.outline = token_ids, scope, outline
-        self.session_name, self.parent, self.is_final = session_name, parent, is_final
+        self.token_ids, self.scope, self.outline = token_ids, route.scope, outline
+        self.session_name, self.parent, self.is_final = route.session, route.parent, route.is_final
         self.chunk_keys = chunk_keys
         """Digests of its chunks, where its session has no name."""
         self.short_keys = short_keys
@@ -73,42 +70,24 @@ class AnalyzedPrompt:
 class PlacedRequest:
     """A request from its first byte on, whose prompt is not compared."""
 
-    __slots__ = (
-        "_placed_at_s",
-        "_removed_prefix",
-        "_reported_tokens",
-        "_session",
-        "_timestamp",
-        "decision",
-        "id",
-        "prompt_tokens",
-    )
+    __slots__ = ("_placement", "_reported_tokens", "_session", "id", "prompt_tokens")
 
-    def __init__(
-        self,
-        id: str,
-        session: str | None,
-        prompt_tokens: int,
-        decision: Decision,
-        removed_prefix: RemovedPrefix | None,
-        now: float,
-        timestamp: float,
-    ) -> None:
-        self.id, self.prompt_tokens, self.decision = id, prompt_tokens, decision
+    def __init__(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> None:
+        self.id, self.prompt_tokens = id, prompt_tokens
         self._session = session
-        self._removed_prefix = removed_prefix
-        self._placed_at_s = now
-        self._timestamp = timestamp
+        self._placement = placement
         self._reported_tokens: int | None = None
+
+    @property
+    def decision(self) -> Decision:
+        return self._placement.decision
 
     @property
     def explanation(self) -> MissExplanation:
         """The reasons that need only the decision and the index."""
-        explanation = _new_explanation(self.id, self._session, self.prompt_tokens, self.decision, self._timestamp)
+        explanation = _new_explanation(self.id, self._session, self.prompt_tokens, self._placement)
         explanation.is_compared = False
-        explanation.uncached_ranges = attribute_without_comparison(
-            self.prompt_tokens, self.decision, self._removed_prefix, self._placed_at_s
-        )
+        explanation.uncached_ranges = attribute_without_comparison(self.prompt_tokens, self._placement)
         explanation.update_main_reason()
         if self._reported_tokens is not None:
             explanation.apply_reported_tokens(self.decision.terms.resident_tokens, self._reported_tokens)
@@ -191,55 +170,26 @@ class MissAnalyzer:
         """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""
         return not chunk_keys or self.history.short_prompts > 0
 
-    def explain(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block_tokens: int,
-        removed_prefix: RemovedPrefix | None,
-        context: MissContext,
-        now: float,
-        timestamp: float,
-    ) -> MissExplanation:
+    def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
         """The same as `record_compared`, of a request that was not sent. Changes nothing."""
-        return self._explain(
-            prompt, self._compare(prompt, block_tokens), decision, removed_prefix, context, now, timestamp
-        )
+        return self._explain(prompt, self._compare(prompt), placement, facts)
 
-    def record_placed(
-        self,
-        id: str,
-        session: str | None,
-        prompt_tokens: int,
-        decision: Decision,
-        removed_prefix: RemovedPrefix | None,
-        now: float,
-        timestamp: float,
-    ) -> PlacedRequest:
+    def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> PlacedRequest:
         """Its answer has begun, and its prompt of so many tokens is not compared."""
-        request = PlacedRequest(id, session, prompt_tokens, decision, removed_prefix, now, timestamp)
+        request = PlacedRequest(id, session, prompt_tokens, placement)
         self._store(request)
         return request
 
     def record_compared(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block_tokens: int,
-        removed_prefix: RemovedPrefix | None,
-        context: MissContext,
-        now: float,
-        timestamp: float,
-        *,
-        is_sampled: bool = True,
+        self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> ComparedRequest:
-        """Its answer has begun: the prompt was computed, in blocks of so many tokens. Raises ValueError for a block
-        without tokens."""
+        """Its answer has begun: the prompt was computed. Raises ValueError for blocks without tokens."""
+        decision, block_tokens, now = placement.decision, placement.block_tokens, placement.at_s
         if block_tokens < 1:
             raise ValueError(f"a block of {block_tokens} tokens: expected at least 1")
         self.history.expire(now)
-        comparison = self._compare(prompt, block_tokens)
-        explanation = self._explain(prompt, comparison, decision, removed_prefix, context, now, timestamp)
+        comparison = self._compare(prompt)
+        explanation = self._explain(prompt, comparison, placement, facts)
         session = prompt.session_name
         keys: tuple[int, ...] = ()
         if session is None:
@@ -282,11 +232,11 @@ class MissAnalyzer:
         if len(requests) > self._max_recent_requests:
             requests.popitem(last=False)
 
-    def _compare(self, prompt: AnalyzedPrompt, block_tokens: int) -> PromptComparison:
+    def _compare(self, prompt: AnalyzedPrompt) -> PromptComparison:
         """The prompt beside the one it goes on from."""
         token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session_name, self.history
         previous = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
-        comparison = PromptComparison(len(token_ids), block_tokens, previous)
+        comparison = PromptComparison(len(token_ids), previous)
         comparison.outline, comparison.is_history_incomplete = prompt.outline, prompt.is_history_incomplete
         if previous is not None:
             comparison.common_tokens = len(previous.token_ids)
@@ -300,19 +250,11 @@ class MissAnalyzer:
 
     @staticmethod
     def _explain(
-        prompt: AnalyzedPrompt,
-        comparison: PromptComparison,
-        decision: Decision,
-        removed_prefix: RemovedPrefix | None,
-        context: MissContext,
-        now: float,
-        timestamp: float,
+        prompt: AnalyzedPrompt, comparison: PromptComparison, placement: Placement, facts: MissFacts
     ) -> MissExplanation:
-        explanation = _new_explanation(
-            prompt.request_id, prompt.session_name, comparison.prompt_tokens, decision, timestamp
-        )
+        explanation = _new_explanation(prompt.request_id, prompt.session_name, comparison.prompt_tokens, placement)
         explanation.is_compared = comparison.previous is not None or not comparison.is_history_incomplete
-        explanation.uncached_ranges = attribute_misses(comparison, decision, removed_prefix, context, now)
+        explanation.uncached_ranges = attribute_misses(comparison, placement, facts)
         explanation.update_main_reason()
         return explanation
 
@@ -332,13 +274,12 @@ def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
     return tuple(selected_keys)
 
 
-def _new_explanation(
-    id: str, session: str | None, prompt_tokens: int, decision: Decision, timestamp: float
-) -> MissExplanation:
+def _new_explanation(id: str, session: str | None, prompt_tokens: int, placement: Placement) -> MissExplanation:
+    decision = placement.decision
     best = decision.most_cached or decision.terms
     return MissExplanation(
         id=id,
-        timestamp=timestamp,
+        timestamp=placement.timestamp,
         session=session,
         worker=decision.worker,
         prompt_tokens=prompt_tokens,

@@ -33,7 +33,21 @@ class RemovedPrefix(NamedTuple):
     removed_at_s: float
 
 
-class MissContext(Protocol):
+class Placement(NamedTuple):
+    """Where a request went, and what was known then."""
+
+    decision: Decision
+    removed_prefix: RemovedPrefix | None
+    """What of its prompt was held and removed, behind what some worker has."""
+    block_tokens: int
+    """Tokens of the chosen worker's blocks."""
+    at_s: float
+    """When its answer began."""
+    timestamp: float
+    """The same by the wall clock."""
+
+
+class MissFacts(Protocol):
     """What is asked only where something is missing."""
 
     def last_emptied_s(self, worker_id: str) -> float | None:
@@ -47,10 +61,10 @@ class MissContext(Protocol):
 
 
 class PromptComparison:
-    """One prompt of so many tokens, and what came before it. `block`: tokens of the chosen worker's blocks."""
+    """One prompt of so many tokens, and what came before it."""
 
-    def __init__(self, prompt_tokens: int, block_tokens: int, previous: PreviousPrompt | None) -> None:
-        self.prompt_tokens, self.block_tokens, self.previous = prompt_tokens, block_tokens, previous
+    def __init__(self, prompt_tokens: int, previous: PreviousPrompt | None) -> None:
+        self.prompt_tokens, self.previous = prompt_tokens, previous
         self.common_tokens = 0
         """Tokens that both begin with."""
         self.outline: Outline | None = None
@@ -98,34 +112,26 @@ def find_first_missing_token(decision: Decision) -> int:
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
 
 
-def attribute_without_comparison(
-    prompt_tokens: int, decision: Decision, removed_prefix: RemovedPrefix | None, now: float
-) -> list[UncachedRange]:
+def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> list[UncachedRange]:
     """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
     index tell."""
-    builder = _start_ranges(prompt_tokens, decision)
-    _add_evicted(builder, removed_prefix, now)
+    builder = _start_ranges(prompt_tokens, placement.decision)
+    _add_evicted(builder, placement)
     builder.add(NOT_COMPARED, prompt_tokens)
     return builder.ranges
 
 
-def attribute_misses(
-    comparison: PromptComparison,
-    decision: Decision,
-    removed_prefix: RemovedPrefix | None,
-    context: MissContext,
-    now: float,
-) -> list[UncachedRange]:
+def attribute_misses(comparison: PromptComparison, placement: Placement, facts: MissFacts) -> list[UncachedRange]:
     """The same of a prompt that is compared with the last one of its conversation."""
-    previous, block_tokens, prompt_tokens = comparison.previous, comparison.block_tokens, comparison.prompt_tokens
-    builder = _start_ranges(prompt_tokens, decision)
+    previous, block_tokens, prompt_tokens = comparison.previous, placement.block_tokens, comparison.prompt_tokens
+    builder = _start_ranges(prompt_tokens, placement.decision)
     is_continuation = previous is not None and comparison.common_tokens == len(previous.token_ids)
     cacheable_tokens = (
         0 if previous is None else previous.cacheable_tokens if is_continuation else comparison.common_tokens
     )
     usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
     if previous is None or comparison.scope_difference is not None or builder.offset < usable_tokens:
-        _add_evicted(builder, removed_prefix, now)
+        _add_evicted(builder, placement)
     if previous is None:
         builder.add(NOT_COMPARED if comparison.is_history_incomplete else "new_session", prompt_tokens)
         return builder.ranges
@@ -133,10 +139,10 @@ def attribute_misses(
         builder.add(comparison.scope_difference, _round_down_to_blocks(comparison.common_tokens, block_tokens))
         builder.add("partial_block", comparison.common_tokens)
     elif builder.offset < _round_down_to_blocks(min(comparison.common_tokens, prompt_tokens - 1), block_tokens):
-        reason, lost_ago_s = _classify_loss(previous, context, now)
+        reason, lost_ago_s = _classify_loss(previous, facts, placement.at_s)
         builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
     if not is_continuation and comparison.is_same_session and comparison.scope_difference is None:
-        difference, message_index = _classify_message_difference(comparison, previous, context)
+        difference, message_index = _classify_message_difference(comparison, previous, facts)
         builder.add(
             difference,
             max(previous.cacheable_tokens, comparison.common_tokens + 1),
@@ -173,28 +179,29 @@ def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
     return builder
 
 
-def _add_evicted(builder: _RangeBuilder, removed_prefix: RemovedPrefix | None, now: float) -> None:
+def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
+    removed_prefix = placement.removed_prefix
     if removed_prefix is not None:
         builder.add(
             "evicted",
             removed_prefix.end_token,
             worker=removed_prefix.worker,
-            lost_ago_s=round(now - removed_prefix.removed_at_s, 3),
+            lost_ago_s=round(placement.at_s - removed_prefix.removed_at_s, 3),
         )
 
 
-def _classify_loss(previous: PreviousPrompt, context: MissContext, now: float) -> tuple[str, float | None]:
+def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
     """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
-    emptied_s = context.last_emptied_s(previous.worker)
+    emptied_s = facts.last_emptied_s(previous.worker)
     if emptied_s is not None and emptied_s >= previous.computed_s:
         return "worker_lost", round(now - emptied_s, 3)
-    if context.has_approximate_cache(previous.worker) or now - previous.computed_s > ANNOUNCEMENT_S_MAX:
+    if facts.has_approximate_cache(previous.worker) or now - previous.computed_s > ANNOUNCEMENT_S_MAX:
         return "evicted", None
     return "not_announced", None
 
 
 def _classify_message_difference(
-    comparison: PromptComparison, previous: PreviousPrompt, context: MissContext
+    comparison: PromptComparison, previous: PreviousPrompt, facts: MissFacts
 ) -> tuple[str, int | None]:
     """How the prompt differs from the past one, in which message."""
     if comparison.outline is None or previous.outline is None:
@@ -213,7 +220,7 @@ def _classify_message_difference(
         and classify_answer_change(comparison.outline, previous.message_count) is not None
     ):
         # What the template put before the answer is not what stands before it now.
-        is_thought = context.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
+        is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
         return ("thinking_dropped" if is_thought else difference), previous.message_count
     return difference, message_index
 

@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pvariance
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,27 +48,38 @@ class ObservedRequest(msgspec.Struct):
     """Session or user, where the client named one."""
 
 
+class PromptEnd(NamedTuple):
+    """The end of a prompt that a later one may continue."""
+
+    serial: int
+    tokens: int
+    digest: int
+    """Digest of all of its tokens."""
+
+
 class PrefixLinks:
-    """The last `keep` requests by the last full block of their prompts, to find the one that a request continues."""
+    """The last `max_prompts` prompts by their last full block, to find the one that a request continues."""
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._ends: OrderedDict[int, int] = OrderedDict()
+    def __init__(self, max_prompts: int) -> None:
+        self._max_prompts = max_prompts
+        self._end_by_block: OrderedDict[int, PromptEnd] = OrderedDict()
 
-    def follow(self, serial: int, ids: Sequence[int], full_blocks: int, is_prefix: Callable[[int], bool]) -> int | None:
-        """Return the serial that this request continues, if any, and remember this one. `is_prefix(serial)`: whether
-        the prompt begins with all of that request's prompt, as blocks do not show what follows the last full one."""
+    def follow(
+        self, end: PromptEnd, block_ids: Sequence[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool]
+    ) -> int | None:
+        """Return the serial of the request that this one continues, if any, and remember this one. `is_prefix(end)`:
+        whether the prompt begins with all of that prompt, as blocks do not show what follows the last full one."""
         predecessor = None
-        for block in reversed(ids):
-            earlier = self._ends.get(block)
+        for block in reversed(block_ids):
+            earlier = self._end_by_block.get(block)
             if earlier is not None and is_prefix(earlier):
-                predecessor = earlier
+                predecessor = earlier.serial
                 break
         if full_blocks:
-            self._ends[ids[full_blocks - 1]] = serial
-            self._ends.move_to_end(ids[full_blocks - 1])
-            if len(self._ends) > self._keep:
-                self._ends.popitem(last=False)
+            self._end_by_block[block_ids[full_blocks - 1]] = end
+            self._end_by_block.move_to_end(block_ids[full_blocks - 1])
+            if len(self._end_by_block) > self._max_prompts:
+                self._end_by_block.popitem(last=False)
         return predecessor
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any
 
 import msgspec
 import xxhash
@@ -23,7 +23,7 @@ from router.decide.messages import Decision, RouteRequest
 from router.edge.mirrored_exchange import MIRRORED
 from router.edge.request_context import RequestContext
 from router.shadow.config import ShadowConfig
-from router.shadow.observed_request import ObservedRequest, PrefixLinks
+from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd
 from router.shadow.replay import ObservedEngine
 from router.shadow.request_log import LogLine
 
@@ -36,7 +36,7 @@ LOOK_S, LOOK_SHARE = 0.02, 0.1
 SETTLED_S = 3.0
 """Time after which a request's prompt is in a cache, or never will be."""
 
-Note = Callable[[str, Any, RouteRequest, Decision], None]
+Note = Callable[[RequestContext, Decision], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,9 +44,9 @@ class UnplacedRequest:
     """A request that is not yet attributed to a worker."""
 
     seen: ObservedRequest
-    route: RouteRequest
-    priced: Decision
     context: RequestContext
+    """The copy, as it was read and priced."""
+    route: RouteRequest
     goal: int
     """Tokens of the prompt that the right worker's cache will hold."""
     held: dict[str, int]
@@ -71,8 +71,6 @@ class Recorder:
     """serial -> request."""
     _serials: count[int] = field(default_factory=count)
     _links: PrefixLinks | None = None
-    _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
-    """serial -> (tokens, digest) of a prompt."""
 
     def record_copy(self, context: RequestContext) -> None:
         """A copy was answered."""
@@ -90,9 +88,7 @@ class Recorder:
             self.counts["unplaced"] += 1
         else:
             goal = (route.prompt_tokens - 1) // self.block * self.block
-            self._open[observed.serial] = UnplacedRequest(
-                observed, route, decision, context, goal, cached_tokens, self.now()
-            )
+            self._open[observed.serial] = UnplacedRequest(observed, context, route, goal, cached_tokens, self.now())
 
     def place_open_requests(self, now: float) -> None:
         """Find out where open requests went. Call every tick."""
@@ -163,7 +159,7 @@ class Recorder:
         candidates = []
         for target in self.core.tracker.targets.values():
             had = request.held.get(target.name, 0)
-            has = min(cached_tokens.get(target.name, 0), request.route.prompt_tokens)
+            has = min(cached_tokens.get(target.name, 0), request.seen.prompt_tokens)
             if request.goal and has >= request.goal > had:
                 candidates.append((has - had, target.worker_id))
         if not candidates:
@@ -181,7 +177,8 @@ class Recorder:
         return workers.pop() if len(workers) == 1 else None
 
     def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
-        decision = decision_for_worker(worker, request.priced)
+        context = request.context
+        decision = None if context.decision is None else decision_for_worker(worker, context.decision)
         if decision is None:
             self.counts["unplaced"] += 1
             return
@@ -189,7 +186,7 @@ class Recorder:
         request.seen.first_token_s = now
         request.seen.cached_tokens = decision.predicted_cached_tokens
         self._store(request.seen)
-        self.on_placed(request.context.name, request.context.turn, request.route, decision)
+        self.on_placed(context, decision)
 
     def _store(self, request: ObservedRequest) -> None:
         insort(self.requests, request, key=lambda one: one.arrival_s)
@@ -215,18 +212,16 @@ class Recorder:
         serial = next(self._serials)
         observed = ObservedRequest(serial, at_s, ids, size, "", user=route.session)
         observed.continues = self._links.follow(
-            serial, ids, size // block, lambda earlier: self._continues(tokens, earlier)
+            PromptEnd(serial, size, prompt_digest), ids, size // block, partial(_begins_with, tokens)
         )
-        self._ends[serial] = (size, prompt_digest)
-        if len(self._ends) > self.config.requests_max:
-            self._ends.popitem(last=False)
         return observed
 
-    def _continues(self, tokens: array[int], earlier: int) -> bool:
-        previous_end = self._ends.get(earlier)
-        if previous_end is None or previous_end[0] >= len(tokens):
-            return False
-        return xxhash.xxh3_64_intdigest(memoryview(tokens)[: previous_end[0]].tobytes()) == previous_end[1]
+
+def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
+    """Whether a prompt begins with all of an earlier one, and goes on."""
+    if earlier.tokens >= len(tokens):
+        return False
+    return xxhash.xxh3_64_intdigest(memoryview(tokens)[: earlier.tokens].tobytes()) == earlier.digest
 
 
 def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:

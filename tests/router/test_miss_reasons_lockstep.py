@@ -13,11 +13,11 @@ import pytest
 from reference.miss_reasons.lockstep import BothAnalyzers
 from reference.miss_reasons.naive import check_adds_up
 
-from router.decide.messages import Decision, ReportedUsage, Terms
+from router.decide.messages import Decision, ReportedUsage, RouteRequest, Terms
 from router.index import make_index
 from router.index.protocol import Scope
 from router.miss_reasons.analyzer import AnalyzedPrompt, MissAnalyzer
-from router.miss_reasons.attribution import RemovedPrefix, find_first_missing_token
+from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
 from router.prompting.chat_outline import Outline
@@ -113,6 +113,10 @@ def draw_facts(rng: random.Random, now: float) -> SomeFacts:
     return SomeFacts(emptied_s if rng.random() < 0.2 else None, rng.random() < 0.1, rng.random() < 0.3)
 
 
+def make_route(ids: array[int], scope: Scope, session: str | None, **changes: Any) -> RouteRequest:
+    return RouteRequest("", scope.model, scope, ids, len(ids), session=session, **changes)
+
+
 class World:
     """Conversations side by side, and both analyzers told of them."""
 
@@ -136,27 +140,26 @@ class World:
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
         if session is None and analyzers.needs_short_keys(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
-        placement = draw_decision(rng, len(ids))
+        decision = draw_decision(rng, len(ids))
+        name, outline = f"r{rng.choice([number, rng.randrange(9)])}", talk.outline(tools, flags) if is_chat else None
+        route = make_route(ids, scope, session, parent=rng.choice(SESSIONS), is_final=rng.random() < 0.05)
         prompt = AnalyzedPrompt(
-            f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, talk.outline(tools, flags) if is_chat else None,
-            session, rng.choice(SESSIONS), keys, short,
-            talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.05,
-            rng.random() < 0.2,
+            name, route, ids, outline, keys, short,
+            talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.2,
         )  # fmt: skip
         facts = draw_facts(rng, self.now)
         removed_prefix = (
-            RemovedPrefix(find_first_missing_token(placement) + rng.randrange(1, 40), "a", 0.5)
+            RemovedPrefix(find_first_missing_token(decision) + rng.randrange(1, 40), "a", 0.5)
             if rng.random() < 0.2
             else None
         )
-        check_adds_up(analyzers.explain(prompt, placement, BLOCK, removed_prefix, facts, self.now, 1.0))
+        placement = Placement(decision, removed_prefix, BLOCK, self.now, 1.0)
+        check_adds_up(analyzers.explain(prompt, placement, facts))
         if rng.random() < 0.2:
-            started_request = analyzers.record_placed(prompt, placement, removed_prefix, self.now, 1.0)
+            started_request = analyzers.record_placed(prompt, placement)
         else:
             is_sampled = rng.random() < 0.7
-            started_request = analyzers.record_compared(
-                prompt, placement, BLOCK, removed_prefix, facts, self.now, 1.0, is_sampled=is_sampled
-            )
+            started_request = analyzers.record_compared(prompt, placement, facts, is_sampled=is_sampled)
         self.running_requests.append((started_request, len(ids)))
 
     def end(self) -> None:
@@ -188,12 +191,11 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
-        prompt = AnalyzedPrompt(
-            f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, chunk_keys=keys
-        )
+        route = make_route(ids, SCOPES[0], f"s{number % 9}" if number % 2 else None)
+        prompt = AnalyzedPrompt(f"r{number}", route, ids, None, chunk_keys=keys)
         terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
         decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, terms, 0.0)
-        analyzers.record_compared(prompt, decision, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
+        analyzers.record_compared(prompt, Placement(decision, None, BLOCK, 1.0 + number, 0.0), SomeFacts())
     sizes = [len(analyzers.analyzer.history), len(analyzers.naive.history)]
     assert 5 < sizes[0] < 20
     assert all(a == b for a, b in pairwise(sizes))
@@ -203,9 +205,9 @@ def test_a_block_without_tokens_is_refused() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
     terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     decision = Decision("r", "a", None, 0, 3, 0, 0.0, terms, 0.0)
-    prompt = AnalyzedPrompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
+    prompt = AnalyzedPrompt("r", make_route(array("I", [1, 2, 3]), SCOPES[0], "s"), array("I", [1, 2, 3]), None)
     with pytest.raises(ValueError, match="block"):
-        analyzer.record_compared(prompt, decision, 0, None, SomeFacts(), 0.0, 0.0)
+        analyzer.record_compared(prompt, Placement(decision, None, 0, 0.0, 0.0), SomeFacts())
     assert len(analyzer) == len(analyzer.history) == 0
 
 
@@ -213,8 +215,7 @@ def test_of_requests_with_one_name_the_last_is_known() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
     terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
-        analyzer.record_placed(
-            name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0), None, 0.0, 0.0
-        )
+        decision = Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0)
+        analyzer.record_placed(name, None, tokens, Placement(decision, None, BLOCK, 0.0, 0.0))
     explanations = [analyzer.get(name) for name in ("one", "two", "three")]
     assert [None if why is None else why.prompt_tokens for why in explanations] == [5, None, 6]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from router.shadow.observed_request import ObservedRequest, PrefixLinks, find_predecessors
+from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd, find_predecessors
 from router.shadow.replay import ObservedEngine, compare, learn_step_times, make_workload
 
 
@@ -40,13 +40,17 @@ def observe(serial: int, at: float, ids: list[int], **fields: Any) -> ObservedRe
 
 
 def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
-    links = PrefixLinks(keep=2)
-    assert links.follow(1, [10, 11], 2, lambda earlier: True) is None
-    assert links.follow(2, [10, 11, 12], 3, lambda earlier: True) == 1
-    assert links.follow(3, [10, 11, 12, 13], 4, lambda earlier: True) == 2
-    assert links.follow(4, [10, 11, 12, 13, 14], 5, lambda earlier: earlier != 3) == 2, "not what only looks alike"
-    assert links.follow(5, [10, 11, 99], 3, lambda earlier: True) is None, "the oldest is forgotten"
-    assert links.follow(6, [7], 0, lambda earlier: True) is None, "what fills no block ends nobody's prompt"
+    links = PrefixLinks(max_prompts=2)
+    assert links.follow(PromptEnd(1, 0, 0), [10, 11], 2, lambda earlier: True) is None
+    assert links.follow(PromptEnd(2, 0, 0), [10, 11, 12], 3, lambda earlier: True) == 1
+    assert links.follow(PromptEnd(3, 0, 0), [10, 11, 12, 13], 4, lambda earlier: True) == 2
+    assert links.follow(PromptEnd(4, 0, 0), [10, 11, 12, 13, 14], 5, lambda earlier: earlier.serial != 3) == 2, (
+        "not what only looks alike"
+    )
+    assert links.follow(PromptEnd(5, 0, 0), [10, 11, 99], 3, lambda earlier: True) is None, "the oldest is forgotten"
+    assert links.follow(PromptEnd(6, 0, 0), [7], 0, lambda earlier: True) is None, (
+        "what fills no block ends nobody's prompt"
+    )
 
 
 def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:

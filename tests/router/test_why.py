@@ -27,7 +27,7 @@ from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
 from router.miss_reasons.analyzer import AnalyzedPrompt, compute_short_keys
-from router.miss_reasons.attribution import RemovedPrefix, find_first_missing_token
+from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
@@ -106,12 +106,13 @@ class Fleet:
         facts = FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer)
         removal = self.core.index.gone(prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK)
         removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
+        known = Placement(decision, removed_prefix, BLOCK, self.now, 0.0)
         if compare:
-            explanation = self.analyzer.explain(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
-            record = self.analyzer.record_compared(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
+            explanation = self.analyzer.explain(prompt, known, facts)
+            record = self.analyzer.record_compared(prompt, known, facts)
             assert explanation == self.analyzer.explanation_of(record)
         else:
-            record = self.analyzer.record_placed(prompt, decision, removed_prefix, self.now, 0.0)
+            record = self.analyzer.record_placed(prompt, known)
         ids = list(route.token_ids or ())
         answer_ids = self.tokenizer.encode(answer, False) if sampled_ids is None else sampled_ids
         if announce:
@@ -133,9 +134,9 @@ class Fleet:
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         short = route.session is None and self.analyzer.needs_short_keys(keys)
         return AnalyzedPrompt(
-            route.request_id, ids, route.scope, outline_chat(routing_request), route.session, route.parent, keys,
+            route.request_id, route, ids, outline_chat(routing_request), keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_first_user_message(routing_request) if route.session is None else None, route.is_final,
+            digest_first_user_message(routing_request) if route.session is None else None,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:

@@ -6,9 +6,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
-from router.decide.messages import Decision, ReportedUsage
+from router.decide.messages import ReportedUsage
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer
-from router.miss_reasons.attribution import MissContext, RemovedPrefix
+from router.miss_reasons.attribution import MissFacts, Placement
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation
 
@@ -36,41 +36,21 @@ class BothAnalyzers:
     def needs_short_keys(self, keys: list[int]) -> bool:
         return self.analyzer.needs_short_keys(keys)
 
-    def explain(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
-        now: float,
-        wall: float,
-    ) -> MissExplanation:
-        explanation = self.analyzer.explain(prompt, decision, block, gone, facts, now, wall)
-        naive_explanation = self.naive.explain(prompt, decision, block, gone, facts, now, wall)
+    def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
+        explanation = self.analyzer.explain(prompt, placement, facts)
+        naive_explanation = self.naive.explain(prompt, placement, facts)
         assert explanation == naive_explanation, (explanation, naive_explanation)
         return explanation
 
-    def record_placed(
-        self, prompt: AnalyzedPrompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float
-    ) -> Both:
-        arguments = prompt.request_id, prompt.session_name, len(prompt.token_ids), decision, gone, now, wall
+    def record_placed(self, prompt: AnalyzedPrompt, placement: Placement) -> Both:
+        arguments = prompt.request_id, prompt.session_name, len(prompt.token_ids), placement
         return self._check_equal((self.analyzer.record_placed(*arguments), self.naive.record_placed(*arguments)))
 
     def record_compared(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
-        now: float,
-        wall: float,
-        *,
-        is_sampled: bool = True,
+        self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> Both:
-        analyzed = self.analyzer.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
-        naive_analyzed = self.naive.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
+        analyzed = self.analyzer.record_compared(prompt, placement, facts, is_sampled=is_sampled)
+        naive_analyzed = self.naive.record_compared(prompt, placement, facts, is_sampled)
         return self._check_equal((analyzed, naive_analyzed))
 
     def record_end(self, request: Both, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:

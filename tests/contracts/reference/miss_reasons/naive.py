@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from router.decide.messages import Decision, ReportedUsage
+from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.index.protocol import Scope
 from router.miss_reasons.analyzer import AnalyzedPrompt
-from router.miss_reasons.attribution import MissContext, RemovedPrefix
+from router.miss_reasons.attribution import MissFacts, Placement, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
 from router.prompting.chat_outline import Outline
@@ -83,29 +83,13 @@ class NaiveAnalyzer:
     def shorts(self) -> int:
         return sum(past.is_short for past in self.history)
 
-    def explain(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
-        now: float,
-        wall: float,
-    ) -> MissExplanation:
-        return self._explain(prompt, decision, block, gone, facts, now, wall)[0].why
+    def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
+        return self._explain(prompt, placement, facts)[0].why
 
-    def record_placed(
-        self,
-        id: str,
-        session: str | None,
-        tokens: int,
-        decision: Decision,
-        gone: RemovedPrefix | None,
-        now: float,
-        wall: float,
-    ) -> NaiveRequest:
-        prompt = AnalyzedPrompt(id, array("I", range(tokens)), Scope("m"), None, session, is_history_incomplete=True)
+    def record_placed(self, id: str, session: str | None, tokens: int, placement: Placement) -> NaiveRequest:
+        decision, gone, _, now, wall = placement
+        route = RouteRequest("", "m", Scope("m"), None, tokens, session=session)
+        prompt = AnalyzedPrompt(id, route, array("I", range(tokens)), None, is_history_incomplete=True)
         labels = labels_of(prompt, None, 0, decision, 1, gone, None, now)
         request = NaiveRequest(why_of(prompt, decision, wall, labels), labels, decision)
         request.why.is_compared = False
@@ -113,19 +97,12 @@ class NaiveAnalyzer:
         return request
 
     def record_compared(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
-        now: float,
-        wall: float,
-        is_sampled: bool,
+        self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, is_sampled: bool
     ) -> NaiveRequest:
+        decision, _, block, now, _ = placement
         while self.history and now - self.history[0].at_s >= self.config.ttl_s:
             del self.history[0]
-        request, replaced_prompt = self._explain(prompt, decision, block, gone, facts, now, wall)
+        request, replaced_prompt = self._explain(prompt, placement, facts)
         is_short = prompt.session_name is None and not prompt.chunk_keys
         past = PreviousPrompt(
             prompt.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.session_name, is_short
@@ -200,15 +177,9 @@ class NaiveAnalyzer:
             del self.history[0]
 
     def _explain(
-        self,
-        prompt: AnalyzedPrompt,
-        decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
-        now: float,
-        wall: float,
+        self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts
     ) -> tuple[NaiveRequest, PreviousPrompt | None]:
+        decision, gone, block, now, wall = placement
         past = self._find_extended(prompt) or self._find_similar(prompt)
         shared_tokens = 0 if past is None else shared(past.ids, prompt.token_ids)
         labels = labels_of(prompt, past, shared_tokens, decision, block, gone, facts, now)
@@ -252,7 +223,7 @@ class NaiveAnalyzer:
 
 def labels_of(
     prompt: AnalyzedPrompt, past: PreviousPrompt | None, shared_tokens: int, decision: Decision, block: int,
-    gone: RemovedPrefix | None, facts: MissContext | None, now: float,
+    gone: RemovedPrefix | None, facts: MissFacts | None, now: float,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Of each token: ("cached",), or (what tells its part from others, the reason, more fields of the part)."""
     length, best, first = len(prompt.token_ids), decision.most_cached, decision.predicted_cached_tokens
@@ -350,7 +321,7 @@ def different_scope_field(old: Scope, new: Scope) -> str | None:
     return next((name for name in names if getattr(old, name) != getattr(new, name)), None)
 
 
-def lost_reason(past: PreviousPrompt, facts: MissContext, now: float) -> tuple[str, dict[str, Any]]:
+def lost_reason(past: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, dict[str, Any]]:
     emptied_s = facts.last_emptied_s(past.worker)
     if emptied_s is not None and emptied_s >= past.at_s:
         return "worker_lost", {"worker": past.worker, "lost_ago_s": round(now - emptied_s, 3)}
@@ -359,7 +330,7 @@ def lost_reason(past: PreviousPrompt, facts: MissContext, now: float) -> tuple[s
 
 
 def change_reason(
-    past: PreviousPrompt, prompt: AnalyzedPrompt, shared_tokens: int, facts: MissContext
+    past: PreviousPrompt, prompt: AnalyzedPrompt, shared_tokens: int, facts: MissFacts
 ) -> tuple[str, dict[str, Any]]:
     reason, message = "edited", None
     if past.outline is not None and prompt.outline is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.decide.messages import ReportedUsage
 from router.prompting.conversation_turn import ConversationTurn
 
 
@@ -18,10 +17,10 @@ class Sampling(NamedTuple):
     """Earlier prompts of the conversation may have been, and were not kept."""
 
 
-class PromptComparison:
+class PendingComparison:
     """A request that is to be compared, until that is done. Holds no text of its body but in `pieces`."""
 
-    __slots__ = ("end", "first_message_digest", "has_started", "outline", "pieces", "sampling")
+    __slots__ = ("ended_at_s", "first_message_digest", "has_started", "outline", "pieces", "sampling")
 
     def __init__(self, turn: ConversationTurn, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -34,5 +33,5 @@ class PromptComparison:
         )
         self.has_started = False
         """Its first byte came, and its outline is being made."""
-        self.end: tuple[ReportedUsage | None, int, float, bool] | None = None
-        """Usage, tokens of the answer, when, whether it is logged: of what ended while its outline was made."""
+        self.ended_at_s: float | None = None
+        """When its answer was whole, where that was while its outline was made."""
