@@ -44,85 +44,39 @@ class ChatPrompt(Protocol):
     def reasoning_effort(self) -> str | None: ...
 
 
-def render_chat(
-    template: ChatTemplate,
-    request: ChatPrompt,
-    suffix_start: int = 0,
-    variables_digest: bytes | None = None,
-    sent_messages: list[Message] | None = None,
-) -> str:
-    """The prompt's text, cut at the first media part. `suffix_start`: as ChatTemplate.render has it.
-    `variables_digest`: a digest of the template's variables other than messages. `sent_messages`: messages instead of
-    the request's own. Raises RequestError where the template cannot render it."""
+def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
+    """The prompt's text, cut at the first media part. Raises RequestError where the template cannot render it."""
     continues_final_message = bool(request.continue_final_message)
     add_generation_prompt = (
         not continues_final_message if request.add_generation_prompt is None else request.add_generation_prompt
     )
-    if variables_digest is None and not (request.tools is not None or request.documents is not None
-                             or request.chat_template_kwargs or request.reasoning_effort is not None):  # fmt: skip
-        variables_digest = b""
-    text_cache = None
-    if variables_digest is not None and request.chat_template is None and not continues_final_message:
-        text_cache = template.get_rendered_text_cache(has_tools=request.tools is not None)
-    if sent_messages is None:
-        sent_messages = request.messages or []
-    variables_key = (variables_digest, add_generation_prompt, suffix_start)
-    if text_cache is not None and not _any_starts_with_billing_line(sent_messages):
-        cached_text = text_cache.get_cached_text(sent_messages, variables_key)
-        if cached_text is not None:
-            return cached_text.partition(MEDIA_MARKER)[0]
     tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
     content_format = template.find_content_format(request.chat_template, has_tools=tools is not None)
     # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
     documents = variables.pop("documents", None)
-    for name in (
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "suffix_start",
-    ):
+    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
         variables.pop(name, None)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    messages = [_convert_message(message, content_format) for message in sent_messages]
+    messages = [_convert_message(message, content_format) for message in request.messages or ()]
     if "developer" in [message["role"] for message in messages]:
         source = template.select_source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
             messages = _convert_developer_to_system(messages)
     if request.documents is not None:
         documents = request.documents
-
-    def render(template_messages: list[Message]) -> str:
-        return template.render(
-            template_messages,
-            tools=tools,
-            documents=documents,
-            chat_template=request.chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continues_final_message,
-            suffix_start=suffix_start,
-            **variables,
-        )
-
-    skeleton_key = None if text_cache is None or not messages else text_cache.make_key(messages, variables_key)
-    text = (
-        render(messages)
-        if text_cache is None or skeleton_key is None
-        else text_cache.render_with_skeleton(skeleton_key, messages, render)
+    text = template.render(
+        messages,
+        tools=tools,
+        documents=documents,
+        chat_template=request.chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continues_final_message,
+        **variables,
     )
     return text.partition(MEDIA_MARKER)[0]
-
-
-def _any_starts_with_billing_line(messages: list[Message]) -> bool:
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and content.startswith(BILLING_LINE):
-            return True
-    return False
 
 
 def _convert_message(message: Message, content_format: ContentFormat) -> Message:

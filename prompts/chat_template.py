@@ -24,9 +24,6 @@ import jinja2.utils
 
 from prompts import template_limits
 from prompts.errors import RequestError
-from prompts.rendered_text_cache import RenderedTextCache
-from prompts.template_analysis import find_copy_conditions
-from prompts.template_suffix import UNRENDERED_MESSAGES, is_any_of, make_suffix_template
 
 ContentFormat = Literal["string", "parts"]
 Message = dict[str, Any]
@@ -183,7 +180,6 @@ def _make_environment() -> _TemplateEnvironment:
     env.globals["strftime_now"] = _strftime_now
     env.globals["dict"] = _DictType()
     env.globals["namespace"] = _Namespace
-    env.tests["one_of"] = is_any_of
     return env
 
 
@@ -205,34 +201,22 @@ class _CompiledTemplate:
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)
-        self.copy_conditions = find_copy_conditions(tree, content_is_parts=self.content_format == "parts")
-        """What texts must be like to be copied; None where the template may do more with them."""
-        suffix_tree = make_suffix_template(tree)
-        self.suffix_template = None if suffix_tree is None else env.from_string(suffix_tree)
-        """What follows a conversation's known beginning."""
 
     @cached_property
-    def bounded_templates(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
-        """The template and its suffix as they are rendered in bounded time; None where that is not proven."""
+    def bounded_template(self) -> jinja2.Template | None:
+        """The template as it is rendered in bounded time; None where that is not proven."""
         env = _make_environment()
         template_limits.install_limits(env)
-        tree, suffix_tree = template_limits.add_limits(env.parse(self.source)), None
-        if tree is not None and self.suffix_template is not None:
-            suffix_tree = make_suffix_template(env.parse(self.source))
-            suffix_tree = None if suffix_tree is None else template_limits.add_limits(suffix_tree)
-        if tree is None or (suffix_tree is None and self.suffix_template is not None):
-            return None
-        return env.from_string(tree), None if suffix_tree is None else env.from_string(suffix_tree)
+        tree = template_limits.add_limits(env.parse(self.source))
+        return None if tree is None else env.from_string(tree)
 
     def render(self, variables: dict[str, Any], seconds_max: float | None = None) -> str:
         """As `template.render`, without copying the globals through two mappings for every request. `seconds_max`: CPU
-        time, for a template with `bounded_templates`."""
-        template, suffix = self.template, self.suffix_template
+        time, for a template with `bounded_template`."""
+        template = self.template
         if seconds_max is not None:
-            assert self.bounded_templates is not None
-            template, suffix = self.bounded_templates
-        if suffix is not None and UNRENDERED_MESSAGES in variables:
-            template = suffix
+            assert self.bounded_template is not None
+            template = self.bounded_template
         context = template.new_context({**self._globals, **variables}, shared=True)
         if seconds_max is not None:
             context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
@@ -242,17 +226,6 @@ class _CompiledTemplate:
 @lru_cache(maxsize=64)
 def _compile_template(source: str) -> _CompiledTemplate:
     return _CompiledTemplate(source)
-
-
-def _make_rendered_text_cache(template: _CompiledTemplate) -> RenderedTextCache | None:
-    conditions = template.copy_conditions
-    return (
-        None
-        if conditions is None
-        else RenderedTextCache(
-            conditions.forbidden_texts, conditions.forbidden_edges, content_is_parts=template.content_format == "parts"
-        )
-    )
 
 
 @lru_cache(maxsize=64)
@@ -289,9 +262,8 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self.keeps_messages_as_sent = False
         """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
-        self._rendered_text_caches = {
-            source: _make_rendered_text_cache(_compile_template(source)) for source in self._templates.values()
-        }
+        for source in self._templates.values():
+            _compile_template(source)
         self._seconds_max: float | None = None
         self.is_bounded = True
         """Every rendering ends soon: there is a limit where others wait for it, or nobody waits."""
@@ -301,7 +273,7 @@ class ChatTemplate:
         not to do, `is_bounded` says so, and nothing is rendered here."""
         self._seconds_max = seconds_max
         self.is_bounded = all(
-            _compile_template(source).bounded_templates is not None for source in self._templates.values()
+            _compile_template(source).bounded_template is not None for source in self._templates.values()
         )
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
@@ -320,14 +292,6 @@ class ChatTemplate:
     def find_content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
-
-    def get_rendered_text_cache(self, *, has_tools: bool) -> RenderedTextCache | None:
-        """Of what is written around messages, where nothing else is done with them."""
-        return self._rendered_text_caches[self.select_source(has_tools=has_tools)]
-
-    def has_suffix_template(self, *, has_tools: bool) -> bool:
-        """Whether what follows a known beginning can be rendered by itself."""
-        return self._compile_for_request(self.select_source(has_tools=has_tools)).suffix_template is not None
 
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
@@ -350,13 +314,9 @@ class ChatTemplate:
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
-        suffix_start: int = 0,
         **variables: Any,
     ) -> str:
         """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
-        `suffix_start`: only of what follows so many messages, which stand for a cached prefix
-        (prompts/template_suffix.py); for a template with `suffix_template`.
-
         Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
         """
         if not messages:
@@ -367,7 +327,7 @@ class ChatTemplate:
             )
         self._check_bounded()
         template = self._compile_for_request(self.select_source(chat_template, has_tools=tools is not None))
-        if self._seconds_max is not None and template.bounded_templates is None:  # a client's own
+        if self._seconds_max is not None and template.bounded_template is None:  # a client's own
             raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
         template_messages = list(messages)
         if not self.keeps_messages_as_sent:
@@ -393,10 +353,6 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        if suffix_start:
-            context[UNRENDERED_MESSAGES] = template_messages[:suffix_start]
-        else:
-            context.pop(UNRENDERED_MESSAGES, None)  # a client's own variable
         text = self._render(template, context)
         if final_text is None:
             return text

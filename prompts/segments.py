@@ -31,7 +31,6 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder
-from prompts.encoded_prefixes import PREFIX_CHARS_MIN, EncodedPrefix, EncodedPrefixCache
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
 ID_TYPE = "I"
@@ -39,10 +38,6 @@ ID_TYPE = "I"
 _ID_BYTES = array(ID_TYPE).itemsize
 _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
-_PREFIXES_DIVISOR = 4
-"""One part in so many of the memory is for beginnings of long texts."""
-_TAIL_SEGMENTS = 3
-"""A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
 SHORT_TEXT_CHARS_MAX = 4096
 """Characters of a text that is not looked up."""
 _CHARS_BETWEEN_PAUSES, _PAUSE_S = 65_536, 1e-6
@@ -61,7 +56,7 @@ class SegmentPlan:
     """Ids that `add_special_tokens` puts before and after a text; None where it does anything else."""
     suffix_ids: tuple[int, ...] | None
     anchor_tokens: frozenset[str] = frozenset()
-    """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
+    """Cuts at which a known text may end: no other added token can reach across one from before it."""
     split_pattern: re.Pattern[str] | None = None
     """`pattern` in a group, where every token that it finds is a cut."""
     bpe_encoder: BpeEncoder | None = None
@@ -116,8 +111,6 @@ class SegmentCache:
         self._short_text_chars_max = short_text_chars_max
         self._plan = plan
         self._max_bytes = max_bytes
-        self._prefixes = EncodedPrefixCache(max_bytes // _PREFIXES_DIVISOR)
-        self._segments_bytes_max = max_bytes - max_bytes // _PREFIXES_DIVISOR
         self._ids_by_segment: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
@@ -157,27 +150,18 @@ class SegmentCache:
         return [ids]
 
     def _encode_segments(self, text: str) -> list[bytes]:
-        plan = self._plan
-        prefix = self._find_prefix(text) if len(text) >= PREFIX_CHARS_MIN else None
-        segments = plan.split(text if prefix is None else text[prefix.end :])
+        segments = self._plan.split(text)
         cached_ids = self._get_cached_ids(segments)
         missing_segments = [segment for segment, ids in zip(segments, cached_ids) if ids is None]
         new_ids = self._encode_missing(missing_segments) if missing_segments else {}
-        id_chunks = [new_ids[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
-        if len(text) >= PREFIX_CHARS_MIN:
-            self._store_prefix(text, prefix, segments, id_chunks)
-        if prefix is not None:
-            id_chunks.insert(0, prefix.ids)
-        return id_chunks
+        return [new_ids[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
 
-    def take_first_segments(self, text: str, chars_min: int) -> str:
-        """Of `text`, until it has so many characters."""
-        end = 0
-        for segment in self._plan.split(text):
-            end += len(segment)
-            if end >= chars_min:
-                break
-        return text[:end]
+    def find_segment(self, text: str, start: int = 0) -> int | None:
+        """Return where the first token from `start` on stands at which any text is cut; None where there is none."""
+        for match in self._plan.pattern.finditer(text, start):
+            if match.group() in self._plan.anchor_tokens:
+                return match.start()
+        return None
 
     def starts_segment(self, text: str, position: int = 0) -> bool:
         """Whether there is a token in `text` at `position` at which any text is cut."""
@@ -190,39 +174,6 @@ class SegmentCache:
                 self._segment_start_checks = {}
             self._segment_start_checks[text_start] = is_start
         return is_start
-
-    def _find_prefix(self, text: str) -> EncodedPrefix | None:
-        """The longest that is known of this text and at whose end the text is cut."""
-        with self._lock:
-            prefix = self._prefixes.find(text)
-        if prefix is None:
-            return None
-        next_token = self._plan.pattern.match(text, prefix.end)
-        if next_token is None or next_token.group() not in self._plan.cut_tokens:
-            return None
-        with self._lock:
-            self._hits += 1
-            self._hit_tokens += len(prefix.ids) // _ID_BYTES
-        return prefix
-
-    def _store_prefix(
-        self, text: str, cached_prefix: EncodedPrefix | None, segments: Sequence[str], id_chunks: Sequence[bytes]
-    ) -> None:
-        """Remember this text up to its last turn, unless little would be won over what is known of it."""
-        tail_segments = segments[-_TAIL_SEGMENTS:]
-        end = len(text) - sum(map(len, tail_segments))
-        cached_chars = 0 if cached_prefix is None else cached_prefix.end
-        if len(segments) <= _TAIL_SEGMENTS or end - cached_chars < len(text) // 8:
-            return
-        anchor = self._plan.pattern.match(tail_segments[0])
-        if anchor is None or anchor.group() not in self._plan.anchor_tokens:
-            return
-        ids = b"".join(id_chunks[:-_TAIL_SEGMENTS])
-        new_prefix = EncodedPrefix(
-            text[: end + anchor.end()], end, ids if cached_prefix is None else cached_prefix.ids + ids
-        )
-        with self._lock:
-            self._prefixes.store(new_prefix)
 
     def _get_cached_ids(self, segments: Sequence[str]) -> list[bytes | None]:
         ids_by_segment = self._ids_by_segment
@@ -266,11 +217,11 @@ class SegmentCache:
 
     def _store_segment(self, segment: str, ids: bytes) -> None:
         size_bytes = _entry_bytes(segment, ids)
-        if segment in self._ids_by_segment or size_bytes > self._segments_bytes_max // 4:
+        if segment in self._ids_by_segment or size_bytes > self._max_bytes // 4:
             return  # one prompt must not empty the cache
         self._ids_by_segment[segment] = ids
         self._used_bytes += size_bytes
-        while self._used_bytes > self._segments_bytes_max:
+        while self._used_bytes > self._max_bytes:
             old_segment, old_ids = self._ids_by_segment.popitem(last=False)
             self._used_bytes -= _entry_bytes(old_segment, old_ids)
 
@@ -281,8 +232,8 @@ class SegmentCache:
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
-                entries=len(self._ids_by_segment) + len(self._prefixes),
-                used_bytes=self._used_bytes + self._prefixes.used_bytes,
+                entries=len(self._ids_by_segment),
+                used_bytes=self._used_bytes,
                 max_bytes=self._max_bytes,
             )
 
@@ -290,8 +241,7 @@ class SegmentCache:
         """For tests: the byte count is the sum over the entries and within its bound."""
         with self._lock:
             assert self._used_bytes == sum(_entry_bytes(segment, ids) for segment, ids in self._ids_by_segment.items())
-            assert self._used_bytes <= self._segments_bytes_max
-            self._prefixes.check_invariants()
+            assert self._used_bytes <= self._max_bytes
 
 
 def _entry_bytes(segment: str, ids: bytes) -> int:

@@ -38,7 +38,7 @@ _SAFE_NODES = (
 _LITERAL_NODES = (nodes.List, nodes.Tuple, nodes.Dict)
 _SAFE_TESTS = frozenset((
     "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge", "gt", "in", "integer",
-    "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "one_of", "sameas", "sequence", "string", "true",
+    "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "sameas", "sequence", "string", "true",
     "undefined", "==", "!=", "<", "<=", ">", ">=",
 ))  # fmt: skip
 _SAFE_FILTERS = frozenset((
@@ -153,11 +153,15 @@ class _UnsupportedTemplate(Exception):
 class _TerminationCheck:
     def __init__(self, tree: nodes.Template) -> None:
         self._macro_names = {macro.name for macro in tree.find_all(nodes.Macro)}
+        self._called_methods = {
+            call.node.attr for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)
+        }
         self._argument_names = {name.name for macro in tree.find_all(nodes.Macro) for name in macro.args}
         assigned_names = [name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")]
         if (self._macro_names | _SAFE_FUNCTIONS) & set(assigned_names):
             raise _UnsupportedTemplate
         self._namespace_names = _find_namespaces(tree)
+        self._counters = _find_counters(tree)
         self._nesting_levels = self._find_nesting_levels(tree)
 
     def check(self, node: nodes.Node) -> None:
@@ -181,13 +185,13 @@ class _TerminationCheck:
             if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
                 _check_attribute(node.arg.value)
         elif isinstance(node, nodes.NSRef):
-            _check_name(node.attr)
+            self._check_name(node.attr)
         elif isinstance(node, (nodes.Pair, nodes.Keyword)):
             if isinstance(node.key, nodes.Node) and not isinstance(node.key, nodes.Const):
                 raise _UnsupportedTemplate
-            _check_name(node.key.value if isinstance(node.key, nodes.Const) else node.key)
+            self._check_name(node.key.value if isinstance(node.key, nodes.Const) else node.key)
         elif isinstance(node, nodes.Mod):
-            if not _is_number(node.left):
+            if not _is_number(node.left) and not self._is_counter(node.left):
                 raise _UnsupportedTemplate
         elif isinstance(node, nodes.AssignBlock):
             if node.filter is not None:
@@ -208,6 +212,22 @@ class _TerminationCheck:
             raise _UnsupportedTemplate
         for child in node.iter_child_nodes():
             self.check(child)
+
+    def _check_name(self, name: object) -> None:
+        """What a template may call something of its own: not what the methods are called that it calls, which it could
+        hide there."""
+        is_method = name in _SAFE_METHODS or name in _MEASURED_METHODS
+        if (is_method and name in self._called_methods) or name in _UNSAFE_METHODS:
+            raise _UnsupportedTemplate
+
+    def _is_counter(self, node: nodes.Node) -> bool:
+        """Whether it is an attribute of a namespace that only ever is a number."""
+        return (
+            isinstance(node, nodes.Getattr)
+            and isinstance(node.node, nodes.Name)
+            and node.node.name in self._namespace_names
+            and node.attr in self._counters
+        )
 
     @staticmethod
     def _check_const(node: nodes.Const) -> None:
@@ -359,6 +379,23 @@ def _find_namespaces(tree: nodes.Template) -> set[str]:
     return namespaces - other_names
 
 
+def _find_counters(tree: nodes.Template) -> set[str]:
+    """Names of attributes that hold numbers in every namespace that has them."""
+    numbers, others = set[str](), set[str]()
+    for assign in tree.find_all(nodes.Assign):
+        for target in (assign.target, *assign.target.find_all(nodes.NSRef)):
+            if isinstance(target, nodes.NSRef):
+                (numbers if target is assign.target and _is_number(assign.node) else others).add(target.attr)
+    for block in tree.find_all(nodes.AssignBlock):
+        others.update(target.attr for target in (block.target, *block.target.find_all(nodes.NSRef))
+                      if isinstance(target, nodes.NSRef))  # fmt: skip
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == "namespace":
+            for pair in call.kwargs:
+                (numbers if _is_number(pair.value) else others).add(pair.key)
+    return numbers - others
+
+
 def _target_names(target: nodes.Node) -> list[str]:
     if isinstance(target, nodes.Name):
         return [target.name]
@@ -367,12 +404,6 @@ def _target_names(target: nodes.Node) -> list[str]:
 
 def _check_attribute(name: str) -> None:
     if name in _UNSAFE_METHODS:
-        raise _UnsupportedTemplate
-
-
-def _check_name(name: object) -> None:
-    """What a template may call something of its own: not what methods are called, which it could hide there."""
-    if name in _SAFE_METHODS or name in _MEASURED_METHODS or name in _UNSAFE_METHODS:
         raise _UnsupportedTemplate
 
 

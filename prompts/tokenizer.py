@@ -116,9 +116,9 @@ class Tokenizer:
         """Whether the ids of any text and of this one, from `position` on, behind it are those of both."""
         return self._segment_cache is not None and self._segment_cache.starts_segment(text, position)
 
-    def take_first_segments(self, text: str, chars_min: int) -> str:
-        """The beginning of a text that has so many characters, if the text has, and whose end is cut."""
-        return "" if self._segment_cache is None else self._segment_cache.take_first_segments(text, chars_min)
+    def find_segment(self, text: str, start: int = 0) -> int | None:
+        """Return the first position from `start` on at which `starts_segment` holds; None where there is none."""
+        return None if self._segment_cache is None else self._segment_cache.find_segment(text, start)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""

@@ -27,7 +27,7 @@ BOUNDS = re.compile(
 ELSEWHERE = {
     "router/edge/response_redactor.py:KEY_START_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
-    "router/prompting/conversation_suffix.py:SUFFIX_BYTES_MAX": "what is longer is read as any other body",
+    "router/prompting/conversation_reading.py:REST_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
@@ -37,7 +37,7 @@ ELSEWHERE = {
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/commands/check.py:MAX_ANSWER_BYTES": "of a command that ends with it",
     "router/commands/client.py:MAX_ANSWER_BYTES": "of a command that ends with it",
-    "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
+    "router/prompting/conversation_reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/prompting/encode.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/fleet/peer_snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",
 }

@@ -225,14 +225,14 @@ class AdminRoutes:
     def make_metrics_report(self) -> MetricsReport:
         """What the parts of the router count for themselves. Brings the metrics up to date."""
         self._metrics.flush_ended()
-        segments = self._prompts.cache_stats()
+        segments, conversations = self._prompts.cache_stats(), self._prompts.conversations
         return MetricsReport(
             tokenize_cpu_s=self._prompts.cpu_s + self._request_reader.worker_pool.cpu_s,
             conversation_cache=CacheCounts(
-                self._request_reader.conversations.hits,
-                self._request_reader.conversations.misses,
-                self._request_reader.conversations.used_bytes,
+                conversations.cache.hits, conversations.cache.misses, conversations.cache.used_bytes
             ),
+            conversation_checks=conversations.check_count,
+            conversation_differences=conversations.difference_count,
             large_bodies=dict(self._request_reader.worker_pool.counts),
             waiting_bytes=self._request_reader.worker_pool.waiting_bytes,
             event_faults=self._event_faults(),
@@ -259,6 +259,11 @@ class AdminRoutes:
             row_fields["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
             base_models = {model.base for model in worker.models.values()} if worker is not None else set()
+            row_fields["conversation_cache"] = {
+                base_model: self._prompts.conversations.problems.get(base_model, "used")
+                for base_model in sorted(base_models)
+                if self._prompts.tokenizer_of(base_model) is not None
+            }
             row_fields["tokenizer"] = {
                 base_model: "loaded"
                 if self._prompts.tokenizer_of(base_model) is not None

@@ -39,6 +39,8 @@ class MetricsReport:
     tokenize_cpu_s: float
     conversation_cache: CacheCounts
     """Hits and misses are bodies."""
+    conversation_checks: int
+    conversation_differences: int
     segments: dict[str, CacheCounts]
     """model -> counts of its segment cache. Hits and misses are tokens."""
     large_bodies: dict[str, int]
@@ -143,6 +145,10 @@ def _iter_counter_rows(
          report.conversation_cache.hits),
         ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
          report.conversation_cache.misses),
+        ("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
+         report.conversation_checks),
+        ("conversation_cache_differences", "Checks that found other ids: from then on a model's chats are read whole.",
+         report.conversation_differences),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
          report.event_faults),
         ("event_messages_ignored", "Event messages of topics that nobody follows.", report.events_ignored),

@@ -65,7 +65,6 @@ from router.http.request import HttpRequest
 from router.http.routes import Response
 from router.index import make_index
 from router.metrics import Metrics
-from router.prompting.conversation_cache import ConversationCache
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
@@ -122,14 +121,14 @@ class RouterProcess:
             override=config.tokenizer,
             chat_template=config.chat_template,
             cache_bytes=config.segment_cache_mb << 20,
+            conversation_bytes=config.conversation_cache_mb << 20,
         )
         self._worker_pool = PromptWorkerPool(
             config.prompt_workers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
         self._prompts.worker_pool = self._worker_pool
         session_names = SessionNames(config.edge.session_headers)
-        conversations = ConversationCache(config.conversation_cache_mb << 20)
-        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
+        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names)
         self._proxy.on_end.append(self._request_reader.stored_responses.record_ended_request)
         self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.tenancy)
@@ -165,6 +164,7 @@ class RouterProcess:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._worker_pool.processes.close)
+            stack.callback(self._prompts.close)
             if self._tracing is not None:
                 stack.callback(self._tracing.close)
             stack.callback(self._pool.close)

@@ -5,11 +5,8 @@ Owns what path, headers and body mean for routing. Refuses to know who asks and 
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -17,31 +14,20 @@ import msgspec
 
 from prompts.anthropic import CountRequest
 from prompts.errors import bad_value
-from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
-from prompts.segments import ID_TYPE
-from prompts.tokenizer import Tokenizer
+from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
-from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
-from router.prompting.conversation_suffix import SuffixResult, has_enough_messages, is_cacheable
 from router.prompting.conversation_turn import ConversationTurn
-from router.prompting.encode import (
-    CHARS_PER_TOKEN,
-    NAME_BYTES_MAX,
-    PromptSize,
-    is_light,
-    measure_prompts,
-    truncate_prompt,
-)
+from router.prompting.encode import CHARS_PER_TOKEN, NAME_BYTES_MAX, PromptSize
 from router.prompting.fields import FieldSpans, locate_fields, splice
 from router.prompting.forms import is_form, read_form
-from router.prompting.media import MediaPrompt, read_media
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, TokenizedPrompt
+from router.prompting.media import MediaPrompt
+from router.prompting.prompt_worker_pool import PromptWorkerPool
+from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
 from router.prompting.sessions import NamesByMeaning, Session, SessionNames
 from router.tenancy.model_names import ModelNames
 
@@ -68,7 +54,7 @@ ESTIMATED_TOKENS_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 _JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """An object in any encoding of JSON that a worker may read."""
-_UNREAD_REQUEST, _ANY_CHAT = RoutingRequest(kind="other"), RoutingRequest(kind="chat")
+_UNREAD_REQUEST = RoutingRequest(kind="other")
 
 
 def is_worker_path(path: str) -> bool:
@@ -111,6 +97,7 @@ class RequestIntent(ConversationTurn):
     __slots__ = (
         "base_model",
         "body_bytes",
+        "body_to_cache",
         "common_tokens",
         "deadline_ms",
         "field_spans",
@@ -137,6 +124,8 @@ class RequestIntent(ConversationTurn):
         """The index's memory of an earlier prompt with the same cached prefix."""
         self.common_tokens: int | None = None
         """Number of tokens with which both prompts begin."""
+        self.body_to_cache = b""
+        """The body as it came, where its conversation is to be cached."""
         self.media: MediaPrompt | None = None
         """Its conversation and size, where it has images or other media."""
         self.field_spans: FieldSpans | None = None
@@ -159,8 +148,11 @@ class RequestIntent(ConversationTurn):
         self.role = headers.role
 
 
+ReadRequest = tuple[RequestIntent, TokenizedPrompt]
+
+
 class RequestReader:
-    """Reads HTTP requests in two steps: what is asked for, then the prompt's tokens."""
+    """Reads HTTP requests: what is asked for, and the prompt's tokens."""
 
     def __init__(
         self,
@@ -168,13 +160,11 @@ class RequestReader:
         prompts: PromptReader,
         worker_pool: PromptWorkerPool,
         names: SessionNames | None = None,
-        conversations: ConversationCache | None = None,
     ) -> None:
         self._core = core
         self._prompt_reader = prompts
         self.worker_pool = worker_pool
         self._session_names = names or SessionNames()
-        self.conversations = ConversationCache(0) if conversations is None else conversations
         self.stored_responses = StoredResponses()
         self.model_names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
@@ -184,25 +174,56 @@ class RequestReader:
         """A header whose model counts instead of the body's: a gateway's."""
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
-    def is_light(self, request: HttpRequest, path: str | None) -> bool:
-        """Whether a request can be read here, by `read_intent` and `tokenize`. If not, `read` has it read elsewhere."""
+    def begin_read(
+        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
+    ) -> ReadRequest | Coroutine[Any, Any, ReadRequest]:
+        """Read what a request sent to `path` (None: its body decides) asks for, and its prompt's tokens: at once where
+        that is quick, else what is returned is to be awaited. Raises RequestError."""
         body_format = _get_body_format(request, path)
-        return body_format is None or (len(request.pieces) == 1 and (body_format == "form" or is_light(request.body)))
-
-    def read_intent(self, request: HttpRequest, path: str | None = None) -> RequestIntent:
-        """Read what a request sent to `path` (None: its body decides) asks for. Raises RequestError."""
-        kind, body_format = _get_request_kind(request, path), _get_body_format(request, path)
+        if body_format is None:
+            return self._make_intent(request, _UNREAD_REQUEST), TokenizedPrompt(None, 0.0)
         if body_format == "form":
-            return self._make_form_intent(request, *_read_form(request))
-        body_request = (
-            parse_routing_of_kind(kind or "other", request.body) if body_format == "json" else _UNREAD_REQUEST
-        )
-        if kind is None:
-            body_request = body_request.replace(kind="completion" if body_request.messages is None else "chat")
-        intent = self._make_intent(request, body_request)
-        if body_request.kind != "other":
-            intent.media = read_media(body_request, request.body)
-        return intent
+            return self._read_form_in_thread(request) if len(request.pieces) > 1 else self._read_form(request)
+        may_continue = self.model_names is None or not self.model_names.has_canaries
+        read = self._prompt_reader.begin_read(
+            request, _get_request_kind(request, path), partial(self._make_intent, request), is_wanted, tenant,
+            may_continue=may_continue,
+        )  # fmt: skip
+        return self._finish_read(request, read) if isinstance(read, ReadBody) else self._await_read(request, read)
+
+    async def read(
+        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
+    ) -> ReadRequest:
+        """`begin_read`, awaited."""
+        read = self.begin_read(request, path, is_wanted, tenant)
+        return read if isinstance(read, tuple) else await read
+
+    async def _await_read(
+        self, request: HttpRequest, read: Coroutine[Any, Any, ReadBody[RequestIntent]]
+    ) -> ReadRequest:
+        return self._finish_read(request, await read)
+
+    @staticmethod
+    def _finish_read(request: HttpRequest, read: ReadBody[RequestIntent]) -> ReadRequest:
+        intent, continuation = read.target, read.continuation
+        intent.media, intent.first_message_digest = read.media, read.first_message_digest
+        if read.spans is not None:
+            intent.field_spans, intent.pieces = read.spans, request.pieces
+        if continuation is not None:
+            conversation = continuation.conversation
+            intent.fingerprinter, intent.cached_conversation = continuation.outline, conversation
+            intent.similar_prompt = cast("PromptMemory | None", conversation.prompt_memory)
+            if conversation.is_memory_exact and read.prompt.token_ids is continuation.token_ids:
+                intent.common_tokens = continuation.boundary.token_count
+        intent.body_to_cache = read.body
+        return intent, read.prompt
+
+    def _read_form(self, request: HttpRequest) -> ReadRequest:
+        return self._make_form_intent(request, *_read_form(request)), TokenizedPrompt(None, 0.0)
+
+    async def _read_form_in_thread(self, request: HttpRequest) -> ReadRequest:
+        form_fields = await self._prompt_reader.run_in_thread(partial(_read_form, request))
+        return self._make_form_intent(request, *form_fields), TokenizedPrompt(None, 0.0)
 
     def _make_form_intent(self, request: HttpRequest, body_request: RoutingRequest, spans: FieldSpans) -> RequestIntent:
         intent = self._make_intent(request, body_request)
@@ -251,169 +272,6 @@ class RequestReader:
             lambda model: registry.is_model_served(model, worker),
         )  # fmt: skip
 
-    def tokenize(
-        self,
-        intent: RequestIntent,
-        request: HttpRequest,
-        is_wanted: Callable[[], bool] = lambda: True,
-        tenant: str = "",
-    ) -> TokenizedPrompt | asyncio.Future[TokenizedPrompt]:
-        """Tokenise a request's prompt: at once where that is quick, else later."""
-        prompt_reader, base_model = self._prompt_reader, intent.base_model
-        if intent.body_request.kind == "other":
-            return TokenizedPrompt(None, 0.0)
-        if prompt_reader.uses_remote_tokenizer(base_model):
-            return asyncio.ensure_future(
-                prompt_reader.read_remotely(intent.body_request, base_model, intent.tokens_max)
-            )
-        tokenizer, tokens_max = prompt_reader.tokenizer_of(base_model), intent.tokens_max
-        if prompt_reader.needs_worker_process(base_model, intent.body_request):
-            task = prompt_reader.make_task(base_model, intent.body_request.kind, tokens_max)
-            return asyncio.ensure_future(
-                prompt_reader.read_in_worker(request.pieces, base_model, task, is_wanted, tenant)
-            )
-        if tokenizer is None or intent.body_bytes <= INLINE_BYTES_MAX:
-            body = request.body if self._is_worth_caching(request, intent.body_request) else b""
-            return prompt_reader.read(intent.body_request, tokenizer, tokens_max, body)
-        body = request.body if self.conversations.max_bytes else b""
-        return prompt_reader.run_in_thread(lambda: prompt_reader.read(intent.body_request, tokenizer, tokens_max, body))
-
-    async def read(
-        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
-    ) -> tuple[RequestIntent, TokenizedPrompt]:
-        """Read what a request asks for and its tokens, wherever that is best done. Raises RequestError."""
-        if self.is_light(request, path):
-            intent = self.read_intent(request, path)
-            tokenized_prompt = self.tokenize(intent, request, is_wanted, tenant)
-            return intent, tokenized_prompt if isinstance(tokenized_prompt, TokenizedPrompt) else await tokenized_prompt
-        if _get_body_format(request, path) == "form":
-            form_fields = await self._prompt_reader.run_in_thread(partial(_read_form, request))
-            return self._make_form_intent(request, *form_fields), TokenizedPrompt(None, 0.0)
-
-        def make_task(body_request: RoutingRequest) -> ReadTask:
-            intent = self._make_intent(request, body_request)
-            base_model, tokens_max = intent.base_model, intent.tokens_max
-            task = self._prompt_reader.make_task(base_model, body_request.kind, tokens_max)
-            task.is_cached = self.conversations.max_bytes > 0 and not self._prompt_reader.needs_worker_process(
-                base_model, body_request
-            )
-            return task
-
-        started_s = time.perf_counter()
-        body_request, spans, result = await self.worker_pool.read(
-            request.pieces, _get_request_kind(request, path), make_task, is_wanted, tenant
-        )
-        intent = self._make_intent(request, body_request)
-        intent.field_spans, intent.media = spans, result.media
-        intent.pieces, intent.first_message_digest = request.pieces, result.first_message_digest
-        ids: Sequence[int] | None
-        if isinstance(result.result, bytes):
-            remote = self._prompt_reader.remote
-            ids = None if remote is None else (await remote.tokenize(result.result, intent.base_model))[0]
-            size = measure_prompts(ids, body_request, intent.tokens_max, result.further_tokens)
-            ids = truncate_prompt(ids, body_request, intent.tokens_max)
-        else:
-            ids, size = result.result, result.size
-        if result.conversation is not None and ids is not None:
-            result.conversation.body = request.body
-            result.conversation.token_ids = array(ID_TYPE, ids[: result.conversation.checkpoints[-1].token_count_max])
-        return intent, TokenizedPrompt(ids, time.perf_counter() - started_s, result.conversation, size=size)
-
-    # Conversations that return ----------------------------------------------------------------------------------------
-
-    def find_conversation(self, request: HttpRequest, path: str | None) -> tuple[CachedConversation, Checkpoint] | None:
-        """Find the cached conversation that its body continues."""
-        if request.body_bytes < BODY_BYTES_MIN or not self.conversations.max_bytes:
-            return None
-        kind = _get_request_kind(request, path)
-        return (
-            self.conversations.find_longest_prefix(kind, request.body)
-            if kind and is_cacheable(kind, request.body_bytes)
-            else None
-        )
-
-    def _is_worth_caching(self, request: HttpRequest, body_request: RoutingRequest) -> bool:
-        """Whether a short body that is not cached is worth caching: a short one costs little to read again."""
-        size = request.body_bytes
-        if not self.conversations.max_bytes or size > INLINE_BYTES_MAX or not is_cacheable(body_request.kind, size):
-            return False
-        return self.conversations.is_recurring(request.body) and has_enough_messages(body_request)
-
-    def read_suffix(
-        self, request: HttpRequest, match: tuple[CachedConversation, Checkpoint]
-    ) -> tuple[RequestIntent, TokenizedPrompt] | None:
-        """Read a request with this cached prefix. None where the whole body must be read. Raises RequestError."""
-        conversation, checkpoint = match
-        tokenizer_limits = self._find_tokenizer(conversation)
-        if tokenizer_limits is None:
-            return None
-        return self._make_suffix_intent(
-            request,
-            conversation,
-            self._prompt_reader.read_suffix(
-                conversation, checkpoint, request.body, tokenizer_limits[0], tokenizer_limits[1]
-            ),
-        )
-
-    async def read_suffix_in_thread(
-        self,
-        request: HttpRequest,
-        path: str,
-        match: tuple[CachedConversation, Checkpoint],
-        is_wanted: Callable[[], bool],
-        tenant: str = "",
-    ) -> tuple[RequestIntent, TokenizedPrompt]:
-        """Read a request with this cached prefix in a thread; or as any other body."""
-        conversation, checkpoint = match
-        tokenizer_limits, suffix_read = self._find_tokenizer(conversation), None
-        if tokenizer_limits is not None:
-            read_work = partial(
-                self._prompt_reader.read_suffix,
-                conversation,
-                checkpoint,
-                request.body,
-                tokenizer_limits[0],
-                tokenizer_limits[1],
-            )
-            suffix_read = self._make_suffix_intent(
-                request, conversation, await self._prompt_reader.run_in_thread(read_work)
-            )
-        return suffix_read or await self.read(request, path, is_wanted, tenant)
-
-    def _find_tokenizer(self, conversation: CachedConversation) -> tuple[Tokenizer, int | None] | None:
-        """Return the tokenizer of its model, and the tokens that the model takes; None where no worker serves it."""
-        tokenizer = self._prompt_reader.tokenizer_of(conversation.model)
-        model = self._core.resolve_model(conversation.model)
-        if (
-            tokenizer is None
-            or model is None
-            or self._prompt_reader.needs_worker_process(conversation.model, _ANY_CHAT)
-        ):
-            return None
-        return tokenizer, model.max_model_len
-
-    def _make_suffix_intent(
-        self,
-        request: HttpRequest,
-        conversation: CachedConversation,
-        suffix: tuple[SuffixResult, TokenizedPrompt] | None,
-    ) -> tuple[RequestIntent, TokenizedPrompt] | None:
-        if suffix is None:
-            return None
-        suffix_result, tokenized_prompt = suffix
-        if self.model_names is not None and self.model_names.has_canaries:
-            return None  # which conversation it is may stand in what was not read
-        intent = self._make_intent(request, suffix_result.request)
-        model = self._core.resolve_model(conversation.model)
-        if intent.base_model != conversation.model or model is None or intent.tokens_max != model.max_model_len:
-            return None
-        intent.fingerprinter = suffix_result.outline
-        intent.cached_conversation = conversation
-        if tokenized_prompt.token_ids is suffix_result.token_ids:
-            intent.common_tokens = suffix_result.reused_tokens if conversation.is_memory_exact else None
-        intent.similar_prompt = cast("PromptMemory | None", conversation.prompt_memory)
-        return intent, tokenized_prompt
-
     def store_conversation(self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, route: RouteRequest) -> None:
         """Cache the conversation of a prompt that was read and routed."""
         conversation = tokenized_prompt.conversation
@@ -428,7 +286,7 @@ class RequestReader:
             conversation.prompt_memory = memory
             conversation.prompt_memory_bytes = memory.nbytes - shared_bytes
             conversation.is_memory_exact = shares_token_ids
-        self.conversations.store(conversation, tokenized_prompt.predecessor)
+        self._prompt_reader.conversations.cache.store(conversation, intent.body_to_cache, tokenized_prompt.predecessor)
 
     def build_route_request(
         self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, request_id: str, started_s: float

@@ -31,7 +31,7 @@ from router.http.local_replies import MethodNotAllowed, UpgradeRequired
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.metrics import Metrics
-from router.prompting.reader import INLINE_BYTES_MAX, TokenizedPrompt
+from router.prompting.reader import TokenizedPrompt
 
 if TYPE_CHECKING:
     from router.picker.picker_client import PickerClient
@@ -55,12 +55,6 @@ FORWARDED_PATHS = {
 """What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
 TIMER_INTERVAL_S: Final = 0.02
 """How often the core's pending work is looked at."""
-
-
-async def _await_prompt(
-    intent: RequestIntent, tokens: asyncio.Future[TokenizedPrompt]
-) -> tuple[RequestIntent, TokenizedPrompt]:
-    return intent, await tokens
 
 
 class RouterApp:
@@ -195,37 +189,21 @@ class RouterApp:
 
     def _forward_request(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
-        reader, path, tenant = self._request_reader, request.path, connection.tenant
-        conversation_match = reader.find_conversation(request, path)
-        if conversation_match is not None:
-            if request.body_bytes - conversation_match[1].body_end > INLINE_BYTES_MAX:
-                exchange = self._open_exchange(connection, request, tenant)
-                self._route_when_read(
-                    exchange,
-                    tenant,
-                    reader.read_suffix_in_thread(
-                        request, path, conversation_match, lambda: not exchange.context.is_done, tenant
-                    ),
-                )
-                return
-            suffix_read = reader.read_suffix(request, conversation_match)
-            if suffix_read is not None:
-                self._route_exchange(
-                    self._open_exchange(connection, request, tenant), tenant, suffix_read[0], suffix_read[1]
-                )
-                return
-        if not reader.is_light(request, path):
+        tenant = connection.tenant
+        exchange: Exchange | None = None
+        read = self._request_reader.begin_read(
+            request, request.path, lambda: exchange is None or not exchange.context.is_done, tenant
+        )
+        try:
             exchange = self._open_exchange(connection, request, tenant)
-            is_wanted = lambda: not exchange.context.is_done  # noqa: E731
-            self._route_when_read(exchange, tenant, reader.read(request, path, is_wanted, tenant))
-            return
-        intent = reader.read_intent(request, path)
-        exchange = self._open_exchange(connection, request, tenant)
-        tokens = reader.tokenize(intent, request, lambda: not exchange.context.is_done, tenant)
-        if isinstance(tokens, TokenizedPrompt):
-            self._route_exchange(exchange, tenant, intent, tokens)
+        except RequestError:
+            if not isinstance(read, tuple):
+                read.close()
+            raise
+        if isinstance(read, tuple):
+            self._route_exchange(exchange, tenant, *read)
         else:
-            self._route_when_read(exchange, tenant, _await_prompt(intent, tokens))
+            self._route_when_read(exchange, tenant, read)
 
     def _route_when_read(
         self,

@@ -1,8 +1,8 @@
-"""Cache of conversations that may return, found by the first bytes of their bodies. Pure; of one event loop.
+"""Cache of conversations: hash of everything before a message boundary -> token ids of the prompt up to there.
 
-Owns what is stored of a conversation, which are stored and how one is found; router/prompting/conversation_suffix.py
-reads the suffix behind a cached prefix. A prefix is looked up by a digest of its bytes, then compared in full. Bounded
-in bytes, least recently used first out. Entries cross between processes (router/prompting/prompt_worker_pool.py).
+Owns what is stored of a conversation, which are stored and how one is found;
+router/prompting/conversation_reading.py reads what stands behind a boundary. Pure; of one event loop. Bounded in bytes,
+least recently used first out. Entries cross between processes (router/prompting/prompt_worker_pool.py).
 """
 
 from __future__ import annotations
@@ -10,92 +10,85 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
+import xxhash
 
-from prompts.bpe_encoder import begin_alike, digests, digests_among
+from prompts.bpe_encoder import digests, digests_among
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
+from router.prompting.stand_in import StandIn
 
 BODY_BYTES_MIN = 1024
 """Bytes of a body below which it is not worth caching."""
 BODY_BYTES_MAX = 4 << 20
-CANDIDATES_MAX = 8
-"""Conversations stored under one digest of a prefix."""
-CHECKPOINTS_MAX = 4
-RECENT_DIGESTS_MAX = 65_536
-"""Digests remembered of bodies that are not cached."""
-_Key = int
-"""Digest of a prefix: eight lengths in each doubling, from LENGTH_MIN on."""
-
-LOCAL_FIELDS = 4
+PLACES_MAX = 64
+"""Boundaries stored under one digest."""
+BOUNDARIES_MAX = 4
+"""Boundaries of a conversation."""
+LOCAL_FIELDS = 5
 """Number of fields of `CachedConversation`, its last, that do not cross to another process."""
-_CHECKPOINT_BYTES = 1000
+_BOUNDARY_BYTES = 4000
 _DECODED_BYTES_A_BYTE = 4
 """Bytes that what was decoded takes, for each byte of a body."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True, eq=False):
-    """A position between two messages of a body up to which it may be reused."""
+class Boundary(msgspec.Struct, frozen=True, eq=False):
+    """A position between two messages of a body up to which the prompt is known."""
 
     body_end: int
-    """Bytes of the body before the checkpoint."""
-    message_count: int
-    """Messages of the chat before the checkpoint."""
-    token_count: int
-    """Token ids of the text before `last_message`."""
-    char_count: int
-    """Of that text."""
-    tail_text: str
-    """Text of `last_message`, up to the first position where any text is cut into segments."""
-    tail_token_count: int
-    """Token ids of `tail_text`."""
+    """Bytes of the body before it."""
     object_count: int
-    """Brackets in the body before the checkpoint."""
-    second_last_message: Message
-    last_message: Message
-    """The two messages before it, as the chat has them."""
-
-    @property
-    def token_count_max(self) -> int:
-        return self.token_count + self.tail_token_count
-
-    def without_tail(self) -> Checkpoint:
-        """The same, where its ids are not among those of a prompt."""
-        return msgspec.structs.replace(self, tail_text="", tail_token_count=0)
+    """Brackets in the body before it."""
+    message_count: int
+    """Messages of the chat before it."""
+    token_count: int
+    """Token ids of the prompt's text before it."""
+    char_count: int
+    """Characters of that text."""
+    stand_in: StandIn
+    """What the messages behind the boundary are rendered behind."""
+    stand_in_text: str
+    """What the template wrote of `stand_in`."""
+    shows_opening: bool
+    """Whether the template may write the tools, or the system's text, behind the boundary."""
+    starts_turn: bool
+    """Whether the message behind it is the user's."""
+    volatile_messages: int
+    """Messages behind it in the body for which it was made."""
 
 
 class CachedConversation(msgspec.Struct, eq=False):
-    """A conversation's body and what was read of it. Not changed once it is in the cache."""
+    """A conversation as it was read. Not changed once it is in the cache."""
 
     kind: ApiKind
     messages_start: int
     """Where the body's array of messages begins."""
     template_digest: bytes
-    """Digest of the template's inputs besides the messages."""
+    """Digest of the template's inputs besides the messages of the array."""
     system_messages: int
     """Messages of the chat that are not from the array: 1 where there is a system text."""
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
     message_fingerprints: bytes
-    """Fingerprints of the messages up to the last checkpoint, as router/prompting/chat_outline.py has them."""
+    """Fingerprints of the messages up to the last boundary, as router/prompting/chat_outline.py has them."""
     tool_fingerprints: bytes
     """Fingerprints of the tools, which `template_digest` covers too."""
     options_digest: int
-    checkpoints: list[Checkpoint]
+    boundaries: list[Boundary]
     """The furthest last."""
-    body: bytes
     token_ids: array[int]
-    """Ids of the whole prompt, or up to the tail of its last checkpoint at the least."""
-    messages_end: int = 0
-    """Where the body's array of messages ends."""
-    bare_request: RoutingRequest | None = None
+    """Ids of the whole prompt, or up to the last boundary at the least."""
+    end_bytes: int
+    """Bytes of the body behind its messages, from the closing bracket on."""
+    end_digest: int
+    """Digest of those bytes."""
+    bare_request: RoutingRequest | None
     """A chat without its messages; None for another kind."""
-    as_sent: bool = False
+    as_sent: bool
     """How its template was given messages."""
-    volatile_messages: int = 1
-    """Messages at the end of a body that are not reused, as they may change."""
     model: str = ""
     """Whose tokenizer and template it was read with."""
     first_message_digest: int | None = None
@@ -108,29 +101,30 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Bytes of `prompt_memory` besides `token_ids`."""
 
     def __reduce__(self) -> tuple[Callable[..., CachedConversation], tuple[object, ...]]:
-        """Without what stays in this process: what comes last, from `first_message_digest` on."""
+        """Without what stays in this process: what comes last, from `model` on."""
         return CachedConversation, msgspec.structs.astuple(self)[:-LOCAL_FIELDS]
 
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
-        size_bytes = (
-            len(self.body)
-            + self.token_ids.itemsize * len(self.token_ids)
-            + len(self.message_fingerprints)
-            + len(self.tool_fingerprints)
-        )
-        size_bytes += _CHECKPOINT_BYTES * len(self.checkpoints) + sum(
-            [len(checkpoint.tail_text) for checkpoint in self.checkpoints]
-        )
+        size_bytes = self.token_ids.itemsize * len(self.token_ids)
+        size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + self.prompt_memory_bytes + 1000
+        size_bytes += sum([_BOUNDARY_BYTES + len(boundary.stand_in_text) for boundary in self.boundaries])
         if self.bare_request is not None:
-            size_bytes += _DECODED_BYTES_A_BYTE * (self.messages_start + len(self.body) - self.messages_end)
-        return (
-            size_bytes
-            + self.prompt_memory_bytes
-            + 1000
-            + sum([len(str(message.get("content"))) for message in self.opening_messages])
-        )
+            size_bytes += _DECODED_BYTES_A_BYTE * (self.messages_start + self.end_bytes)
+        return size_bytes + sum([len(str(message.get("content"))) for message in self.opening_messages])
+
+
+class _Place(NamedTuple):
+    """Where a boundary is found."""
+
+    conversation: CachedConversation
+    boundary: Boundary
+    key: int
+    """Digest of `prefix_bytes` bytes of the body."""
+    prefix_bytes: int
+    rest_digest: int
+    """Digest of the bytes from there to the boundary."""
 
 
 class ConversationCache:
@@ -139,105 +133,111 @@ class ConversationCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._seed = secrets.randbits(64)
-        self._by_digest: dict[_Key, list[CachedConversation]] = {}
-        """Digest of a prefix -> conversations that have it, the newest at the end."""
-        self._entries: OrderedDict[int, tuple[CachedConversation, int, set[_Key]]] = OrderedDict()
-        """id -> conversation, its bytes, its keys in `_by_digest`; least recently used first."""
-        self._recent_digests: set[_Key] = set()
-        self._older_digests: set[_Key] = set()
-        """Digests of bodies that might come back. When there are too many, the older ones are forgotten."""
+        self._places_by_key: dict[int, list[_Place]] = {}
+        """Digest of a beginning -> boundaries behind it, the newest last. Digests are taken of eight lengths in each
+        doubling, from BODY_BYTES_MIN on."""
+        self._entries: OrderedDict[int, tuple[CachedConversation, int, list[_Place]]] = OrderedDict()
+        """id -> conversation, its bytes and its places; least recently used first."""
         self.used_bytes = 0
         self.hits = self.misses = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find_longest_prefix(self, kind: ApiKind, body: bytes) -> tuple[CachedConversation, Checkpoint] | None:
-        """Return the conversation with which the body begins, and the furthest checkpoint that both share."""
-        by_digest = self._by_digest
-        for keys_max in (1, len(body)):  # the first is it, nearly always
-            keys = digests_among(body, BODY_BYTES_MIN, self._seed, by_digest, keys_max)
-            for key in keys[keys_max > 1 :]:
-                for conversation in reversed(by_digest[key]):
-                    for checkpoint in reversed(conversation.checkpoints):
-                        if conversation.kind == kind and begin_alike(body, conversation.body, checkpoint.body_end):
-                            self._entries.move_to_end(id(conversation))
-                            self.hits += 1
-                            return conversation, checkpoint
-            if not keys:
-                break
-        self.misses += 1
-        return None
+    def find(self, kind: ApiKind, body: bytes) -> Iterator[tuple[CachedConversation, Boundary]]:
+        """Find the boundaries that the body has too, the furthest first, as they were when this is begun."""
+        places_by_key, view = self._places_by_key, memoryview(body)
+        for key in digests_among(body, BODY_BYTES_MIN, self._seed, places_by_key, len(body)):
+            places, matches = places_by_key.get(key, ()), []
+            hasher, position = xxhash.xxh3_64(seed=self._seed), places[0].prefix_bytes if places else 0
+            for place in sorted(places, key=_get_body_end):
+                body_end = place.boundary.body_end
+                if body_end > len(body):
+                    break
+                hasher.update(view[position:body_end])
+                position = body_end
+                if place.conversation.kind == kind and hasher.intdigest() == place.rest_digest:
+                    matches.append((place.conversation, place.boundary))
+            yield from reversed(matches)
 
-    def is_recurring(self, body: bytes) -> bool:
-        """Whether a quarter of the body began an earlier body that was asked about here."""
-        prefix_digests = self._prefix_digests(body)
-        longest_index = len(prefix_digests) - 1
-        while (
-            longest_index >= 0
-            and prefix_digests[longest_index] not in self._recent_digests
-            and prefix_digests[longest_index] not in self._older_digests
-        ):
-            longest_index -= 1
-        if len(self._recent_digests) + len(prefix_digests) > RECENT_DIGESTS_MAX // 2:
-            self._older_digests, self._recent_digests = self._recent_digests, set()
-        self._recent_digests.update(prefix_digests)
-        return longest_index >= 0 and 4 * _prefix_bytes(longest_index) >= len(body)
+    def touch(self, conversation: CachedConversation) -> None:
+        """Note that a conversation was of use."""
+        if id(conversation) in self._entries:
+            self._entries.move_to_end(id(conversation))
 
-    def _prefix_digests(self, body: bytes, end: int = BODY_BYTES_MAX) -> list[_Key]:
-        return digests(body, BODY_BYTES_MIN, self._seed, end)
-
-    def _keys_of(self, conversation: CachedConversation) -> set[_Key]:
-        """Return the keys under which each of its checkpoints is found."""
-        keys_of_checkpoints = [
-            self._prefix_digests(conversation.body, checkpoint.body_end) for checkpoint in conversation.checkpoints
-        ]
-        return {keys[-1] for keys in keys_of_checkpoints if keys}
-
-    def store(self, conversation: CachedConversation, predecessor: CachedConversation | None = None) -> None:
-        """Store a conversation; it replaces `predecessor`, which it continues."""
+    def store(
+        self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
+    ) -> None:
+        """Store the conversation of a body; it replaces `predecessor`, which it continues."""
         if predecessor is not None:
             self._drop(predecessor)
-        size_bytes, keys = conversation.memory_bytes, self._keys_of(conversation)
-        if size_bytes > self.max_bytes // 4 or not keys:
+        size_bytes, places = conversation.memory_bytes, self._locate(conversation, body)
+        if size_bytes > self.max_bytes // 4 or not places:
             return
-        self._entries[id(conversation)] = conversation, size_bytes, keys
+        self._entries[id(conversation)] = conversation, size_bytes, places
         self.used_bytes += size_bytes
-        for key in keys:
-            candidates = self._by_digest.setdefault(key, [])
-            candidates.append(conversation)
-            if len(candidates) > CANDIDATES_MAX:
-                self._drop(candidates[0])
+        for place in places:
+            neighbours = self._places_by_key.setdefault(place.key, [])
+            neighbours.append(place)
+            if len(neighbours) > PLACES_MAX:
+                self._drop(neighbours[0].conversation)
         while self.used_bytes > self.max_bytes:
             self._drop(next(iter(self._entries.values()))[0])
+
+    def clear(self, model: str) -> None:
+        """Drop the conversations of a model."""
+        for conversation, _, _ in list(self._entries.values()):
+            if conversation.model == model:
+                self._drop(conversation)
+
+    def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Place]:
+        view, places = memoryview(body), []
+        keys = digests(body, BODY_BYTES_MIN, self._seed, conversation.boundaries[-1].body_end)
+        for boundary in conversation.boundaries:
+            if boundary.body_end >= BODY_BYTES_MIN:
+                number = _count_prefixes(boundary.body_end) - 1
+                prefix_bytes = _prefix_bytes(number)
+                rest_digest = xxhash.xxh3_64_intdigest(view[prefix_bytes : boundary.body_end], self._seed)
+                places.append(_Place(conversation, boundary, keys[number], prefix_bytes, rest_digest))
+        return places
 
     def _drop(self, conversation: CachedConversation) -> None:
         entry = self._entries.pop(id(conversation), None)
         if entry is None:
             return
-        _, size_bytes, keys = entry
+        _, size_bytes, places = entry
         self.used_bytes -= size_bytes
-        for key in keys:
-            candidates = self._by_digest[key]
-            candidates[:] = [candidate for candidate in candidates if candidate is not conversation]
-            if not candidates:
-                del self._by_digest[key]
+        for key in {place.key for place in places}:
+            neighbours = self._places_by_key[key]
+            neighbours[:] = [place for place in neighbours if place.conversation is not conversation]
+            if not neighbours:
+                del self._places_by_key[key]
 
     def check_invariants(self) -> None:
-        """For tests: the sum is right and bounded; each entry is found by each of its keys, and nothing else is."""
+        """For tests: the sum is right and bounded; each boundary is found by its key, and nothing else is."""
         assert self.used_bytes == sum(size for _, size, _ in self._entries.values()) <= self.max_bytes
-        expected: dict[_Key, set[int]] = {}
-        for conversation, size, keys in self._entries.values():
-            assert (size, keys) == (conversation.memory_bytes, self._keys_of(conversation))
-            for key in keys:
-                expected.setdefault(key, set()).add(id(conversation))
+        expected: dict[int, set[int]] = {}
+        for conversation, size, places in self._entries.values():
+            assert size == conversation.memory_bytes
+            for place in places:
+                expected.setdefault(place.key, set()).add(id(place.boundary))
         assert {
-            key: {id(conversation) for conversation in candidates} for key, candidates in self._by_digest.items()
+            key: {id(place.boundary) for place in places} for key, places in self._places_by_key.items()
         } == expected
-        assert all(len(candidates) <= CANDIDATES_MAX for candidates in self._by_digest.values())
-        assert len(self._recent_digests) + len(self._older_digests) <= RECENT_DIGESTS_MAX
+        assert all(len(places) <= PLACES_MAX for places in self._places_by_key.values())
+
+
+def _get_body_end(place: _Place) -> int:
+    return place.boundary.body_end
 
 
 def _prefix_bytes(number: int) -> int:
-    """Return the length of the prefix that the digest of this number covers."""
+    """Return the length of the beginning that the digest of this number covers."""
     return (BODY_BYTES_MIN << number // 8) * (8 + number % 8) // 8
+
+
+def _count_prefixes(length: int) -> int:
+    """Return how many digests a body of this length has, BODY_BYTES_MIN at least."""
+    doublings = (length // BODY_BYTES_MIN).bit_length() - 1
+    base = BODY_BYTES_MIN << doublings
+    return 8 * doublings + (length - base) * 8 // base + 1

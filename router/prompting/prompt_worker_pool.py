@@ -26,7 +26,7 @@ from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.chat_outline import Outline
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import CachedConversation
-from router.prompting.conversation_suffix import cache_conversation, is_cacheable
+from router.prompting.conversation_reading import cache_conversation, is_cacheable
 from router.prompting.conversation_turn import digest_first_user_message
 from router.prompting.encode import (
     PromptSize,
@@ -62,7 +62,7 @@ class ReadTask(msgspec.Struct):
     seconds_max: float | None = None
     """Time for reading the body, where that is less than `seconds_max` of the pool."""
     is_cached: bool = False
-    """Whether the conversation is to be cached (router/prompting/conversation_suffix.py)."""
+    """Whether the conversation is to be cached (router/prompting/conversation_reading.py)."""
 
 
 class ReadResult(NamedTuple):
@@ -73,7 +73,7 @@ class ReadResult(NamedTuple):
     first_message_digest: int | None = None
     """Digest of what its user said first (router/prompting/conversation_turn.py)."""
     conversation: CachedConversation | None = None
-    """The conversation to be cached, without its body and ids, which this process has."""
+    """The conversation to be cached, without its ids, which are `result`."""
     size: PromptSize | None = None
     """Size of its prompts; None where an engine tokenises the first."""
     further_tokens: Sequence[int] = ()
@@ -273,7 +273,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.token_ids
     conversation = cache_conversation(request, body, prompt, tokenizer) if is_cached else None
     if conversation is not None:
-        conversation.body, conversation.token_ids = b"", array(ID_TYPE)
+        conversation.token_ids = array(ID_TYPE)
     media = read_media(request, body)
     token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     return ReadResult(token_ids, digest_first_user_message(request), conversation, size, further, media)

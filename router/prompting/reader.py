@@ -1,7 +1,7 @@
 """Which tokenizer a model has here, and a request's prompt as token ids.
 
-Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once, in a thread, in
-a worker process, or by an engine.
+Owns loading (in threads: a vocabulary takes a second to read) and the choice between reading a body at once, in a
+thread, in a worker process, or by an engine, which `begin_read` hides.
 """
 
 from __future__ import annotations
@@ -11,42 +11,47 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_routing
-from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
+from prompts.routing import ApiKind, RoutingRequest, parse_routing, parse_routing_of_kind
+from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
-from router.prompting.conversation_cache import CachedConversation, Checkpoint
-from router.prompting.conversation_suffix import (
-    SuffixResult,
-    advance_conversation,
-    cache_conversation,
-    extend,
-    is_cacheable,
+from router.prompting.conversation_cache import CachedConversation
+from router.prompting.conversation_reader import (
+    INLINE_BYTES_MAX,
+    ConversationReader,
+    Match,
+    is_worth_caching,
 )
+from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import (
+    CHARS_PER_TOKEN_MAX,
+    TOKENS_MAX,
     PromptSize,
     build_tokenize_request,
     count_further_tokens,
+    is_light,
     measure_prompts,
     read_prompt,
     truncate_prompt,
 )
+from router.prompting.fields import FieldSpans
+from router.prompting.media import MediaPrompt, read_media
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
+from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
 
-INLINE_BYTES_MAX = 8192
-"""Bodies, or what is new of them, up to this size are encoded on the event loop: a thread would cost more."""
 _PROBE_CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning":
 "c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""
@@ -61,6 +66,11 @@ CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
 
 T = TypeVar("T")
+Target = TypeVar("Target", bound="PromptTarget")
+
+
+def _always() -> bool:
+    return True
 
 
 class TokenizedPrompt(msgspec.Struct, eq=False):
@@ -78,6 +88,49 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Size of all prompts of the body; None where `token_ids` is."""
 
 
+class RequestBody(Protocol):
+    """A body as it came."""
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]: ...
+    @property
+    def body(self) -> bytes:
+        """All pieces in one."""
+
+    @property
+    def body_bytes(self) -> int: ...
+
+
+class PromptTarget(Protocol):
+    """What a body asks for, as far as reading its prompt goes."""
+
+    @property
+    def base_model(self) -> str: ...
+    @property
+    def tokens_max(self) -> int | None:
+        """Tokens that the model takes, where that is known."""
+
+
+class ReadBody(msgspec.Struct, Generic[Target], eq=False):
+    """A body that was read."""
+
+    request: RoutingRequest
+    """Of a continued chat it has the messages that open it, and the new ones."""
+    target: Target
+    """What the caller made of `request`."""
+    prompt: TokenizedPrompt
+    body: bytes = b""
+    """The whole body, where `prompt.conversation` is to be cached."""
+    media: MediaPrompt | None = None
+    """Its conversation and size, where it has images or other media."""
+    spans: FieldSpans | None = None
+    """Spans of its fields, where another process read it."""
+    first_message_digest: int | None = None
+    """Digest of what its user said first, where another process read it."""
+    continuation: Continuation | None = None
+    """The cached conversation that it continues."""
+
+
 class PromptReader:
     """model -> tokenizer, and prompts -> token ids. One per process; reading is thread-safe."""
 
@@ -89,8 +142,12 @@ class PromptReader:
         chat_template: str | None = None,
         cache_bytes: int = CACHE_BYTES_DEFAULT,
         render_s_max: float | None = RENDER_S_MAX,
+        conversation_bytes: int = 0,
     ) -> None:
-        """`render_s_max`: for a chat template here; None where nobody waits for it."""
+        """`render_s_max`: for a chat template here; None where nobody waits for it. `conversation_bytes`: memory for
+        conversations that may return."""
+        self.conversations = ConversationReader(conversation_bytes)
+        self._checks: set[asyncio.Task[None]] = set()
         self._executor = executor
         self._render_s_max = render_s_max
         self._cache_bytes = cache_bytes
@@ -259,6 +316,9 @@ class PromptReader:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
+        if self.conversations.can_cache(tokenizer):
+            problem = await loop.run_in_executor(self._executor, find_trial_problem, tokenizer)
+            self.conversations.allow(model, problem)
         self._tokenizers[model], self._folders[model] = tokenizer, str(folder)
         self._timeouts.pop(model, None)
         self.problems.pop(model, None)
@@ -279,9 +339,7 @@ class PromptReader:
 
         def work() -> TokenizedPrompt:
             prompt = read_prompt(request, tokenizer, tokens_max)
-            conversation = (
-                cache_conversation(request, body, prompt, tokenizer) if is_cacheable(request.kind, len(body)) else None
-            )
+            conversation = cache_conversation(request, body, prompt, tokenizer) if body else None
             further_tokens = count_further_tokens(request, tokenizer)
             size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
             return TokenizedPrompt(truncate_prompt(prompt.token_ids, request, tokens_max), 0.0, conversation, size=size)
@@ -291,31 +349,180 @@ class PromptReader:
         read.seconds = took_s
         return read
 
-    def read_suffix(
-        self,
-        conversation: CachedConversation,
-        checkpoint: Checkpoint,
-        body: bytes,
-        tokenizer: Tokenizer,
-        tokens_max: int | None,
-    ) -> tuple[SuffixResult, TokenizedPrompt] | None:
-        """Read the suffix of a body with a cached prefix. None where the whole body must be read."""
+    # Bodies -----------------------------------------------------------------------------------------------------------
 
-        def work() -> tuple[SuffixResult, TokenizedPrompt] | None:
-            result = extend(conversation, checkpoint, body, tokenizer, tokens_max)
-            if result is None:
-                return None
-            request = result.suffix.request
-            ids = truncate_prompt(result.token_ids, request, tokens_max)
-            size = measure_prompts(result.token_ids, request, tokens_max)
-            successor = advance_conversation(result, body, tokenizer)
-            predecessor = conversation if checkpoint is conversation.checkpoints[-1] else None
-            return result, TokenizedPrompt(ids, 0.0, successor, predecessor, size)
+    def begin_read(
+        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
+        is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
+    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
+        """Read a body: its request, what the caller makes of that, and its prompt's ids. At once where that is quick,
+        else what is returned is to be awaited. `kind`: of its path; None where the body tells. `is_wanted`: whether its
+        client is still there. `may_continue`: whether it may be read behind a cached beginning. Raises RequestError."""
+        size = body.body_bytes
+        if may_continue and self.conversations.may_have(kind, size):
+            assert kind is not None
+            data = body.body
+            matches = self.conversations.find(kind, data)
+            if matches and size - matches[0][1].body_end > INLINE_BYTES_MAX:
+                return self._continue_in_thread(matches, body, kind, make_target, is_wanted, tenant)
+            read = self._continue(matches, data, make_target) if matches else None
+            if read is not None:
+                return read
+        return self._begin_whole(body, kind, make_target, is_wanted, tenant)
 
-        suffix, took_s = self._run_timed(work)
-        if suffix is not None:
-            suffix[1].seconds = took_s
-        return suffix
+    async def read_body(
+        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
+        is_wanted: Callable[[], bool] = _always, tenant: str = "",
+    ) -> ReadBody[Target]:  # fmt: skip
+        """`begin_read`, awaited."""
+        read = self.begin_read(body, kind, make_target, is_wanted, tenant)
+        return read if isinstance(read, ReadBody) else await read
+
+    def _begin_whole(
+        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
+        is_wanted: Callable[[], bool], tenant: str,
+    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
+        """Read all of a body."""
+        if len(body.pieces) > 1 or not is_light(body.pieces[0]):
+            return self._read_large(body, kind, make_target, is_wanted, tenant)
+        data = body.pieces[0]
+        request = parse_routing_of_kind(kind or "other", data)
+        if kind is None:
+            request = request.replace(kind="completion" if request.messages is None else "chat")
+        target = make_target(request)
+        read = ReadBody(request, target, TokenizedPrompt(None, 0.0))
+        if request.kind == "other":
+            return read
+        read.media = read_media(request, data)
+        model, tokens_max = target.base_model, target.tokens_max
+        if self.uses_remote_tokenizer(model):
+            return self._fill(read, self.read_remotely(request, model, tokens_max))
+        if self.needs_worker_process(model, request):
+            task = self.make_task(model, request.kind, tokens_max)
+            return self._fill(read, self.read_in_worker(body.pieces, model, task, is_wanted, tenant))
+        tokenizer = self._tokenizers.get(model)
+        if self.conversations.is_allowed(model) and is_worth_caching(request, len(data)):
+            read.body = data
+        if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
+            read.prompt = self.read(request, tokenizer, tokens_max, read.body)
+            return read
+        return self._fill(read, self.run_in_thread(lambda: self.read(request, tokenizer, tokens_max, read.body)))
+
+    @staticmethod
+    async def _fill(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
+        read.prompt = await prompt
+        return read
+
+    async def _read_large(
+        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
+        is_wanted: Callable[[], bool], tenant: str,
+    ) -> ReadBody[Target]:  # fmt: skip
+        """Read a body in a worker process."""
+        assert self.worker_pool is not None
+        targets: list[Target] = []
+
+        def make_task(request: RoutingRequest) -> ReadTask:
+            target = make_target(request)
+            targets.append(target)
+            task = self.make_task(target.base_model, request.kind, target.tokens_max)
+            task.is_cached = self.conversations.is_allowed(target.base_model)
+            return task
+
+        started_s = time.perf_counter()
+        request, spans, result = await self.worker_pool.read(body.pieces, kind, make_task, is_wanted, tenant)
+        target = targets[-1] if targets else make_target(request)
+        ids: Sequence[int] | None
+        size, conversation = result.size, result.conversation
+        if isinstance(result.result, bytes):
+            ids = None if self.remote is None else (await self.remote.tokenize(result.result, target.base_model))[0]
+            size = measure_prompts(ids, request, target.tokens_max, result.further_tokens)
+            ids = truncate_prompt(ids, request, target.tokens_max)
+        else:
+            ids = result.result
+        if conversation is not None and ids is not None:
+            conversation.token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
+        prompt = TokenizedPrompt(ids, time.perf_counter() - started_s, conversation, size=size)
+        return ReadBody(
+            request, target, prompt, b"" if conversation is None else body.body, result.media, spans,
+            result.first_message_digest,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the checks that are under way."""
+        for task in self._checks:
+            task.cancel()
+
+    # Conversations that return ----------------------------------------------------------------------------------------
+
+    async def _continue_in_thread(
+        self, matches: list[Match], body: RequestBody, kind: ApiKind, make_target: Callable[[RoutingRequest], Target],
+        is_wanted: Callable[[], bool], tenant: str,
+    ) -> ReadBody[Target]:  # fmt: skip
+        data = body.body
+        continuation = await self.run_in_thread(lambda: self._read_behind(matches, data))
+        read = None if continuation is None else self._finish_continuation(*continuation, data, make_target)
+        if read is not None:
+            return read
+        whole = self._begin_whole(body, kind, make_target, is_wanted, tenant)
+        return whole if isinstance(whole, ReadBody) else await whole
+
+    def _continue(
+        self, matches: list[Match], body: bytes, make_target: Callable[[RoutingRequest], Target]
+    ) -> ReadBody[Target] | None:
+        continuation = self._read_behind(matches, body)
+        return None if continuation is None else self._finish_continuation(*continuation, body, make_target)
+
+    def _read_behind(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
+        """Read what is behind a boundary, and the seconds it takes. Thread-safe."""
+        model = matches[0][0].model
+        tokenizer = self._tokenizers.get(model)
+        template = None if tokenizer is None else tokenizer.chat_template
+        if tokenizer is None or template is None or not template.is_bounded or not self.conversations.is_allowed(model):
+            return None
+        continuation, took_s = self._run_timed(lambda: self.conversations.read(matches, body, tokenizer, model))
+        return None if continuation is None else (continuation, took_s)
+
+    def _finish_continuation(
+        self, continuation: Continuation, took_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
+    ) -> ReadBody[Target] | None:
+        """Return the continued body; None where it is for another model than the cached one."""
+        request, conversation = continuation.request, continuation.conversation
+        target = make_target(request)
+        tokens_max, ids = target.tokens_max, continuation.token_ids
+        is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
+        if target.base_model != conversation.model or is_too_long:
+            return None
+        if self.conversations.count_hit(continuation):
+            self._start_check(continuation, body)
+        prompt = TokenizedPrompt(
+            truncate_prompt(ids, request, tokens_max), took_s, continuation.successor, continuation.predecessor,
+            measure_prompts(ids, request, tokens_max),
+        )  # fmt: skip
+        return ReadBody(
+            request, target, prompt, b"" if continuation.successor is None else body, continuation=continuation
+        )
+
+    def _start_check(self, continuation: Continuation, body: bytes) -> None:
+        """Have a body read whole, and its ids compared with those of the continued conversation."""
+        task = asyncio.get_running_loop().create_task(self._check(continuation, body))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _check(self, continuation: Continuation, body: bytes) -> None:
+        model, kind = continuation.conversation.model, continuation.conversation.kind
+        tokenizer, ids = self._tokenizers.get(model), None
+        if is_light(body):
+            ids = (await self.run_in_thread(lambda: self.read(parse_routing_of_kind(kind, body), tokenizer))).token_ids
+        elif self.worker_pool is not None:
+            task = self.make_task(model, kind, None)
+            try:
+                result = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).result.result
+            except RequestError as error:  # there is no room
+                log.debug("a continued prompt was not checked: %s", error.message)
+                return
+            ids = None if isinstance(result, bytes) else result
+        if ids is not None:
+            self.conversations.compare(model, continuation, ids)
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """Return the result of `work`, None where it raises, and the seconds that it took."""

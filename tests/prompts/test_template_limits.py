@@ -139,10 +139,17 @@ def test_a_client_s_own_template_is_bounded_too() -> None:
     assert template.is_bounded
 
 
-def test_macros_that_call_each_other_are_analysed_in_time() -> None:
-    """What a template copies is found out by running it in the abstract: these would be fifty to the eighth."""
-    macros = "".join(
-        f"{{% macro m{i}(x) %}}" + f"{{{{ m{i + 1}(x) }}}}" * 50 + "{% endmacro %}" for i in reversed(range(8))
-    )
-    template = limited_template("{% macro m8(x) %}{{ x }}{% endmacro %}" + macros + "{{ m0(messages[0].content) }}")
-    assert template.get_rendered_text_cache(has_tools=False) is None
+@pytest.mark.parametrize(
+    ("body", "is_bounded"),
+    [
+        ("{% set ns = namespace(index=0) %}{% set ns.index = ns.index + 1 %}{{ ns.index % 2 }}", True),
+        ("{% set ns = namespace(index='%9999999d') %}{{ ns.index % 2 }}", False),
+        ("{% set ns = namespace(index=0) %}{% set ns.index = messages[0].content %}{{ ns.index % 2 }}", False),
+        ("{% set ns = namespace(index=0) %}{% set ns.index %}%999999999d{% endset %}{{ ns.index % 2 }}", False),
+        ("{% set ns = namespace(index=0) %}{{ 'abc'.index('b') }}", False),
+        ("{% set ns = namespace(keys=0) %}{{ messages[0].keys() }}", False),
+        ("{% set ns = namespace(index=0) %}{% for ns in messages %}{{ ns.index % 2 }}{% endfor %}", False),
+    ],
+)
+def test_namespaces_may_count_under_the_name_of_a_method_that_is_not_called(body: str, is_bounded: bool) -> None:
+    assert limited_template(body).is_bounded is is_bounded

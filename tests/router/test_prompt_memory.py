@@ -19,8 +19,9 @@ from router.decide.messages import RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.conversation_cache import CachedConversation, Checkpoint, ConversationCache
-from router.prompting.reader import TokenizedPrompt
+from router.prompting.conversation_cache import Boundary, CachedConversation
+from router.prompting.reader import PromptReader, TokenizedPrompt
+from router.prompting.stand_in import StandIn
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
 LONG = tuple(i * 7919 % 101 for i in range(1600))
@@ -84,21 +85,21 @@ def test_the_ids_outlive_whoever_had_them() -> None:
     assert index.chunk_keys(second_prompt, SCOPES[0], 16)[: len(keys)] == keys
 
 
-def test_a_known_beginning_is_kept_with_it() -> None:
-    """Counted with the beginning's bytes; its ids once, where they are the beginning's own."""
+def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
+    """Counted with the conversation's bytes; its ids once, where they are the conversation's own."""
     core = RouterCore(make_index(), CoreConfig())
     core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
-    reading = RequestReader(core, cast(Any, None), cast(Any, None), conversations=ConversationCache(1 << 20))
+    prompts = PromptReader(cast(Any, None), conversation_bytes=1 << 20)
+    reading, cache = RequestReader(core, prompts, cast(Any, None)), prompts.conversations.cache
     for number, is_borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        conversation = CachedConversation(
-            "chat", 0, b"", 0, [], b"", b"", 0, [Checkpoint(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids
-        )
+        boundaries = [Boundary(9000, 0, 3, 0, 0, StandIn(), "", False, True, 1)]
+        conversation = CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if is_borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = conversation.memory_bytes
-        intent = SimpleNamespace(base_model="m", digest_first_message=lambda: 7)
+        intent = SimpleNamespace(base_model="m", digest_first_message=lambda: 7, body_to_cache=body)
         reading.store_conversation(cast(Any, intent), TokenizedPrompt(ids, 0.0, conversation), route)
         assert (conversation.model, conversation.first_message_digest, conversation.is_memory_exact) == (
             "m",
@@ -108,5 +109,5 @@ def test_a_known_beginning_is_kept_with_it() -> None:
         assert conversation.prompt_memory is not None
         keys = len(LONG) // 16 + 1
         assert conversation.memory_bytes - before == 8 * keys + (0 if is_borrowed else 4 * len(LONG))
-        assert reading.conversations.find_longest_prefix("chat", body) == (conversation, conversation.checkpoints[0])
-        reading.conversations.check_invariants()
+        assert next(cache.find("chat", body)) == (conversation, conversation.boundaries[0])
+        cache.check_invariants()

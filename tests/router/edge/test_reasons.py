@@ -22,7 +22,7 @@ from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
-from router.prompting.conversation_cache import ConversationCache
+from router.prompting.conversation_reader import ConversationReader
 from router.prompting.conversation_turn import ConversationTurn
 from router.prompting.sessions import Session
 
@@ -450,8 +450,10 @@ def test_a_body_that_returns_is_explained_like_another(
 
     async def scenario() -> None:
         reasons, told = await router(), []
-        for known in (ConversationCache(0), ConversationCache(8 << 20)):
-            edge.app._request_reader.conversations = known
+        for max_bytes in (0, 8 << 20):
+            edge.prompts.conversations = known = ConversationReader(max_bytes)
+            if max_bytes:
+                known.allow("tiny", None)
             reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
@@ -467,7 +469,7 @@ def test_a_body_that_returns_is_explained_like_another(
                 ]
                 reasons.analyzer.history.check_invariants()
             told.append(said)
-            assert (known.hits > 5) == (known.max_bytes > 0)
+            assert (known.cache.hits > 5) == (max_bytes > 0)
         assert told[0] == told[1]
         assert {part[0] for one in told[0] for part in one["uncached_ranges"]} >= {"new_text", "edited", "truncated"}
 

@@ -1,0 +1,102 @@
+"""Conversations that return, over HTTP: what is cached is used, checked while serving, and given up when wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from router.prompting import conversation_reader
+from router.prompting.conversation_reader import ConversationReader
+from tests.router.conversation_bodies import long_talk
+
+
+async def load(edge: Any, folder: Path) -> ConversationReader:
+    """A router before one worker, which has read the tokenizer, and tried out its template."""
+    write_tokenizer(folder, 1024, 1 << 20)
+    await edge.start()
+    edge.prompts.conversations = ConversationReader(8 << 20)
+    await edge.prompts._load("tiny", str(folder))
+    await edge.worker(edge.reply(), max_model_len=10_000_000)
+    conversations: ConversationReader = edge.prompts.conversations
+    assert conversations.is_allowed("tiny")
+    return conversations
+
+
+async def send(edge: Any, make_post: Any, messages: Any) -> int:
+    answer = await edge.exchange(make_post(json.dumps({"model": "tiny", "messages": messages}).encode()))
+    assert answer.startswith(b"HTTP/1.1 200")
+    edge.prompts.conversations.cache.check_invariants()
+    return len(edge.prompts.conversations.cache)
+
+
+async def wait_for_checks(edge: Any) -> None:
+    while edge.prompts._checks:
+        await asyncio.wait(edge.prompts._checks, timeout=60)
+
+
+@pytest.mark.parametrize("words", [20, 1000], ids=["light", "large"])
+def test_continued_conversations_are_checked(
+    edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    """In a thread, and in a worker process where the body is large."""
+    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 1)
+
+    async def scenario() -> None:
+        conversations = await load(edge, tmp_path)
+        talk: list[Any] = [{"role": "system", "content": "be brief " * 4 * words}, *long_talk(6)]
+        for number in range(4):
+            assert await send(edge, make_post, talk) == 1
+            talk = [*talk, {"role": "assistant", "content": f"answer {number} " * words},
+                    {"role": "user", "content": f"question {number} " * words}]  # fmt: skip
+        await wait_for_checks(edge)
+        assert conversations.cache.hits == conversations.check_count == 3
+        assert conversations.difference_count == 0
+
+    edge.run(scenario())
+
+
+def test_a_wrong_prompt_ends_the_caching_and_is_told(
+    edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 2)
+
+    async def scenario() -> None:
+        conversations = await load(edge, tmp_path)
+        talk = long_talk(9)
+        await send(edge, make_post, talk[:5])
+        ((conversation, _, _),) = conversations.cache._entries.values()
+        conversation.token_ids[3] += 1
+        await send(edge, make_post, talk[:7])
+        assert conversations.is_allowed("tiny")
+        await send(edge, make_post, talk)
+        await wait_for_checks(edge)
+        assert (conversations.check_count, conversations.difference_count) == (1, 1)
+        assert not conversations.is_allowed("tiny")
+        assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
+        (row,) = edge.admin.describe_workers()["workers"]
+        assert "differed from the whole" in row["conversation_cache"]["tiny"]
+        report = edge.admin.make_metrics_report()
+        assert (report.conversation_checks, report.conversation_differences) == (1, 1)
+
+    edge.run(scenario())
+    assert "model tiny: a prompt that was continued" in caplog.text
+
+
+def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        write_tokenizer(tmp_path, 1024, 1 << 20)
+        await edge.start()
+        edge.prompts.conversations = ConversationReader(8 << 20)
+        edge.prompts._chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        await edge.prompts._load("tiny", str(tmp_path))
+        await edge.worker(edge.reply())
+        assert not edge.prompts.conversations.is_allowed("tiny")
+        (row,) = edge.admin.describe_workers()["workers"]
+        assert row["conversation_cache"]["tiny"] == "no prompt of a conversation begins with an earlier one"
+
+    edge.run(scenario())

@@ -1,0 +1,364 @@
+"""A conversation that returns: what is cached of it and what is new give the ids that the whole body has."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from typing import Any
+
+import pytest
+from budget import examples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prompts.bpe_encoder import digests
+from prompts.errors import RequestError
+from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
+from prompts.tokenizer import Tokenizer
+from router.prompting.conversation_cache import (
+    BODY_BYTES_MIN,
+    BOUNDARIES_MAX,
+    Boundary,
+    CachedConversation,
+    ConversationCache,
+    _count_prefixes,
+    _prefix_bytes,
+)
+from router.prompting.conversation_reader import ATTEMPTS_MAX, ConversationReader
+from router.prompting.conversation_reading import Continuation, cache_conversation
+from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
+from router.prompting.outline import outline_chat
+from router.prompting.prompt_worker_pool import ReadTask, _read_body
+from router.prompting.stand_in import MARK, MESSAGES_MAX, StandIn, find_compared_texts
+from router.prompting.template_trial import find_trial_problem
+from tests.prompts import chat_templates
+from tests.router.conversation_bodies import (
+    TEMPLATES,
+    body_of,
+    draw_agent_turn,
+    draw_next_messages,
+    fields_of,
+    load_tokenizer,
+    long_talk,
+    message,
+)
+
+UNCUT = {"numbered"}
+"""Templates whose conversations are always read whole."""
+
+
+@pytest.fixture(scope="module", params=[name for name in TEMPLATES if name not in UNCUT])
+def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES[request.param])
+
+
+class Turns:
+    """Bodies read one after the other by a cache, each compared with a full read of it."""
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = 1 << 20) -> None:
+        self.tokenizer = tokenizer
+        self.reader = ConversationReader(max_bytes)
+        self.continuations: list[Continuation] = []
+
+    def read(self, kind: ApiKind, body: bytes) -> Continuation | None:
+        cache, tokenizer = self.reader.cache, self.tokenizer
+        request = parse_routing_of_kind(kind, body)
+        try:
+            prompt = read_prompt(request, tokenizer)
+        except RequestError:
+            prompt = RenderedPrompt()
+        continuation = self.reader.read(self.reader.find(kind, body), body, tokenizer, "")
+        if continuation is None:
+            conversation, predecessor = cache_conversation(request, body, prompt, tokenizer), None
+        else:
+            self.continuations.append(continuation)
+            check_same(continuation, request, prompt)
+            conversation, predecessor = continuation.successor, continuation.predecessor
+        if conversation is not None:
+            check_conversation(conversation, prompt)
+            cache.store(conversation, body, predecessor)
+        cache.check_invariants()
+        return continuation
+
+
+def check_same(continuation: Continuation, request: RoutingRequest, prompt: RenderedPrompt) -> None:
+    read = continuation.request
+    if prompt.token_ids is not None:  # else a template refuses what it is not shown again, as the worker will
+        assert list(truncate_prompt(continuation.token_ids, read, None) or ()) == list(
+            truncate_prompt(prompt.token_ids, request, None) or ()
+        )
+        assert continuation.char_count == len(prompt.text)
+    for name in RoutingRequest.__struct_fields__:
+        if name not in ("messages", "source"):
+            assert getattr(read, name) == getattr(request, name), name
+    outline = continuation.outline()
+    assert outline is None or outline == outline_chat(request)
+    token_count, conversation = continuation.boundary.token_count, continuation.conversation
+    assert continuation.token_ids[:token_count] == conversation.token_ids[:token_count]
+
+
+def check_conversation(conversation: CachedConversation, prompt: RenderedPrompt) -> None:
+    boundaries = conversation.boundaries
+    if prompt.token_ids is not None:
+        assert prompt.chat is not None
+        assert prompt.chat.messages is not None
+        for boundary in boundaries:
+            assert list(conversation.token_ids[: boundary.token_count]) == list(
+                prompt.token_ids[: boundary.token_count]
+            )
+            turn_starts = prompt.chat.messages[boundary.message_count].get("role") == "user"
+            assert boundary.starts_turn == turn_starts or boundary is not boundaries[-1]
+    assert 0 < len(boundaries) <= BOUNDARIES_MAX
+    ends = [(boundary.body_end, boundary.message_count, boundary.token_count) for boundary in boundaries]
+    assert ends == sorted(set(ends))
+
+
+@settings(max_examples=examples(15), deadline=None)
+@example(seed=363, kind="chat").via(
+    "behind the last cached message another role than before comes next, then a third time"
+)
+@example(seed=217098, kind="messages").via("the last message is a cached one of the assistant")
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
+def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: ApiKind) -> None:
+    rng, turns = random.Random(seed), Turns(tokenizer)
+    messages: list[Any] = [message(rng, kind, i) for i in range(rng.randint(1, 6))]
+    fields = fields_of(rng, kind)
+    for _ in range(12):
+        turns.read(kind, body_of(rng, kind, messages, fields))
+        messages = draw_next_messages(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
+        if rng.random() < 0.1:
+            fields = fields_of(rng, kind)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_agents_with_thoughts_and_tools_are_read_as_the_whole_is(tokenizer: Tokenizer, seed: int) -> None:
+    """A request behind every question and every tool's result; conversations that share a beginning, and go back."""
+    rng, turns = random.Random(seed), Turns(tokenizer, 4 << 20)
+    system = [{"role": rng.choice(("system", "system", "developer")), "content": "Be brief. " * rng.randint(1, 50)}]
+    shared = [*(system if rng.random() < 0.8 else []), *draw_agent_turn(rng, 0)]
+    fields = fields_of(rng, "chat")
+    for _ in range(2):
+        messages = list(shared)
+        for number in range(1, 4):
+            if rng.random() < 0.2:
+                messages = messages[: rng.randint(1, len(messages))]
+            start = len(messages)
+            messages += draw_agent_turn(rng, number)
+            for end in range(start, len(messages)):
+                if messages[end]["role"] in ("user", "tool") and rng.random() < 0.8:
+                    turns.read("chat", json.dumps({"messages": messages[: end + 1], **fields}).encode())
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages"])
+def test_every_turn_but_the_first_is_cached(tokenizer: Tokenizer, kind: ApiKind) -> None:
+    """Also where the client marks the last turns, as coding agents do; nothing of the beginning is read again."""
+    turns, talk = Turns(tokenizer, 64 << 20), long_talk(9)
+    for turn in range(6):
+        messages: list[Any] = [dict(m) for m in talk]
+        if kind == "messages":
+            for m in messages[-3::2]:
+                m["content"] = [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]
+        body = json.dumps({"model": "m", "max_tokens": 5, "messages": messages}).encode()
+        continuation = turns.read(kind, body)
+        assert (continuation is None) == (turn == 0)
+        if continuation is not None:
+            assert len(body) - continuation.boundary.body_end < 22_000, "of bodies of up to 50,000 bytes"
+            assert continuation.successor is not None
+        talk = [*talk, *long_talk(3, f"turn {turn} ")[1:]]
+    assert len(turns.reader.cache) <= 2, "it is replaced, but for its first turn, of which more was cached"
+
+
+def test_an_agent_reads_each_result_once(tokenizer: Tokenizer) -> None:
+    """Also where its thoughts are shown only until the next question: that one is read from the last question on."""
+    turns = Turns(tokenizer, 64 << 20)
+    messages: list[Any] = [{"role": "system", "content": "Be brief. " * 100}, *long_talk(2)]
+    rest_messages = []
+    for number in range(3):
+        messages.append({"role": "user", "content": f"Question {number}"})
+        for step in range(6):
+            continuation = turns.read("chat", json.dumps({"messages": messages}).encode())
+            if continuation is not None:
+                rest_messages.append(len(messages) - continuation.boundary.message_count)
+            function = {"name": "look", "arguments": json.dumps({"at": step})}
+            call = {"id": f"call{number:03}{step:02}", "type": "function", "function": function}
+            messages.append(
+                {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Well. " * 20}
+            )
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"Result {step}. " * 200})
+        messages.append({"role": "assistant", "content": f"Answer {number}"})
+    if not rest_messages:
+        pytest.skip("the template takes no such conversation")
+    assert sorted(rest_messages)[len(rest_messages) // 2] <= 3
+    assert max(rest_messages) <= 15, "from the last question on"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": %b, "messages": [{"role": "user", "content": "other"}]}',
+        b'{"messages": %b, "n": 1,}', b'{"messages": %b', b'{"messages": %b}}', b'[{"messages": %b}]',
+        b'{"x": {"messages": %b}}', b'{"messages": %b, "prompt_logprobs": 1}', b'{"messages": %b]}',
+        b'{"messages": %b, "messages": []}', b'{"messages": %b, "add_special_tokens": true}',
+        b'{"messages": %b, "chat_template": "x"}',
+    ],
+)  # fmt: skip
+def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: Tokenizer, body: bytes) -> None:
+    turns = Turns(tokenizer)
+    turns.read("chat", b'{"messages": %b}' % json.dumps(long_talk(6)).encode())
+    assert len(turns.reader.cache) == 1
+    longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
+    assert turns.reader.read(turns.reader.find("chat", longer), longer, tokenizer, "") is None
+
+
+# Templates ------------------------------------------------------------------------------------------------------------
+
+
+def test_templates_are_tried_out(tmp_path: Any) -> None:
+    for name, template in TEMPLATES.items():
+        problem = find_trial_problem(load_tokenizer(tmp_path, template))
+        assert (problem is None) == (name not in UNCUT), (name, problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages | length }}", "{{ loop.index0 }}", "{{ loop.revindex }}", "{{ messages[loop.index0 - 3].role }}",
+        "{{ (messages | selectattr('role', 'equalto', 'tool') | list | length) }}",
+    ],
+)  # fmt: skip
+def test_what_a_template_counts_is_right(tmp_path: Any, text: str) -> None:
+    loop = "{% for message in messages %}{{ '<|im_start|>' + message.role + (message.content or '') }}TEXT{% endfor %}"
+    turns, talk = Turns(load_tokenizer(tmp_path, loop.replace("TEXT", text))), long_talk(20)
+    for end in range(1, 20, 2):
+        turns.read("chat", json.dumps({"messages": talk[:end]}).encode())
+
+
+def test_texts_that_a_template_looks_for() -> None:
+    assert find_compared_texts(chat_templates.QWEN3) == ("<tool_response>", "</think>", "<think>")
+    assert find_compared_texts("{{ 'a' in x }}{{ \"/no_think\" not in x }}{{ x.replace('abc', '') }}") == (
+        "/no_think",
+        "abc",
+    )
+
+
+def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) -> None:
+    turns, talk = Turns(tokenizer), long_talk(6)
+    reader = turns.reader
+    reader.allow("", None)
+    turns.read("chat", json.dumps({"messages": talk}).encode())
+    body = json.dumps({"messages": [*talk, *long_talk(1, "new ")]}).encode()
+    continuation = turns.read("chat", body)
+    assert continuation is not None
+    reader.compare("", continuation, continuation.token_ids)
+    assert (reader.check_count, reader.difference_count, reader.is_allowed("")) == (1, 0, True)
+    reader.compare("", continuation, [*continuation.token_ids[:-1], 0])
+    assert (reader.check_count, reader.difference_count, reader.is_allowed("")) == (2, 1, False)
+    assert "differed" in reader.problems[""]
+    assert len(reader.cache) == 0
+
+
+def test_stand_ins_are_short_and_have_every_kind_of_message() -> None:
+    rng, messages = random.Random(5), [{"role": "system", "content": "Be brief. " * 900}]
+    stand_in = StandIn()
+    for number in range(200):
+        messages += draw_agent_turn(rng, number)
+    stand_in = stand_in.extend(messages[:500], ()).extend(messages[500:], ())
+    assert len(stand_in.messages) <= MESSAGES_MAX
+    assert len(json.dumps(stand_in.messages)) < 10_000
+    assert stand_in.messages[0]["role"] == "system"
+    shapes = [{(m["role"], "tool_calls" in m, "reasoning_content" in m) for m in all} for all in
+              (messages, stand_in.messages)]  # fmt: skip
+    assert shapes[0] == shapes[1]
+    assert [m["role"] for m in StandIn().extend(long_talk(60), ()).messages] == ["user", "assistant"]
+    texts = find_compared_texts(chat_templates.QWEN3)
+    (short,) = StandIn().extend([{"role": "user", "content": " what is it\n" * 9 + "</think> so"}], texts).messages
+    assert short["content"] == f" what is it\n wha{MARK} it\n what is it\n</think> {MARK}so"
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversation:
+    """An entry with boundaries, of which nothing else is looked at."""
+    boundaries = [Boundary(end, 0, 3, 0, 0, StandIn(), "", False, True, 1) for end in body_ends]
+    ids = array("I", range(token_count))
+    return CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
+
+
+def test_the_cache_is_bounded() -> None:
+    cache, bodies = ConversationCache(300_000), []
+    for number in range(60):
+        body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
+        conversation = make_conversation(len(body), token_count=2_500)
+        bodies.append(body)
+        cache.store(conversation, body)
+        cache.check_invariants()
+        assert next(cache.find("chat", body + b" and more")) == (conversation, conversation.boundaries[0])
+        assert list(cache.find("messages", body)) == []
+    assert 0 < len(cache) < 30
+    assert list(cache.find("chat", bodies[0])) == []
+    huge = make_conversation(90_000, token_count=90_000)
+    cache.store(huge, b"x" * 90_000)
+    assert list(cache.find("chat", b"x" * 90_000)) == [], "one body must not empty it"
+    assert set(API_KIND_BY_PATH.values()) >= {"chat", "messages"}
+
+
+def test_many_conversations_with_one_long_beginning_are_told_apart() -> None:
+    cache, shared = ConversationCache(16 << 20), b"the same instructions. " * 3000
+    conversations = {}
+    for number in range(50):
+        body = shared + b"%d" % number * (number + 1)
+        conversations[body] = make_conversation(len(body))
+        cache.store(conversations[body], body)
+    cache.check_invariants()
+    for body, conversation in conversations.items():
+        assert next(cache.find("chat", body + b"more"))[0] is conversation
+
+
+def test_the_furthest_boundary_is_found_first() -> None:
+    """Two that differ between the last length that is digested and where they end; the third one began both."""
+    cache, shared = ConversationCache(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
+    for body in (shared[:1024], shared + b"a" * 100):
+        cache.store(make_conversation(len(body)), body)
+    for tail, ends in ((b"a", [2148, 1024]), (b"b", [1024])):
+        matches = list(cache.find("chat", shared + tail * 200))
+        assert [boundary.body_end for _, boundary in matches] == ends
+    assert list(cache.find("messages", shared + b"a" * 200)) == []
+    many = make_conversation(*range(2000, 2000 + 20 * ATTEMPTS_MAX, 20))
+    reader = ConversationReader(1 << 20)
+    reader.cache.store(many, shared)
+    assert len(reader.find("chat", shared)) <= ATTEMPTS_MAX
+
+
+def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) -> None:
+    for keep in (None, 50):
+        fields = {} if keep is None else {"truncate_prompt_tokens": keep}
+        body = json.dumps({"messages": long_talk(8), **fields}).encode()
+        task = ReadTask("chat", "folder", None, None, False)
+        task.is_cached = True
+        read_result = _read_body(task, body, tokenizer)
+        assert (read_result.conversation is None) == (keep is not None)
+
+
+def test_digests_are_of_beginnings() -> None:
+    rng = random.Random(2)
+    for size in (0, 1023, 1024, 5000, 70_000):
+        body = rng.randbytes(size)
+        prefix_digests = digests(body, 1024, 7)
+        lengths = [(1024 << i // 8) * (8 + i % 8) // 8 for i in range(len(prefix_digests))]
+        assert all(length <= size for length in lengths)
+        assert size < (1024 << len(prefix_digests) // 8) * (8 + len(prefix_digests) % 8) // 8
+        assert len(set(prefix_digests)) == len(prefix_digests)
+        assert digests(body, 1024, 8)[:1] != prefix_digests[:1] or not prefix_digests
+        for i, length in enumerate(lengths):
+            assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == prefix_digests[: i + 1]
+            assert digests(body, 1024, 7, length) == prefix_digests[: i + 1]
+            at = rng.randrange(min(length, 8192))
+            changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+            are_equal = [a == b for a, b in zip(digests(changed_body, 1024, 7), prefix_digests)]
+            assert are_equal == [size <= at for size in lengths], "whatever byte of it is another one"
+        if size >= BODY_BYTES_MIN:
+            assert _count_prefixes(size) == len(prefix_digests)
+            assert [_prefix_bytes(i) for i in range(len(lengths))] == lengths
