@@ -190,16 +190,12 @@ class RouterApp:
     def _forward_request(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
         tenant = connection.tenant
+        self._tenant_limits.check_request_limit(tenant)
         exchange: Exchange | None = None
         read = self._request_reader.begin_read(
             request, request.path, lambda: exchange is None or not exchange.context.is_done, tenant
         )
-        try:
-            exchange = self._open_exchange(connection, request, tenant)
-        except RequestError:
-            if not isinstance(read, tuple):
-                read.close()
-            raise
+        exchange = self._open_exchange(connection, request, tenant)
         if isinstance(read, tuple):
             self._route_exchange(exchange, tenant, *read)
         else:
