@@ -158,7 +158,8 @@ def cache_conversation(
             message_count = len(messages) - len(rest.new_messages)
             if messages[message_count:] != rest.new_messages:
                 continue
-        if message_count < max(opening_count, MESSAGES_MIN) or message_count <= previous_count:
+        is_far_enough = max(opening_count, MESSAGES_MIN, previous_count + 1) <= message_count
+        if not is_far_enough or message_count == len(messages):
             continue
         stand_in = stand_in.extend(messages[previous_count:message_count], compared_texts)
         previous_count = message_count
@@ -274,7 +275,7 @@ def _advance(
         if last_rest is None or last_rest.template_digest != conversation.template_digest:
             return None
         new_count = len(rest.new_messages) - len(last_rest.new_messages)
-        if new_count < 1 or rest.new_messages[new_count:] != last_rest.new_messages:
+        if not 0 < new_count < len(rest.new_messages) or rest.new_messages[new_count:] != last_rest.new_messages:
             return None
     tail_messages = rest.new_messages[new_count:]
     stand_in = boundary.stand_in.extend(rest.new_messages[:new_count], _find_compared_texts(template, rest.chat))

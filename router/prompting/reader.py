@@ -37,6 +37,7 @@ from router.prompting.encode import (
     CHARS_PER_TOKEN_MAX,
     TOKENS_MAX,
     PromptSize,
+    RenderedPrompt,
     build_tokenize_request,
     count_further_tokens,
     is_light,
@@ -337,15 +338,20 @@ class PromptReader:
     ) -> TokenizedPrompt:
         """Tokenise the prompt to route on. `body`: to be cached for when it returns. Thread-safe; raises nothing."""
 
-        def work() -> TokenizedPrompt:
+        def work() -> tuple[TokenizedPrompt, RenderedPrompt]:
             prompt = read_prompt(request, tokenizer, tokens_max)
-            conversation = cache_conversation(request, body, prompt, tokenizer) if body else None
             further_tokens = count_further_tokens(request, tokenizer)
             size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
-            return TokenizedPrompt(truncate_prompt(prompt.token_ids, request, tokens_max), 0.0, conversation, size=size)
+            ids = truncate_prompt(prompt.token_ids, request, tokens_max)
+            return TokenizedPrompt(ids, 0.0, size=size), prompt
 
-        tokens, took_s = self._run_timed(work)
-        read = TokenizedPrompt(None, took_s) if tokens is None else tokens
+        result, took_s = self._run_timed(work)
+        if result is None:
+            return TokenizedPrompt(None, took_s)
+        read, prompt = result
+        if body:
+            read.conversation, cache_s = self._run_timed(lambda: cache_conversation(request, body, prompt, tokenizer))
+            took_s += cache_s
         read.seconds = took_s
         return read
 
