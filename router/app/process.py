@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -55,6 +55,7 @@ from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
+from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
@@ -82,6 +83,9 @@ OTHER_WORKERS_WAIT_S: Final = 1.0
 """For the others once one has."""
 CONNECTIONS_EXPECTED: Final = 1_000
 """With fewer the operator is warned, also where no number was asked for."""
+
+
+ArgumentT = TypeVar("ArgumentT")
 
 
 class RouterProcess:
@@ -135,7 +139,7 @@ class RouterProcess:
         self._request_reader.model_names = names if names.has_renames else None
         self._feed = IndexFeed(
             self._index,
-            on_connection=self._on_stream_change,
+            report=FactQueue(asyncio.get_running_loop(), self._apply_fact).put,
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
@@ -146,13 +150,12 @@ class RouterProcess:
             self._prompts,
             self._worker_pool,
             self._metrics,
-            emptied_s=self._feed.last_emptied_s,
         )
         self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
         self._peers: PeerSockets | None = None
         self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
-        self._sweep_s = self._emptied_s = 0.0
+        self._sweep_s = 0.0
         endpoint = config.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
@@ -256,6 +259,7 @@ class RouterProcess:
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
         self._core.registry.on_state_change = log_state_change
+        self._core.watchdog.count_stored_blocks = self._feed.count_stored_blocks
         proxy.workers.may_send_key = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._on_attempt_failed)
@@ -388,40 +392,29 @@ class RouterProcess:
             return
         self._sweep_s = now
         idle_steps = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
-        for step in (self._proxy.sweep, *idle_steps, self._dashboard.tick, self._poll_workers):
+        for step in (self._proxy.sweep, *idle_steps, self._dashboard.tick, self._watch_feed):
             self._run_guarded("sweep", step, now)
         self._addresses.for_each_listener(lambda listener: self._run_guarded("listener", listener.sweep, now))
         if self._picker is not None:
             self._run_guarded("picker", self._picker.beat, now)
         collect_old_objects(idle=not self._proxy.exchanges)
 
-    def _run_guarded(self, boundary: str, step: Callable[[float], None], now: float) -> None:
+    def _run_guarded(self, boundary: str, step: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
         try:
-            step(now)
+            step(argument)
         except Exception as error:  # noqa: BLE001  a boundary
             self._metrics.record_crash(boundary, error)
 
     def _tick_core(self, now: float) -> None:
         self._proxy.perform(self._core.tick(now))
 
-    def _poll_workers(self, now: float) -> None:
+    def _watch_feed(self, now: float) -> None:
         self._metrics.retain_workers(self._core.workers)
         self._feed.events.restart_thread()
-        for worker_id, at_s in list(self._feed.last_emptied_s.items()):  # another thread adds
-            if at_s > self._emptied_s:
-                self._core.clear_worker_cache(worker_id, at_s)
-        self._emptied_s = now
-        for worker_id in self._core.workers:
-            self._core.watchdog.record_events(worker_id, self._feed.count_stored_blocks(worker_id))
-        self._core.record_cache_sizes(
-            {worker_id: self._feed.measure_capacities(worker_id) for worker_id in self._core.workers}
-        )
 
-    def _on_stream_change(self, worker_id: str, up: bool) -> None:
-        """A subscription broke off, maybe because its worker died. On the feed's thread."""
-        if not up:
-            self._loop.call_soon_threadsafe(self._fleet.check_soon, worker_id)
+    def _apply_fact(self, fact: WorkerFact) -> None:
+        self._run_guarded("feed", self._fleet.apply_fact, fact)
 
     def _on_attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)

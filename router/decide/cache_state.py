@@ -35,6 +35,7 @@ LIFETIME_S_MIN: Final = 1e-3
 """Of a request, where nothing is said."""
 CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
+CLEARED_WORKERS_MAX: Final = 1000
 APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
@@ -107,6 +108,9 @@ class CacheState:
         """On how many targets they run."""
         self._grace_pins: deque[GracePin] = deque()
         """In the order of release."""
+        self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
+        """worker -> when the cache of a rank was last forgotten as a whole; the last CLEARED_WORKERS_MAX workers, those
+        that left included."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
@@ -147,16 +151,17 @@ class CacheState:
                 self._index.unpin(grace_pin.pin)
         self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != holder)
 
-    def clear_target(self, target: Target) -> None:
-        """Its worker died: nothing is cached there any more. Pins stay, as its requests are still to end."""
+    def clear_target(self, target: Target, request_ids: Sequence[str], at_s: float) -> None:
+        """Nothing is cached there any more at `at_s`, and what these requests compute there, which were sent before,
+        will not be found."""
+        self.cleared_at_s[target.worker_id] = at_s
+        self.cleared_at_s.move_to_end(target.worker_id)
+        if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
+            self.cleared_at_s.popitem(last=False)
         self.working_sets.clear(target.name)
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
-
-    def clear_with_requests(self, target: Target, request_ids: Sequence[str]) -> None:
-        """Its cache was: neither do these requests, which were sent before, leave anything in it that can be found."""
-        self.clear_target(target)
         self._release_grace_pins(target.holder)
         for request_id in request_ids:
             entry = self._pins.pop(request_id, None)

@@ -93,6 +93,7 @@ class RouterCore:
         if worker_id not in self.workers:
             return []
         self.watchdog.forget(worker_id)
+        self.clear_worker_cache(worker_id, now)
         self.registry.remove_worker(worker_id)
         return self._place_queued(now)
 
@@ -112,7 +113,7 @@ class RouterCore:
         was_down = worker.is_down
         self.registry.breaker.open(worker, now, reason)
         self.registry.apply_worker_changes()
-        return [] if was_down else [self._clear_lost_cache(worker), *self._place_queued(now)]
+        return [] if was_down else [self._lose_worker(worker_id, now), *self._place_queued(now)]
 
     def set_draining(self, worker_id: str, now: float, *, is_draining: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
@@ -129,17 +130,19 @@ class RouterCore:
         self.registry.apply_worker_changes()
         return self._place_queued(now)
 
-    def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
-        """The engine forgot all that was cached."""
-        for target in self.registry.get_targets(worker_id):
+    def clear_worker_cache(self, worker_id: str, at_s: float, rank: int | None = None) -> None:
+        """All that was cached at `at_s` is gone, on one rank or on all. The index is cleared by who feeds it."""
+        targets = self.registry.get_targets(worker_id)
+        for target in targets if rank is None else targets[rank : rank + 1]:
             in_flight_requests = self.tracker.in_flight_requests.items()
-            self.cache_state.clear_with_requests(
+            self.cache_state.clear_target(
                 target,
                 [
                     request_id
                     for request_id, in_flight_request in in_flight_requests
                     if in_flight_request.target is target and in_flight_request.routed_at_s <= at_s
                 ],
+                at_s,
             )
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
@@ -160,17 +163,13 @@ class RouterCore:
         for target, load, in_flight_count in zip(self.registry.get_targets(worker_id), loads, in_flight):
             self.tracker.record_engine_load(target.name, load, now, in_flight=in_flight_count)
 
-    def record_cache_sizes(self, sizes: Mapping[str, Sequence[int | None]]) -> None:
-        """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
-        has_changed = False
-        for worker_id, capacities_tokens in sizes.items():
-            for target, capacity_tokens in zip(self.registry.get_targets(worker_id), capacities_tokens):
-                if target.capacity.observed_kv_tokens != capacity_tokens:
-                    target.capacity.observed_kv_tokens = capacity_tokens
-                    self.cache_state.add_target(target, self.workers[worker_id].spec)
-                    has_changed = True
-        if has_changed:
-            self.registry.apply_worker_changes()
+    def record_cache_capacity(self, worker_id: str, rank: int, capacity_tokens: int | None) -> None:
+        """Number of tokens that a rank's cache holds, as its events show it: counts where a worker does not tell."""
+        for target in self.registry.get_targets(worker_id)[rank : rank + 1]:
+            if target.capacity.observed_kv_tokens != capacity_tokens:
+                target.capacity.observed_kv_tokens = capacity_tokens
+                self.cache_state.add_target(target, self.workers[worker_id].spec)
+                self.registry.apply_worker_changes()
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
@@ -313,7 +312,7 @@ class RouterCore:
             )
             self.registry.apply_worker_changes()
             if went_down and is_fatal:
-                instructions.append(self._clear_lost_cache(worker))
+                instructions.append(self._lose_worker(worker_id, now))
         if continuation is None and (kind in _FAILURES_AFTER_FIRST_BYTE or active_request.has_first_token):
             del self._active_requests[request_id]
             self.counters["failed"] += 1
@@ -651,10 +650,9 @@ class RouterCore:
             self._chooser.session_targets.forget(request.session)
             self._output_lengths.forget_session(request)
 
-    def _clear_lost_cache(self, worker: Worker) -> WorkerLost:
-        for target in self.registry.get_targets(worker.worker_id):
-            self.cache_state.clear_target(target)
-        return WorkerLost(worker.worker_id)
+    def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
+        self.clear_worker_cache(worker_id, now)
+        return WorkerLost(worker_id)
 
     # Seeing ------------------------------------------------------------------------------------------------------
     def snapshot(self, now: float) -> CoreSnapshot:

@@ -14,7 +14,7 @@ goes when its cause does:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -101,14 +101,22 @@ class _WorkerWindow:
     unannounced_requests: int = 0
     """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
     stored_blocks: int = 0
-    """Stored blocks the feed had counted when it was last asked."""
+    """Blocks that the worker had announced when that was last counted."""
+
+    def count_events(self, stored_blocks: int) -> None:
+        """The worker has announced so many blocks since it was first followed."""
+        if stored_blocks != self.stored_blocks:
+            self.stored_blocks = stored_blocks
+            self.unannounced_requests = 0
 
 
 class Watchdog:
-    """Feed it every finished request and the feed's counters; ask `alarms`."""
+    """Feed it every finished request; ask `alarms`."""
 
-    def __init__(self) -> None:
+    def __init__(self, count_stored_blocks: Callable[[str], int] = lambda worker_id: 0) -> None:
         self._windows: dict[str, _WorkerWindow] = {}
+        self.count_stored_blocks = count_stored_blocks
+        """Called with a worker: how many blocks it has announced since it was first followed."""
 
     def record_answer(
         self,
@@ -141,14 +149,8 @@ class Watchdog:
             counted_tokens is not None and resident_tokens is not None and (cached_tokens or 0) > resident_tokens
         )
         if has_new_block or has_reused_block:
+            window.count_events(self.count_stored_blocks(worker_id))
             window.unannounced_requests += 1
-
-    def record_events(self, worker_id: str, stored_total: int) -> None:
-        """Blocks the feed has seen the worker announce since it started; call it when the counters are read."""
-        window = self._windows.setdefault(worker_id, _WorkerWindow())
-        if stored_total != window.stored_blocks:
-            window.stored_blocks = stored_total
-            window.unannounced_requests = 0
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
@@ -159,6 +161,7 @@ class Watchdog:
         window = self._windows.get(worker_id)
         if window is None:
             return []
+        window.count_events(self.count_stored_blocks(worker_id))
         alarms = []
         for name, share, text in _DEVIATION_ALARMS:
             deviations = window.deviations[name]

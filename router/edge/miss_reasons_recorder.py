@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -55,14 +55,12 @@ class MissReasonsRecorder:
         prompts: PromptReader,
         worker_pool: PromptWorkerPool,
         metrics: Metrics,
-        *,
-        emptied_s: Mapping[str, float],
     ) -> None:
         self.analyzer = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = FactsAdapter(core, emptied_s, prompts.tokenizer_of)
+        self._facts = FactsAdapter(core, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         self._operator_watches = WatchedConversations(config.ttl_s)
@@ -255,14 +253,12 @@ class MissReasonsRecorder:
 class FactsAdapter:
     """What the ledger wants to know of workers and tokens."""
 
-    def __init__(
-        self, core: RouterCore, emptied_s: Mapping[str, float], tokenizer: Callable[[str], Tokenizer | None]
-    ) -> None:
+    def __init__(self, core: RouterCore, tokenizer: Callable[[str], Tokenizer | None]) -> None:
         """`tokenizer`: of a model."""
-        self._core, self._emptied_s, self._tokenizer = core, emptied_s, tokenizer
+        self._core, self._tokenizer = core, tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
-        return self._emptied_s.get(worker_id)
+        return self._core.cache_state.cleared_at_s.get(worker_id)
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         tokenizer = self._tokenizer(model)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,6 +34,7 @@ from events.stream_types import (
     Origin,
     PublisherRestarted,
 )
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
@@ -42,7 +42,6 @@ log = logging.getLogger("router")
 
 SNAPSHOT_VERSION = 2
 SNAPSHOT_S_MAX = 60.0
-EMPTIED_WORKERS_MAX = 1000
 COUNT_EVERY, MEASURE_EVERY = 1 << 14, 1 << 17
 """Blocks stored between two looks at how many one stream holds, and at how much memory all take."""
 UNSLICED_BYTES_MAX = 64 << 10
@@ -69,17 +68,17 @@ class IndexFeed:
         self,
         index: PrefixIndex,
         *,
-        on_connection: Callable[[str, bool], None] | None = None,
+        report: Callable[[WorkerFact], None] = lambda fact: None,
         streams_max: int = 16_384,
         index_bytes_max: int = 8 << 30,
     ) -> None:
-        """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
+        """`report` is called with what is learned of workers, in order, on whichever thread learns it."""
         self._max_streams = streams_max
         self._index_bytes_max = index_bytes_max
         self._blocks_stored_since_measured = 0
         """Blocks stored since the index was last measured."""
         self._index = index
-        self._on_connection = on_connection
+        self._report = report
         self._lock = threading.Lock()
         self._stream_by_id: dict[str, WorkerStream] = {}
         """stream id -> stream."""
@@ -87,9 +86,6 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
         self._stream_generation = itertools.count()
-        self.last_emptied_s: OrderedDict[str, float] = OrderedDict()
-        """worker -> when what it held was last forgotten as a whole: it died, restarted, said so, or a gap was not
-        repaired. Of `time.monotonic`; the last EMPTIED_WORKERS_MAX workers."""
         self.events = EventFeed(self)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ class IndexFeed:
             return
         self._drop(worker_id)
         for stream in streams:
-            self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
+            self._clear_and_report(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._streams_by_worker[worker_id] = [
             self._add(
                 worker_id,
@@ -158,7 +154,6 @@ class IndexFeed:
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
-        self._record_emptied(worker_id)
         self._drop(worker_id)
         self._streams_by_worker.pop(worker_id, None)
         for key in [key for key in self._counters if key[0] == worker_id]:
@@ -169,11 +164,12 @@ class IndexFeed:
         streams go on from where they are."""
         for stream in self._streams_by_worker.get(worker_id, []):
             with self._lock:
-                self._clear(stream)
+                self._clear_and_report(stream)
                 stream.complete_from = 0  # what comes now is all there is
 
     def restart_streams(self, worker_id: str) -> None:
-        """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
+        """The worker died, says the core: clear its entries, and start from a snapshot (or its ring) when its stream
+        comes back."""
         streams = self._streams_by_worker.get(worker_id, [])
         positions = [stream.position or stream.position_before_restart for stream in streams]
         self._drop(worker_id)
@@ -215,7 +211,7 @@ class IndexFeed:
         self.events.remove(old_stream.stream_id)
         with self._lock:
             self._stream_by_id.pop(old_stream.stream_id, None)
-        self._clear(old_stream)
+        self._clear_and_report(old_stream)
         streams[rank] = self._add(
             worker_id, rank, old_stream.source, old_stream.holder, snapshot, is_only_rank=old_stream.is_only_rank
         )
@@ -225,10 +221,6 @@ class IndexFeed:
     def count_stored_blocks(self, worker_id: str) -> int:
         """Blocks the worker announced so far: what the drift watchdog wants to know."""
         return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
-
-    def measure_capacities(self, worker_id: str) -> list[int | None]:
-        """By rank, how many tokens its cache holds, as far as its events show that."""
-        return [stream.full_cache.tokens for stream in self._streams_by_worker.get(worker_id, [])]
 
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
@@ -315,6 +307,7 @@ class IndexFeed:
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
         stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, is_only_rank, topic=source.topic)
         self._declare_groups(stream)
+        self._report_capacity(stream)
         with self._lock:
             self._stream_by_id[stream_id] = stream
         self.events.add(stream.feed_source(self._apply_snapshot(stream, snapshot)))
@@ -348,14 +341,17 @@ class IndexFeed:
             with self._lock:
                 self._stream_by_id.pop(stream.stream_id, None)
 
-    def _record_emptied(self, worker_id: str) -> None:
-        self.last_emptied_s[worker_id] = time.monotonic()
-        self.last_emptied_s.move_to_end(worker_id)
-        while len(self.last_emptied_s) > EMPTIED_WORKERS_MAX:
-            self.last_emptied_s.popitem(last=False)
+    def _report_cleared(self, stream: WorkerStream) -> None:
+        self._report(CacheCleared(stream.worker_id, stream.rank, time.monotonic()))
+
+    def _report_capacity(self, stream: WorkerStream) -> None:
+        self._report(CapacityObserved(stream.worker_id, stream.rank, stream.full_cache.tokens))
+
+    def _clear_and_report(self, stream: WorkerStream) -> None:
+        self._clear(stream)
+        self._report_cleared(stream)
 
     def _clear(self, stream: WorkerStream) -> None:
-        self._record_emptied(stream.worker_id)
         stream.position = stream.complete_from = None
         try:
             self._index.clear(stream.holder)
@@ -405,15 +401,15 @@ class IndexFeed:
                 "worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, block_count
             )
         stream.counters.forgotten += block_count
-        self._clear(stream)
+        self._clear_and_report(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
     def connection_changed(self, stream_id: str, up: bool) -> None:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.is_up = up
-            if self._on_connection is not None:
-                self._on_connection(stream.worker_id, up)
+            if not up:
+                self._report(StreamLost(stream.worker_id, stream.rank))
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
         """Apply one instruction of a stream, or its first slice: then the rest is handed back."""
@@ -425,12 +421,13 @@ class IndexFeed:
             if isinstance(instruction, Apply):
                 return self._apply(stream, instruction)
             if isinstance(instruction, Clear):
-                self._clear(stream)
+                self._clear_and_report(stream)
             elif isinstance(instruction, Gap):
                 counters.gaps += 1
             elif isinstance(instruction, PublisherRestarted):
                 counters.restarts += 1
                 stream.full_cache = ObservedCapacity()
+                self._report_capacity(stream)
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, MalformedMessage):
                 counters.malformed += 1
@@ -472,7 +469,10 @@ class IndexFeed:
         counters.record_batch(len(apply.payload), report)
         stream.record_skipped(report.malformed)
         if report.removed:  # only then it can be full
+            capacity_tokens = stream.full_cache.tokens
             stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
+            if stream.full_cache.tokens != capacity_tokens:
+                self._report_capacity(stream)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:
@@ -480,7 +480,7 @@ class IndexFeed:
         else:
             counters.snapshots += 1
         if report.cleared:
-            self._record_emptied(stream.worker_id)
+            self._report_cleared(stream)
         if apply.seq is None or report.cleared:
             stream.complete_from = 0
         elif stream.complete_from is None:

@@ -35,6 +35,7 @@ from router.fleet.discovery import (
     parse_worker_flag,
     suggest_remedy,
 )
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
@@ -246,10 +247,20 @@ class Fleet:
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=on))
 
     def check_soon(self, worker_id: str) -> None:
-        """Traffic to this worker failed: check it now."""
+        """Traffic to this worker failed, or its stream broke off: check it now."""
         member = self._members.get(worker_id)
         if member is not None:
             member.wake.set()
+
+    def apply_fact(self, fact: WorkerFact) -> None:
+        """Tell the core what the feed learned of a worker."""
+        match fact:
+            case CacheCleared(worker_id, rank, at_s):
+                self._core.clear_worker_cache(worker_id, at_s, rank)
+            case CapacityObserved(worker_id, rank, tokens):
+                self._core.record_cache_capacity(worker_id, rank, tokens)
+            case StreamLost(worker_id):
+                self.check_soon(worker_id)
 
     async def close(self) -> None:
         self._closed = True

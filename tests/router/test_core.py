@@ -163,6 +163,43 @@ def test_a_worker_that_goes_down_is_lost_once() -> None:
     assert all(chosen_worker(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
 
 
+@pytest.mark.parametrize("is_seen_by_traffic", [True, False])
+def test_nothing_that_was_sent_to_a_lost_worker_counts_as_cached(is_seen_by_traffic: bool) -> None:
+    core, _ = make_core("ab")
+    prompt = list(range(200))
+    lost = chosen_worker(core.route(request("r0", prompt), 0.0))
+    assert chosen_worker(core.route(request("r1", prompt, worker=lost), 0.0)) == lost
+    assert core.explain(request("q", prompt, worker=lost), 0.1).terms.cached_tokens > 0  # type: ignore[union-attr]
+    if is_seen_by_traffic:
+        core.fail_attempt("r0", FailureKind.CONNECT, 1.0)
+    else:
+        core.mark_worker_down(lost, 1.0, "no answer")
+    core.mark_worker_up(lost, 2.0)
+    assert core.explain(request("q", prompt, worker=lost), 2.0).terms.cached_tokens == 0  # type: ignore[union-attr]
+    assert core.cache_state.cleared_at_s == {lost: 1.0}
+    for name in ("r0", "r1"):
+        core.abort_request(name, 3.0)
+    core.check_invariants()
+
+
+def test_a_cleared_rank_keeps_what_was_sent_later_and_what_the_other_ranks_hold() -> None:
+    core, _ = make_core("a", ranks=2)
+    prompts = {rank: [rank + 1] * 200 for rank in (0, 1)}
+    for rank, prompt in prompts.items():
+        assert isinstance(core.route(request(f"old{rank}", prompt, worker=f"a#{rank}"), 1.0), Forward)
+    core.route(request("new0", [9] * 200, worker="a#0"), 3.0)
+    core.clear_worker_cache("a", 2.0, rank=0)
+
+    def count_cached(prompt: list[int], rank: int) -> int:
+        return core.explain(request("q", prompt, worker=f"a#{rank}"), 3.0).terms.cached_tokens  # type: ignore[union-attr]
+
+    assert count_cached(prompts[0], 0) == 0
+    assert count_cached(prompts[1], 1) > 0
+    assert count_cached([9] * 200, 0) > 0
+    core.remove_worker("a", 4.0)
+    assert core.cache_state.cleared_at_s == {"a": 4.0}, "it is remembered of a worker that left"
+
+
 def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     core, _ = make_core("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
     first = chosen_worker(core.route(request("r", [1]), 0.0))

@@ -19,6 +19,7 @@ from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
 from events.stream_types import StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.worker_stream import EVICTIONS_MIN
 from router.index.protocol import HolderId, Scope
@@ -58,8 +59,14 @@ def index() -> ReferenceIndex:
 
 
 @pytest.fixture
-def feed(index: ReferenceIndex) -> Iterator[IndexFeed]:
-    feed = IndexFeed(index)
+def reported_facts() -> list[WorkerFact]:
+    """What the feed has reported, in order."""
+    return []
+
+
+@pytest.fixture
+def feed(index: ReferenceIndex, reported_facts: list[WorkerFact]) -> Iterator[IndexFeed]:
+    feed = IndexFeed(index, report=reported_facts.append)
     feed.start()
     yield feed
     feed.close()
@@ -158,7 +165,13 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     restarted_pub.close()
 
 
-def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex, feed: IndexFeed) -> None:
+def test_what_a_full_cache_holds_is_reported_until_it_restarts(
+    index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact]
+) -> None:
+    def reported_capacities() -> list[CapacityObserved]:
+        return [fact for fact in reported_facts if isinstance(fact, CapacityObserved)]
+
+    unknown, full = CapacityObserved("a", 0, None), CapacityObserved("a", 0, 40)
     pub = publisher()
     source = source_of(pub)
     feed.follow("a", [source], [index.add_holder("a", "m")])
@@ -166,45 +179,59 @@ def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex
     wait_until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
         if i < 10 + EVICTIONS_MIN:  # fewer evictions than that were published so far
-            assert feed.measure_capacities("a") == [None]
+            assert reported_capacities() == [unknown]
         pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
-    wait_until(lambda: feed.measure_capacities("a") == [40], "ten blocks of four tokens")
+    wait_until(lambda: reported_capacities() == [unknown, full], "ten blocks of four tokens")
     pub.close()
     assert source.replay_endpoint is not None
     restarted_pub = publisher(
         *(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint))
     )
     restarted_pub.publish(block_events(0, 2))
-    wait_until(lambda: feed.measure_capacities("a") == [None], "the next process may have more memory")
+    wait_until(lambda: reported_capacities() == [unknown, full, unknown], "the next process may have more memory")
+    assert StreamLost("a", 0) in reported_facts
     restarted_pub.close()
 
 
+def find_clears(facts: list[WorkerFact]) -> list[CacheCleared]:
+    return [fact for fact in facts if isinstance(fact, CacheCleared)]
+
+
 def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
-    index: ReferenceIndex, feed: IndexFeed
+    index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact]
 ) -> None:
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "awake")
+    clear_count, before_s = len(find_clears(reported_facts)), time.monotonic()
     feed.clear_worker("a")
     assert count_cached_tokens(index, holder) == 0
-    assert "a" in feed.last_emptied_s
+    (clear,) = find_clears(reported_facts)[clear_count:]
+    assert clear[:2] == ("a", 0)
+    assert before_s <= clear.at_s <= time.monotonic()
     assert feed.find_incomplete_ranks("a") == {}, "nothing is missing"
     pub.publish([AllBlocksCleared(), *block_events(0, 2)])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "awake again")
+    assert len(find_clears(reported_facts)) == clear_count + 2, "its events said so as well"
     assert feed.sum_counters()["a"]["gaps"] == 0
     feed.clear_worker("unknown")
     pub.close()
 
 
-def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, feed: IndexFeed) -> None:
+def test_a_lost_worker_leaves_the_index_and_comes_back(
+    index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact]
+) -> None:
+    """The core says that a worker is lost, so the core is not told by the feed."""
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "announced")
+    clears = find_clears(reported_facts)
     feed.restart_streams("a")
+    assert find_clears(reported_facts) == clears
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "it was alive after all: the snapshot brings it back")
     pub.close()
     wait_until(lambda: not feed.describe_streams("a")["streams"][0]["up"], "its end is seen")

@@ -175,7 +175,7 @@ class World:
             report = self.core.index.ingest(self.holder, payload)
             if report.removed and self.sees:
                 self.full.record_batch(self.core.index.held_tokens(self.holder), report)
-                self.core.record_cache_sizes({"w": [self.full.tokens]})
+                self.core.record_cache_capacity("w", 0, self.full.tokens)
             self.engine.events = []
         for seq in ended_sequences:
             predicted_tokens = self.live.pop(seq.request_id).predicted_cached_tokens
@@ -251,7 +251,7 @@ def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is
 
 def test_a_worker_that_tells_its_capacity_is_believed() -> None:
     world = World(70, cache_tokens=70 * 32)
-    world.core.record_cache_sizes({"w": [64]})
+    world.core.record_cache_capacity("w", 0, 64)
     (target,) = world.core.registry.get_targets("w")
     assert target.capacity.kv_tokens == 70 * 32
 
@@ -259,11 +259,11 @@ def test_a_worker_that_tells_its_capacity_is_believed() -> None:
 def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
     world = World(70)
     (target,) = world.core.registry.get_targets("w")
-    world.core.record_cache_sizes({"w": [2240]})
+    world.core.record_cache_capacity("w", 0, 2240)
     request_id = world.send([1] * 100, 5)
     assert (target.capacity.kv_tokens, request_id.terms.cached_tokens) == (2240, 0)
     assert target.free_kv_tokens < 2240
-    world.core.record_cache_sizes({"w": [None]})
+    world.core.record_cache_capacity("w", 0, None)
     assert (target.capacity.kv_tokens, target.free_kv_tokens) == (None, float("inf"))
     while world.live:
         world.step()

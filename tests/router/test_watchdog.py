@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from router.decide.watchdog import StallDetector, Watchdog
+
+
+class CountingWatchdog(Watchdog):
+    """Watchdog of workers whose announced blocks are set by hand."""
+
+    def __init__(self) -> None:
+        self.stored_blocks = Counter[str]()
+        super().__init__(self.stored_blocks.__getitem__)
 
 
 def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
@@ -22,50 +31,50 @@ def alarm_names(dog: Watchdog) -> list[str]:
 
 
 def test_agreement_raises_nothing() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(500):
         finish(dog, i)
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         assert alarm_names(dog) == []
 
 
 def test_another_chat_template_is_flagged_within_50() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(50):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, prompt_tokens=507 + i)
     assert alarm_names(dog) == ["prompt_tokens"]
 
 
 def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> None:
-    dog, rng = Watchdog(), random.Random(1)
+    dog, rng = CountingWatchdog(), random.Random(1)
     for i in range(50):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, prompt_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
     assert alarm_names(dog) == ["prompt_tokens"]
 
 
 def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(50):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, predicted_cached_tokens=0, cached_tokens=320)
     assert alarm_names(dog) == ["cached_tokens"]
 
 
 def test_eviction_now_and_then_is_no_drift() -> None:
-    dog, rng = Watchdog(), random.Random(2)
+    dog, rng = CountingWatchdog(), random.Random(2)
     for i in range(200):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, cached_tokens=320 if rng.random() < 0.8 else 160)
         assert alarm_names(dog) == []
 
 
 def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() -> None:
     """Ten at once before a cache for three: half of what was predicted is found, which is no drift of the index."""
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(50):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, predicted_cached_tokens=320, cached_tokens=320 if i % 2 else 0)
     assert alarm_names(dog) == ["promised"]
     for i in range(50):
@@ -74,21 +83,21 @@ def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() 
 
 
 def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
-    dog = Watchdog()
-    dog.record_events("w", 100)
+    dog = CountingWatchdog()
+    dog.stored_blocks["w"] = 100
     for i in range(50):
         finish(dog, i, predicted_cached_tokens=0, cached_tokens=0)
-        dog.record_events("w", 100)
+        dog.stored_blocks["w"] = 100
     assert alarm_names(dog) == ["events"]
     assert dog.alarms("w", expects_events=False) == []
-    dog.record_events("w", 101)
+    dog.stored_blocks["w"] = 101
     assert alarm_names(dog) == []
 
 
 def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(50):
-        dog.record_events("w", 0)
+        dog.stored_blocks["w"] = 0
         dog.record_answer(
             "w",
             counted_tokens=90 + i,
@@ -98,7 +107,7 @@ def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> 
             resident_tokens=0,
         )
     assert alarm_names(dog) == ["events"]
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for _ in range(50):  # the same prompt again and again: nothing new to announce
         dog.record_answer(
             "w", counted_tokens=90, prompt_tokens=90, predicted_cached_tokens=80, cached_tokens=80, resident_tokens=80
@@ -107,7 +116,7 @@ def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> 
 
 
 def test_the_workers_block_length_says_what_must_be_announced() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for _ in range(50):
         finish(dog, 0, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
     assert alarm_names(dog) == []
@@ -117,16 +126,16 @@ def test_the_workers_block_length_says_what_must_be_announced() -> None:
 
 
 def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for _ in range(100):
         dog.record_answer("w", counted_tokens=20, prompt_tokens=20, predicted_cached_tokens=0, cached_tokens=0)
     assert alarm_names(dog) == []
 
 
 def test_engines_that_say_nothing_raise_nothing() -> None:
-    dog = Watchdog()
+    dog = CountingWatchdog()
     for i in range(100):
-        dog.record_events("w", i)
+        dog.stored_blocks["w"] = i
         finish(dog, i, prompt_tokens=None, cached_tokens=None)
     assert alarm_names(dog) == []
     dog.forget("w")

@@ -99,7 +99,6 @@ def router(edge: Any, tmp_path: Path) -> Any:
             edge.prompts,
             edge.worker_pool,
             edge.metrics,
-            emptied_s={},
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
@@ -157,7 +156,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
             edge.admin._reasons = MissReasonsRecorder(
                 MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.worker_pool,
-                edge.metrics, emptied_s={},
+                edge.metrics,
             )  # fmt: skip
             status, refused = await talk.ask("nobody")
             assert status == 404

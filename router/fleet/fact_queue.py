@@ -1,0 +1,71 @@
+"""Facts that the event feed learns about workers, and their way to the event loop.
+
+The feed learns them on its own thread; the core lives on the loop. Health checks run on the loop and call the core
+themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class CacheCleared(NamedTuple):
+    """All that a rank had cached is gone: it restarted, said so, or events were lost that would have told."""
+
+    worker_id: str
+    rank: int
+    at_s: float
+    """Time of `time.monotonic`."""
+
+
+class CapacityObserved(NamedTuple):
+    """Number of tokens that the cache of a rank holds, as its events show it; None where they do not show it yet."""
+
+    worker_id: str
+    rank: int
+    tokens: int | None
+
+
+class StreamLost(NamedTuple):
+    """The subscription of a rank's events broke off, maybe because its worker died."""
+
+    worker_id: str
+    rank: int
+
+
+WorkerFact = CacheCleared | CapacityObserved | StreamLost
+
+
+class FactQueue:
+    """Hands facts over to the event loop, in order. Call `put` on any thread.
+
+    A later fact of the same kind about the same rank replaces the one that waits. So a worker that repeats itself costs
+    one call in each turn of the loop, however fast it is.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, apply: Callable[[WorkerFact], None]) -> None:
+        """`apply` is called on the loop's thread with each fact."""
+        self._loop = loop
+        self._apply = apply
+        self._lock = threading.Lock()
+        self._facts: dict[tuple[type[WorkerFact], str, int], WorkerFact] = {}
+        """(kind, worker, rank) -> the fact that waits."""
+
+    def put(self, fact: WorkerFact) -> None:
+        """Hand over a fact in the loop's next turn."""
+        key = (type(fact), fact.worker_id, fact.rank)
+        with self._lock:
+            is_scheduled = bool(self._facts)
+            self._facts.pop(key, None)  # what comes later stands later
+            self._facts[key] = fact
+        if not is_scheduled:
+            self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            facts, self._facts = self._facts, {}
+        for fact in facts.values():
+            self._apply(fact)
