@@ -1,4 +1,5 @@
-"""Who may use the admin routes: a key everywhere but on a Unix socket, and nothing that a web page could send.
+"""Who may use the admin routes: a key everywhere but on a Unix socket, and nothing that a web page could send. And
+whose a client's request is, by its API key.
 
 A page in a browser on the operator's machine can reach loopback; so a key is not all: a request with another site's
 Origin, with a Host that only a name server knows, or with a body that is not declared as JSON is refused too.
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from prompts.errors import RequestError
-from router.http.connection import ClientConnection
+from router.app.tenant_limits import make_key_name
+from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -71,6 +73,27 @@ class AdminGuard:
         except ValueError:
             return False
         return True
+
+
+class ApiKeys:
+    """The keys of clients."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def find_tenant(self, client: Client, request: HttpRequest) -> str:
+        """Return whose a request is: the name of its key, or its client's address where there are no keys. Raises
+        RequestError where it brings none of the keys. Every key is compared, each in constant time."""
+        if not self._keys:
+            return client.peer
+        token = bearer_token(request) or (request.header(b"x-api-key") or b"").strip()
+        matches = [make_key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
+        if not matches:
+            raise RequestError(
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
+                code="invalid_api_key", status=401,
+            )  # fmt: skip
+        return matches[0]
 
 
 def allow_all(connection: ClientConnection, request: HttpRequest) -> None:

@@ -31,10 +31,11 @@ from router.app.accounting import count_ended_request, count_tokens_of_key, log_
 from router.app.admin import AdminRoutes
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
-from router.app.guard import Guard, allow_all
+from router.app.dispatch import RequestDispatcher, RequestPlacer
+from router.app.guard import Guard
 from router.app.listen_addresses import ListenAddresses
 from router.app.request_reader import RequestReader
-from router.app.server import FORWARDED_PATHS, TIMER_INTERVAL_S, RouterApp
+from router.app.server import FORWARDED_PATHS, TIMER_INTERVAL_S, ForwardedRoutes, RouterApp, WorkerRoutes
 from router.app.system import (
     HeapTrimmer,
     collect_old_objects,
@@ -49,9 +50,8 @@ from router.app.tracing import Tracing
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.edge.config import CONNECTIONS_MAX
-from router.edge.exchange import Exchange as ForwardedExchange
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
-from router.edge.proxy import Exchange, Proxy
+from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
@@ -161,6 +161,7 @@ class RouterProcess:
         self._fleet: Fleet
         self._admin: AdminRoutes
         self._dashboard: Dashboard
+        self._dispatcher: RequestDispatcher
 
     async def run(self) -> None:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
@@ -231,6 +232,7 @@ class RouterProcess:
         self._fleet = Fleet(
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=peer_client
         )
+        self._dispatcher = self._make_dispatcher()
         self._admin = AdminRoutes(
             self._core,
             self._fleet,
@@ -271,16 +273,15 @@ class RouterProcess:
 
     def _bind_picker(self, config: EppConfig) -> tuple[PickerServer, int]:
         """Take the picker's ports; the picker and its port. Raises OSError where a port cannot be had."""
+        from router.app.picker_app import PickerApp
         from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import REWRITE
-        from router.picker.pick_exchange import PickerState, PickExchange
+        from router.picker.pick_exchange import PickerState
         from router.picker.server import PickerServer
 
         self._request_reader.model_header = REWRITE
         picker_state = PickerState(config.picker, EndpointMap(self._core.workers))
-        picker = PickerServer(
-            self._make_app(allow_all, kind=PickExchange), picker_state, ready=self._admin.find_unready_reason
-        )
+        picker = PickerServer(PickerApp(self._dispatcher), picker_state, ready=self._admin.find_unready_reason)
         tls = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed
@@ -300,20 +301,18 @@ class RouterProcess:
         log.info("endpoint picker on %s:%d", host, port)
         print(f"picker listening on {host}:{port}", flush=True)
 
-    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = ForwardedExchange) -> RouterApp:
-        return RouterApp(
-            self._proxy,
-            self._request_reader,
-            self._tenants,
-            self._metrics,
-            self._config.edge,
-            self._admin.routes,
-            guard=guard,
-            reasons=self._reasons,
-            discover_model=self._fleet.discover_model,
-            make_exchange=kind,
-            forwards_requests=not isinstance(self._config, EppConfig),
-        )
+    def _make_dispatcher(self) -> RequestDispatcher:
+        """What reads requests for workers, and places them."""
+        placer = RequestPlacer(self._request_reader, self._tenants, self._proxy, self._reasons)
+        return RequestDispatcher(self._proxy, self._request_reader, self._tenants, placer, self._fleet.discover_model)
+
+    def _make_worker_routes(self) -> WorkerRoutes:
+        """What is done with requests for workers that come over HTTP."""
+        is_forwarding = not isinstance(self._config, EppConfig)
+        return ForwardedRoutes(self._dispatcher, self._admin.routes, self._config.edge, is_enabled=is_forwarding)
+
+    def _make_app(self, guard: Guard) -> RouterApp:
+        return RouterApp(self._proxy, self._make_worker_routes(), self._admin.routes, guard)
 
     def _start_fleet(self) -> None:
         for flag in self._config.worker_flags:

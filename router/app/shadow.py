@@ -11,7 +11,6 @@ import concurrent.futures
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -24,13 +23,14 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dashboard import HTML, make_security_headers
-from router.app.guard import Guard
+from router.app.dispatch import RequestDispatcher
 from router.app.process import RouterProcess, run_process
-from router.app.request_reader import RequestIntent, is_worker_path
-from router.app.server import RouterApp
+from router.app.request_reader import RequestIntent, RequestReader
+from router.app.server import ForwardedRoutes, WorkerRoutes
 from router.decide.config import ServiceModel
 from router.edge.mirrored_exchange import MirroredExchange
-from router.edge.proxy import Exchange
+from router.edge.proxy import Exchange, Proxy
+from router.edge.request_context import RequestContext
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Response
@@ -48,47 +48,48 @@ NEW_REQUESTS_MIN: Final = 20
 """Requests that have to be new for another comparison."""
 
 
-class ShadowApp(RouterApp):
-    """Takes copies of whatever the balancer may know what to do with."""
+class CopyPlacer:
+    """Prices copies of requests."""
+
+    def __init__(self, reader: RequestReader, proxy: Proxy) -> None:
+        self._reader = reader
+        self._metrics = proxy.metrics
+
+    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+        """Note where the request would go."""
+        context = exchange.context
+        self._metrics.tokenize_s.observe(prompt.seconds)
+        route = self._reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
+        context.turn = intent
+        exchange.place(route)
+        self._reader.store_conversation(intent, prompt, route)
+
+
+class CopiedRoutes:
+    """Routes to which a balancer sends copies of whatever it may know what to do with."""
+
+    def __init__(self, dispatcher: RequestDispatcher, forwarded_routes: ForwardedRoutes) -> None:
+        self._dispatcher = dispatcher
+        self.paths = forwarded_routes.paths
+        self.get_methods = forwarded_routes.get_methods
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        return connection.peer if is_worker_path(request.path) else super().admit(connection, request)
+        return connection.peer
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        if not is_worker_path(request.path):
-            self._local_routes.handle(connection, request)
-            return
+        """Answer 204, now or once the copy was read."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
-                self._forward_request(connection, request)
+                self._dispatcher.dispatch(connection, request, MirroredExchange)
                 return
             except RequestError:
                 pass  # whoever answers it will say so
-        work = connection.responder
-        exchange = (
-            work if isinstance(work, MirroredExchange) else self._open_exchange(connection, request, connection.tenant)
-        )
+        exchange = connection.responder
+        if not isinstance(exchange, MirroredExchange):
+            context = RequestContext(request, connection.tenant, self._dispatcher.proxy.now())
+            exchange = self._dispatcher.open(context, connection, MirroredExchange)
         assert isinstance(exchange, MirroredExchange)
         exchange.answer()
-
-    def _route_exchange(
-        self,
-        exchange: Exchange,
-        tenant: str,
-        intent: RequestIntent,
-        tokens: TokenizedPrompt,
-        *,
-        is_rediscovered: bool = False,
-    ) -> None:
-        context = exchange.context
-        self._metrics.tokenize_s.observe(tokens.seconds)
-        route = self._request_reader.build_route_request(intent, tokens, context.request_id, context.started_at_s)
-        context.turn = intent
-        exchange.place(route)
-        self._request_reader.store_conversation(intent, tokens, route)
-
-    def _reject(self, exchange: Exchange, error: RequestError) -> None:
-        exchange.reject(error)
 
 
 class ShadowProcess(RouterProcess):
@@ -125,11 +126,12 @@ class ShadowProcess(RouterProcess):
         self._compare_at_end()
         self._write_report()
 
-    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = MirroredExchange) -> RouterApp:
-        return ShadowApp(
-            self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
-            guard=guard, reasons=self._reasons, make_exchange=kind,
-        )  # fmt: skip
+    def _make_dispatcher(self) -> RequestDispatcher:
+        placer = CopyPlacer(self._request_reader, self._proxy)
+        return RequestDispatcher(self._proxy, self._request_reader, self._tenants, placer)
+
+    def _make_worker_routes(self) -> WorkerRoutes:
+        return CopiedRoutes(self._dispatcher, ForwardedRoutes(self._dispatcher, self._admin.routes, self._config.edge))
 
     def _serve_report_page(self, request: HttpRequest, _: str) -> Response:
         report = render_page(self._make_report())

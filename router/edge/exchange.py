@@ -81,6 +81,7 @@ class Exchange:
 
     def reject(self, error: RequestError) -> None:
         """The same, for what was found wrong with the request itself."""
+        self._proxy.metrics.http_errors[str(error.status)] += 1
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
 

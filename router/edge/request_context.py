@@ -76,6 +76,10 @@ class RequestContext:
         """The comparison of its prompt before the first byte, the reasons of its miss from then on; None where the
         request is not compared."""
 
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the answer."""
+        return not self.is_done
+
     @property
     def name(self) -> str:
         """The id that clients, logs and traces know the request by."""

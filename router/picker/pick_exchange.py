@@ -164,6 +164,7 @@ class PickExchange:
 
     def reject(self, error: RequestError) -> None:
         """Have Envoy answer with what was found wrong with the request."""
+        self._proxy.metrics.http_errors[str(error.status)] += 1
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
 

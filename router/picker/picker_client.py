@@ -31,7 +31,7 @@ NAME_BYTES_MAX = 256
 
 
 class PickerApplication(Protocol):
-    """router/app/server.py is it."""
+    """router/app/picker_app.py is it."""
 
     limits: HttpLimits
     budget: Budget

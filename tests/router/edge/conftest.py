@@ -15,9 +15,10 @@ from reference.tally import NaiveTally
 
 from options import Schema, load
 from router.app.admin import AdminRoutes
+from router.app.dispatch import RequestDispatcher, RequestPlacer
 from router.app.guard import Guard, allow_all
 from router.app.request_reader import RequestReader
-from router.app.server import RouterApp
+from router.app.server import ForwardedRoutes, RouterApp
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -302,9 +303,10 @@ class Edge:
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(self.tenants.remove_request)
         self.proxy.on_end.append(reading.stored_responses.record_ended_request)
-        self.app = RouterApp(
-            self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or allow_all
-        )
+        self.placer = RequestPlacer(reading, self.tenants, self.proxy)
+        self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.placer)
+        worker_routes = ForwardedRoutes(self.dispatcher, self.admin.routes, config)
+        self.app = RouterApp(self.proxy, worker_routes, self.admin.routes, guard or allow_all)
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))

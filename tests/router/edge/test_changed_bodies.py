@@ -70,7 +70,7 @@ def test_no_field_is_said_twice_to_workers(edge: Any, make_post: Any) -> None:
         await edge.start(policy="kv", tenant_salts=True, api_keys=("one",), key_priorities=("one=5",))
         worker = await edge.worker(edge.reply())
         names = ModelNames(TenancyConfig(model_aliases=("gpt=tiny",), model_fallbacks=("gone=tiny",)))
-        edge.app._request_reader.model_names = names
+        edge.dispatcher.reader.model_names = names
         for more in ({}, LONG):
             for sent in ({}, {"cache_salt": "x"}, {"priority": 0}, {"priority": "2"}, {"priority": None}):
                 for model in ("gpt", "gone", "tiny"):

@@ -82,7 +82,7 @@ def test_uploads_go_to_the_workers_of_their_model(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start(policy="kv", pass_routes=("/v1/images/edits",), priority_min=0)
         workers = {name: await edge.worker(edge.reply(), model=name) for name in ("m-a", "m-b")}
-        edge.app._request_reader.model_names = ModelNames(TenancyConfig(model_aliases=("whisper=m-b",)))
+        edge.dispatcher.reader.model_names = ModelNames(TenancyConfig(model_aliases=("whisper=m-b",)))
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"):
             for model in ("m-a", "m-b", "whisper"):
                 for content in (AUDIO, AUDIO * (PIECE_BYTES // len(AUDIO) + 9)):

@@ -16,15 +16,14 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.app.server import RouterApp
+from router.app.picker_app import PickerApp
 from router.decide.workers import ServedModel, WorkerSpec
-from router.edge.config import EdgeConfig
 from router.http.config import HttpLimits
 from router.picker.certificate import self_signed
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
 from router.picker.messages import BUFFERED, DUPLEX, NONE, REWRITE, SUBSET_HINT_FIELD, SUBSET_HINT_METADATA
-from router.picker.pick_exchange import PickerState, PickExchange
+from router.picker.pick_exchange import PickerState
 from router.picker.server import READY, PickerServer
 
 BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
@@ -99,20 +98,7 @@ async def picker(
     for number in range(workers):
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
     picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
-    given = {key: value for key, value in settings.items() if key == "api_keys"}
-    if "limits" in settings:
-        given["limits"] = settings["limits"]
-    app = RouterApp(
-        edge.proxy,
-        edge.app._request_reader,
-        edge.tenants,
-        edge.metrics,
-        EdgeConfig(**given),
-        edge.admin.routes,
-        guard=lambda *_: None,
-        make_exchange=PickExchange,
-    )
-    server = PickerServer(app, picking, ready=edge.admin.find_unready_reason)
+    server = PickerServer(PickerApp(edge.dispatcher), picking, ready=edge.admin.find_unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
     port = server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()
@@ -319,7 +305,7 @@ def test_a_gateway_s_model_counts_instead_of_the_body_s(edge: Any) -> None:
 
     async def scenario() -> None:
         async with picker(edge) as envoy:
-            edge.app._request_reader.model_header = REWRITE
+            edge.dispatcher.reader.model_header = REWRITE
             for body in ({"model": "other", "prompt": [1]}, {"prompt": [1]}, {"prompt": [1], "text": "x" * 100_000}):
                 _, answer = await envoy.ask(json.dumps(body).encode(), x_gateway_model_name_rewrite="tiny")
                 sent = json.loads(answer.request_body.response.body_mutation.body)

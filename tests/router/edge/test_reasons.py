@@ -102,7 +102,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
-        edge.app._miss_reasons = edge.admin._reasons = reasons
+        edge.placer.reasons = edge.admin._reasons = reasons
         return reasons
 
     return start

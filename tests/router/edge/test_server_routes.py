@@ -69,7 +69,7 @@ def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: 
                 models = (*spec.models, ServedModel("tuned", "tiny", lora="tuned"))
                 edge.core.add_worker(dataclasses.replace(spec, models=models), edge.now())
 
-        edge.app._discover_model = look_for
+        edge.dispatcher.discover_model = look_for
         for model, status, body in (
             ("tuned", 200, b'"answered"'), ("tuned", 200, b'"answered"'), ("nobody", 404, b"No worker serves model"),
             ("tiny", 200, b'"answered"'),

@@ -1,0 +1,167 @@
+"""What becomes of a request for workers: request -> what it asks for -> token ids -> core -> exchange.
+
+Owns the reading of requests that have begun. Refuses to know which paths there are, whose request it is, and how it is
+answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, Protocol
+
+from prompts.errors import RequestError
+from prompts.worker_fields import has_worker_address
+from router.app.request_reader import ReadRequest, RequestIntent, RequestReader
+from router.app.tenant_limits import TenantLimits
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
+from router.edge.proxy import Exchange, Proxy
+from router.edge.request_context import RequestContext
+from router.http.connection import Client
+from router.http.request import HttpRequest
+from router.prompting.reader import TokenizedPrompt
+
+TRACE_ID_BYTES_MAX: Final = 128
+ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
+"""Makes what answers a request: of the proxy, the client and the context."""
+
+
+class Placer(Protocol):
+    """What is done with a request once its prompt was read."""
+
+    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+        """Find a worker, now or later. Raises RequestError."""
+
+
+class RequestPlacer:
+    """Places requests by the core, within the limits of their tenants."""
+
+    def __init__(
+        self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
+    ) -> None:
+        reader.allowed_fields = proxy.passed_fields
+        self._reader = reader
+        self._limits = limits
+        self._metrics = proxy.metrics
+        self.reasons = reasons
+
+    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+        """Find a worker, now or later. Raises RequestError."""
+        context, tenant = exchange.context, exchange.context.tenant
+        fields = self._limits.apply_key_settings(tenant, context.request.path, intent)
+        if intent.is_renamed:
+            fields["model"] = intent.model
+        self._reader.rewrite_body(context.request, intent, fields)
+        if intent.body_request.kind != "other":
+            self._metrics.tokenize_s.observe(prompt.seconds)
+        route = self._reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
+        self._limits.add_prompt_tokens(context, route.prompt_tokens)
+        route.tenant = tenant
+        if self._limits.share_by_tenant:
+            route.share = self._limits.share_by_tenant.get(tenant, 1.0)
+        exchange.place(route)
+        self._reader.store_conversation(intent, prompt, route)
+        if self.reasons is not None and not context.is_done:
+            context.turn = intent
+            self.reasons.register_request(context)
+            context.turn = None
+
+
+class RequestDispatcher:
+    """Reads requests for workers, and hands them to a placer."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        reader: RequestReader,
+        limits: TenantLimits,
+        placer: Placer,
+        discover_model: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """`discover_model`: asks workers for a model that none is known to serve."""
+        self.proxy = proxy
+        self.reader = reader
+        self.placer = placer
+        self.discover_model = discover_model
+        self._limits = limits
+        self._trace_prefix = os.urandom(6).hex()
+        self._trace_count = 0
+        self._read_tasks: set[asyncio.Task[ReadRequest]] = set()
+        """Prompts being read; the loop alone would not keep them."""
+
+    def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
+        """Send a request on: by its prompt where it has one that can be read, else by its model and load. Raises
+        RequestError where it does not begin."""
+        context = RequestContext(request, client.tenant, self.proxy.now())
+        self._limits.check_request_limit(context.tenant)
+        read = self.reader.begin_read(request, request.path, context.is_wanted, context.tenant)
+        exchange = self.open(context, client, make_exchange)
+        if isinstance(read, tuple):
+            self._place(exchange, *read)
+        else:
+            self._place_when_read(exchange, read)
+
+    def open(self, context: RequestContext, client: Client, make_exchange: ExchangeFactory) -> Exchange:
+        """Begin the life of a request."""
+        context.trace_id = self._make_trace_id(context.request)
+        exchange = make_exchange(self.proxy, client, context)
+        self.proxy.open(exchange)
+        self._limits.add_request(context)
+        client.responder = exchange
+        return exchange
+
+    def _place(
+        self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt, *, is_rediscovered: bool = False
+    ) -> None:
+        """Hand over a request whose prompt was read. `is_rediscovered`: workers were asked for its model."""
+        is_unknown = intent.body_request.model is not None and not self.proxy.core.registry.is_model_known(intent.model)
+        if is_unknown and not is_rediscovered and self.discover_model is not None and not exchange.context.is_done:
+            read = self._read_after(exchange.context, self.discover_model, intent.model)
+            self._place_when_read(exchange, read, is_rediscovered=True)
+            return
+        try:
+            self.placer.place(exchange, intent, prompt)
+        except RequestError as error:
+            exchange.reject(error)
+
+    async def _read_after(
+        self, context: RequestContext, discover_model: Callable[[str], Awaitable[None]], model: str
+    ) -> ReadRequest:
+        """Read a request anew after the workers were asked for its model."""
+        await discover_model(model)
+        return await self.reader.read(context.request, context.request.path, context.is_wanted, context.tenant)
+
+    def _place_when_read(
+        self, exchange: Exchange, read: Coroutine[Any, Any, ReadRequest], *, is_rediscovered: bool = False
+    ) -> None:
+        """Place a request once its prompt was read. Whatever raises ends it."""
+        task = asyncio.get_running_loop().create_task(read)
+        self._read_tasks.add(task)
+
+        def finish(task: asyncio.Task[ReadRequest]) -> None:
+            self._read_tasks.discard(task)
+            if task.cancelled():
+                return
+            failure = task.exception()  # not `result`: what raises here would keep the task, and so itself
+            try:
+                if failure is None:
+                    self._place(exchange, *task.result(), is_rediscovered=is_rediscovered)
+                elif isinstance(failure, RequestError):
+                    exchange.reject(failure)
+                elif isinstance(failure, Exception):
+                    exchange.crash(failure)
+            except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
+                exchange.crash(error)
+
+        task.add_done_callback(finish)
+
+    def _make_trace_id(self, request: HttpRequest) -> bytes:
+        """The client's own id where it may be passed on, else a new one."""
+        client_id = request.header(b"x-request-id")
+        if client_id and len(client_id) <= TRACE_ID_BYTES_MAX and not has_worker_address(client_id):
+            is_plain = client_id.isascii() and client_id.isalnum()  # as most are: looked at at once
+            if is_plain or all(33 <= byte < 127 for byte in client_id):
+                return client_id
+        self._trace_count += 1
+        return b"%s-%x" % (self._trace_prefix.encode(), self._trace_count)
