@@ -1,4 +1,4 @@
-"""Requests on their way, and those that decode together: what is the same in every step while the same ones come.
+"""Requests that decode together: what is the same in every step while the same ones come.
 
 Most steps decode a token for each of the same requests. What such a step needs of them is put together once, so that
 in most of them nobody is looked at one by one but who needs a block or finishes one. Knows no cache and no budget.
@@ -7,43 +7,9 @@ in most of them nobody is looked at one by one but who needs a block or finishes
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
-from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Sequence, TokenLogprobs
-
-
-@dataclass(slots=True, eq=False)
-class RequestEntry:
-    """A request's place in the order, and when it next needs more than a token."""
-
-    seq: Sequence
-    request_id: str
-    """Of its request."""
-    arrival_order: tuple[int, float, int]
-    stop_token_ids: frozenset[int]
-    """Tokens that end it."""
-    length_max: int
-    """Tokens, prompt and output together, at which it ends."""
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    has_reported_prompt: bool = False
-    """Its first output, which carries the facts about the prompt, has been made."""
-    last_plan_number: int = 0
-    """Which was the last plan with it, of all that were made: it is out until that one is applied."""
-    has_ended: bool = False
-    """Aborted or finished while a plan with it is out: it goes when the last of these is applied."""
-    next_check_position: int = 0
-    """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
-    arrival_work: int = 0
-    tokens_remaining: int = 0
-    sort_key: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
-    """Of its prompt, these three, as `engine.prefill_queue` has them."""
-
-    def __lt__(self, other: RequestEntry) -> bool:
-        return self.arrival_order < other.arrival_order
-
-    def set_next_check(self, start: int, block_size: int) -> None:
-        """It has memory for the position `start`."""
-        self.next_check_position = min((start // block_size + 1) * block_size, self.length_max) - 1
+from engine.request_entry import RequestEntry
+from engine.types import Chunk, DecodedTokens, LazyDecodeChunks
 
 
 class DecodeBatch:

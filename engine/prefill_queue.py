@@ -26,7 +26,7 @@ from operator import attrgetter
 from typing import Literal
 
 from engine.cache.kv_cache import KVCache
-from engine.decode_batch import RequestEntry
+from engine.request_entry import RequestEntry
 from engine.types import Sequence
 
 AGEING = 0.1

@@ -39,10 +39,10 @@ class EvictionOrder(Protocol):
         """The memory of this order names no block of `kind` at `node` any more."""
 
     def mark_child_added(self, node: Node) -> None:
-        """A node was added below `node`."""
+        """A node was added below `node`. Only the host's order is told."""
 
     def mark_node_removed(self, node: Node) -> None:
-        """The tree has `node` no more: neither memory names anything there."""
+        """The tree has `node` no more: neither memory names anything there. Only the host's order is told."""
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return the block to evict next: a state, or one of these kinds of attention. None if nothing is cached."""

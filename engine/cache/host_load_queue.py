@@ -98,8 +98,9 @@ class HostLoadQueue:
             if has_decodes
             else math.inf
         )
-        for seq in list(self._unplanned_loads_by_sequence):
-            self._plan_loads(seq)
+        if self._unplanned_loads_by_sequence:
+            for seq in list(self._unplanned_loads_by_sequence):
+                self._plan_loads(seq)
 
     def add(self, seq: Sequence, block_pairs: list[tuple[Block, Block]]) -> None:
         """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""

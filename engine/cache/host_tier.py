@@ -110,6 +110,8 @@ class HostTier:
 
     def plan_copies(self, deferred_targets: Container[Block]) -> None:
         """Plan to copy what left, except from the memory of `deferred_targets`, which a later plan loads."""
+        if not self._unplanned_blocks_by_unit:
+            return
         for unit, host_blocks in self._unplanned_blocks_by_unit.items():
             for host_block in host_blocks:
                 block_copy = self._unplanned_copy_by_block.get(host_block)

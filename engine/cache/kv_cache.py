@@ -73,6 +73,7 @@ class KVCache:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         self.spec = spec
         self.block_size = spec.block_size
+        self._groups = range(len(spec.groups))
         self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoNames()
         self._windows = AttentionWindows(spec, step_tokens_max)
         host_unit_count *= enable_prefix_caching
@@ -166,7 +167,7 @@ class KVCache:
             return False
         state_source = self._states.find_source(nodes, block_counts)
         seq_blocks = SequenceBlocks(
-            seq, len(self.spec.groups), self._table_version, is_detached=not self._hasher.names_blocks
+            seq, len(self._groups), self._table_version, is_detached=not self._hasher.names_blocks
         )
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         state_loads = self._states.create_state(seq, state_source)  # holds the source before anything is allocated
@@ -246,7 +247,7 @@ class KVCache:
         if missing_count <= 0:
             return True
         new_blocks: list[tuple[int, Block]] = []
-        for group in range(len(self.spec.groups)):
+        for group in self._groups:
             for _ in range(missing_count):
                 block = self._allocate(group)
                 if block is None:
@@ -254,9 +255,7 @@ class KVCache:
                         self.pool.release(new_block)
                     return False
                 new_blocks.append((group, block))
-        seq_blocks = self._blocks_by_sequence[seq]
-        for group, block in new_blocks:
-            seq_blocks.append(group, block)
+        self._blocks_by_sequence[seq].append(new_blocks)
         return True
 
     def _allocate(self, kind: int) -> Block | None:

@@ -44,8 +44,7 @@ class PrefixTree:
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
-        self._orders = (eviction.device_order, eviction.host_order)
-        """They hear of nodes that come and go."""
+        self._host_order = eviction.host_order
         self._return_to_pool = drop
         self.event_log = EventLog(spec)
         self.lower_tier: LowerTier
@@ -91,8 +90,7 @@ class PrefixTree:
         node = self._node_by_hash[key.hash] = Node(key, parent, self._no_blocks)
         if parent is not None:
             parent.children[node.hash] = node
-            for order in self._orders:
-                order.mark_child_added(parent)
+            self._host_order.mark_child_added(parent)
         return node
 
     # ------------------------------------------------------------------ blocks of the device
@@ -157,8 +155,8 @@ class PrefixTree:
             block.node = None
             block.is_pending = False
         self._node_by_hash.clear()
-        for order in self._orders:
-            order.clear()
+        self._device_order.clear()
+        self._host_order.clear()
         self.event_log.record_cleared()
         return blocks
 
@@ -207,14 +205,13 @@ class PrefixTree:
         del self._node_by_hash[node.hash]
         if node.parent is not None:
             del node.parent.children[node.hash]
-        for order in self._orders:
-            order.mark_node_removed(node)
+        self._host_order.mark_node_removed(node)
 
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
-        for order in self._orders:
-            order.check_nodes(self.nodes())
+        self._device_order.check_nodes(self.nodes())
+        self._host_order.check_nodes(self.nodes())
         for hash_, node in self._node_by_hash.items():
             assert node.hash == hash_ == node.key.hash
             assert any(node.blocks) or any(node.host_blocks), "a node that names nothing"

@@ -70,9 +70,12 @@ class SequenceBlocks:
         self.seq.table_version += 1
         self._version.count += 1
 
-    def append(self, group: int, block: Block) -> None:
-        self.blocks_by_group[group].append(block)
-        self.seq.block_tables[group].append(block.id)
+    def append(self, new_blocks: list[tuple[int, Block]]) -> None:
+        """Add (group, block) at the ends of the tables."""
+        blocks_by_group, tables = self.blocks_by_group, self.seq.block_tables
+        for group, block in new_blocks:
+            blocks_by_group[group].append(block)
+            tables[group].append(block.id)
 
     def replace(self, group: int, index: int, block: Block) -> Block:
         """Put another block in a place. Returns the one that was there, which the caller releases."""

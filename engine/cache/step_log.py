@@ -38,19 +38,13 @@ class FinishedBlocks(NamedTuple):
     """How many of the step's `host_loads` come before them."""
 
 
-class UnnamedBlock(NamedTuple):
-    """The last block of a sequence is full at `end`, with a token that is not known yet."""
-
-    seq_blocks: SequenceBlocks
-    end: int
-
-
 @dataclass(slots=True)
 class PendingStep:
     """A step between its plan and its result."""
 
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
-    unnamed_blocks: list[UnnamedBlock] = field(default_factory=list)
+    end_by_unnamed: dict[SequenceBlocks, int] = field(default_factory=dict)
+    """Sequences whose last block is full at this position, with a token that is not known yet."""
     moved_blocks: list[Block] = field(default_factory=list)
     """Blocks that a compaction moves, which the step does first."""
     host_stores: list[Block] = field(default_factory=list)
@@ -101,7 +95,7 @@ class StepLog:
             return
         if end > len(seq.token_ids):
             if end % self._block_size == 0:
-                self._planning_step.unnamed_blocks.append(UnnamedBlock(seq_blocks, end))
+                self._planning_step.end_by_unnamed[seq_blocks] = end
                 self._states.save_checkpoint(seq, None, end)
             return
         self._assign_nodes(seq_blocks, full_count)
@@ -141,7 +135,7 @@ class StepLog:
             committed_load_count = max(committed_load_count, load_count)
             self._commit_blocks(seq_blocks, start, end)
         self._loads.commit(step.host_loads[committed_load_count:])
-        for seq_blocks, end in step.unnamed_blocks:
+        for seq_blocks, end in step.end_by_unnamed.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._name_and_commit(seq_blocks, end)
 

@@ -20,7 +20,6 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.reuse_stats import ReuseStats
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.prefill_queue import PrefillQueue
-from engine.scheduler import Scheduler, SchedulerConfig
 
 Patch = pytest.MonkeyPatch
 
@@ -81,13 +80,7 @@ def gaps_are_learned_twice_as_long(patch: Patch) -> None:
 
 
 def nothing_is_kept_to_grow_into(patch: Patch) -> None:
-    real = Scheduler.__init__
-
-    def init(self: Scheduler, config: SchedulerConfig, cache: KVCache) -> None:
-        real(self, config, cache)
-        self._growth_reserve_blocks = 0
-
-    patch.setattr(Scheduler, "__init__", init)
+    patch.setattr(KVCache, "growth_reserve_blocks", 0)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -6,8 +6,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.decode_batch import DecodeBatch, RequestEntry
+from engine.decode_batch import DecodeBatch
 from engine.messages import StepOutputs
+from engine.request_entry import RequestEntry
 from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Request, SamplingParams, Sequence, SequenceOutput
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6)

@@ -241,13 +241,14 @@ def test_nobody_is_preempted_while_a_step_is_out() -> None:
     bench = make_bench(units=8)
     for i in range(4):
         bench.add(str(i), [i] * 6, max_tokens=20)
-    preempt = bench.core.scheduler._preempt
+    requests = bench.core.scheduler._requests
+    preempt = requests.preempt
 
     def record_preemption(entry: Any) -> None:
         assert not bench.core._steps_in_flight
         preempt(entry)
 
-    bench.core.scheduler._preempt = record_preemption  # type: ignore[method-assign]
+    requests.preempt = record_preemption  # type: ignore[method-assign]
     bench.drain()
     bench.assert_correct()
     assert bench.core.stats().preemptions > 0

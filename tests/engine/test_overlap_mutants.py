@@ -12,6 +12,7 @@ from fake_device import Bench
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine.active_requests import ActiveRequests
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.cache.step_log import StepLog
 from engine.decode_batch import DecodeBatch
@@ -35,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 def ended_sequences_go_at_once(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_end_request", lambda self, entry: self._remove(entry))
+    patch.setattr(ActiveRequests, "end", lambda self, entry: self.remove(entry))
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
@@ -62,9 +63,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._applied_plan_count -= 1
+        self._requests._applied_step_count -= 1
         outputs = real(self, plan, result)
-        self._applied_plan_count += 1
+        self._requests._applied_step_count += 1
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
@@ -108,7 +109,7 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
 
     def add(self: Scheduler, request: Any, now: float) -> None:
         real(self, request, now)
-        entry = self._entry_by_id[request.request_id]
+        entry = self._requests._entry_by_id[request.request_id]
         entry.length_max += 1
 
     patch.setattr(Scheduler, "add", add)
@@ -146,16 +147,16 @@ def decoders_do_not_end(patch: Patch) -> None:
 
 
 def decoders_outlive_one_of_them(patch: Patch) -> None:
-    real = Scheduler._repeat_decode
+    real = Scheduler._repeat_decodes
 
-    def repeat_decode(self: Scheduler, decode_batch: DecodeBatch) -> Any:
-        running, self._running_entries = self._running_entries, decode_batch.entries
+    def repeat_decodes(self: Scheduler, decode_batch: DecodeBatch, draft: Any) -> bool:
+        running, self._requests.running = self._requests.running, decode_batch.entries
         try:
-            return real(self, decode_batch)
+            return real(self, decode_batch, draft)
         finally:
-            self._running_entries = running
+            self._requests.running = running
 
-    patch.setattr(Scheduler, "_repeat_decode", repeat_decode)
+    patch.setattr(Scheduler, "_repeat_decodes", repeat_decodes)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -1,0 +1,76 @@
+"""A request inside the scheduler: its place in the order, when it ends, and when it next needs more than a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.types import FinishReason, Request, Sequence, SequenceOutput, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class RequestEntry:
+    """A request's place in the order, and when it next needs more than a token."""
+
+    seq: Sequence
+    request_id: str
+    """The id of its request."""
+    arrival_order: tuple[int, float, int]
+    """(priority, arrival time, number of arrival)."""
+    stop_token_ids: frozenset[int]
+    """Tokens that end it."""
+    length_max: int
+    """Tokens, prompt and output together, at which it ends."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    has_reported_prompt: bool = False
+    """Its first output, which carries the facts about the prompt, has been made."""
+    last_step_number: int = 0
+    """Number of the last step with it, of all that were planned: it is out until that one is applied."""
+    has_ended: bool = False
+    """Aborted or finished while a step with it is out: it goes when the last of these is applied."""
+    next_check_position: int = 0
+    """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
+    arrival_work: int = 0
+    tokens_remaining: int = 0
+    sort_key: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
+    """Of its prompt, these three, as `engine.prefill_queue` has them."""
+
+    @staticmethod
+    def from_request(
+        request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
+    ) -> RequestEntry:
+        """Make the entry of a request that comes `now`. `token_limit`: tokens that one sequence can have at most."""
+        params, prompt_len = request.params, len(request.token_ids) - request.resumed_output_len
+        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        length_max = token_limit if params.max_tokens is None else prompt_len + params.max_tokens
+        return RequestEntry(
+            seq=Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now),
+            request_id=request.request_id,
+            arrival_order=(request.priority, now, arrival_number),
+            stop_token_ids=stop_token_ids,
+            length_max=min(token_limit, length_max),
+        )
+
+    def __lt__(self, other: RequestEntry) -> bool:
+        return self.arrival_order < other.arrival_order
+
+    def set_next_check(self, start: int, block_size: int) -> None:
+        """It has memory for the position `start`."""
+        self.next_check_position = min((start // block_size + 1) * block_size, self.length_max) - 1
+
+    def add_prompt_results(self, output: SequenceOutput) -> None:
+        """Put the facts about the prompt into the request's first output."""
+        self.has_reported_prompt = True
+        output.cached_tokens = self.seq.cached_tokens
+        if self.seq.request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *self.prompt_logprobs]
+
+    def set_finish_reason(self, token_id: int, output: SequenceOutput, eos_token_ids: frozenset[int]) -> bool:
+        """Whether the last token ends the request, and why. A token to stop at comes before the length."""
+        params = self.seq.request.params
+        if token_id in self.stop_token_ids and self.seq.output_len >= params.min_tokens:
+            output.finish_reason = FinishReason.STOP
+            if params.ignore_eos or token_id not in eos_token_ids:
+                output.stop_token_id = token_id
+        elif len(self.seq.token_ids) >= self.length_max:
+            output.finish_reason = FinishReason.LENGTH
+        return output.finish_reason is not None

@@ -1,0 +1,56 @@
+"""The scheduler's limits, and the requests that it refuses for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.prefill_queue import PrefillOrder
+from engine.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    eos_token_ids: frozenset[int] = frozenset()
+    target_prefill_tokens: int | None = None
+    """A step that computes so many prompt tokens takes in no further request; None: only the budget ends it.
+
+    Where a step of so many tokens is as efficient as a larger one, those who came first get their first token sooner.
+    """
+    prefill_order: PrefillOrder = "shortest"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: expected at least max_num_seqs = {self.max_num_seqs} "
+                f"(one token for every running sequence), got {self.max_num_batched_tokens}"
+            )
+
+
+class RequestRefusedError(ValueError):
+    """The request can never be served here; the message says which limit it breaks."""
+
+
+def check_prompt_length(request: Request, max_model_len: int, token_limit: int) -> None:
+    """Raise RequestRefusedError for a prompt that is empty, or leaves no room for a token.
+
+    `token_limit`: tokens of one sequence that the model and the cache can hold.
+    """
+    prompt_tokens = len(request.token_ids)
+    if not prompt_tokens:
+        raise RequestRefusedError("prompt: expected at least one token, got none")
+    if prompt_tokens >= max_model_len:
+        raise RequestRefusedError(
+            f"prompt: {prompt_tokens} tokens leave no room to generate: the model's maximum context length is "
+            f"{max_model_len} tokens (prompt and output together)"
+        )
+    if prompt_tokens >= token_limit:
+        raise RequestRefusedError(
+            f"prompt: {prompt_tokens} tokens can never fit: the KV cache holds {token_limit} tokens of one "
+            "sequence (prompt and output together)"
+        )
