@@ -34,7 +34,8 @@ from throughput_shapes import SHAPES
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
-from engine.execution.runner import ModelRunner, unit_stride_bytes
+from engine.execution.device_pool import DevicePool, unit_stride_bytes
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, build_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
@@ -58,10 +59,13 @@ class Engine:
         self.max_len = min(self.model.config.max_positions, options.max_len)
         self.units = self._unit_count()
         self.runner = ModelRunner(
-            self.model, self.spec, self.units, device=self.device, dtype=self.dtype, max_model_len=self.max_len,
-            kernels=self._kernels(), capture=self._capture(), overlap=self.overlap,
-        )  # fmt: skip
-        self.runner._buffer.zero_()
+            self.model,
+            DevicePool(self.spec, self.units, device=self.device, dtype=self.dtype),
+            RunnerConfig(max_model_len=self.max_len, overlaps_steps=self.overlap),
+            kernels=self._kernels(),
+            capture=self._capture(),
+        )
+        self.runner.pool.buffer.zero_()
         self.kernels: list[dict[str, Any]] = []
         """Of the last timed step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
-from engine.execution.runner import unit_stride_bytes
+from engine.execution.device_pool import unit_stride_bytes
 from engine.execution.sizing import count_units, resolve_device
 from engine.loading import resolve_model
 from engine.models import HfConfig, Shard, build_model

@@ -116,7 +116,7 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
         step_tokens_max=config.step_tokens_max,
         host_unit_count=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
-        get_copy_s=lambda: runners[0].block_copier.copy_s if runners else 0.0,
+        get_copy_s=lambda: runners[0].pool.block_copier.copy_s if runners else 0.0,
         overlaps_steps=should_overlap(config, device),
         target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )

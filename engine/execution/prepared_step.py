@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ class BatchState:
         sequences = [chunk.seq for chunk in chunks]
         has_prompt_logprobs = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
         return BatchState(sequences, rows, rows.tolist(), to_device(rows, device), has_prompt_logprobs)
+
+
+class OrderedChunks(NamedTuple):
+    """The chunks of a step in the kernels' order."""
+
+    chunks: Items[Chunk]
+    order: Order
+    """Index of each chunk in the plan."""
+    batch: RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +110,17 @@ def state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int6
     units = [chunk.seq.state_unit for chunk in chunks]
     assert None not in units, "a sequence without a state unit on a model that has state"
     return np.array(units, np.int64)
+
+
+def sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
+    """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    ends = np.array([chunk.end for chunk in chunks], np.int64)
+    is_prompt = ends - starts > 1
+    if not is_prompt.any():
+        batch = RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
+        return OrderedChunks(chunks, range(len(chunks)), batch)
+    permutation = is_prompt.argsort(kind="stable")
+    order = permutation.tolist()
+    batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
+    return OrderedChunks([chunks[i] for i in order], order, batch)

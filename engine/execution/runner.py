@@ -1,34 +1,35 @@
 """Computes a step: copies what the plan says, runs the model over the chunks, samples where a chunk asks for it.
 
-Owns the pool's buffer and its layout; decides nothing about who runs or what lies where. Rows of a step are put in
-the kernels' order (chunks of one token first); results are given back in the plan's order. Nothing is read from a
-block or a state that the plan did not fill before.
+Decides nothing about who runs or what lies where. Rows of a step are put in the kernels' order (chunks of one token
+first); results are given back in the plan's order. Nothing is read from a block or a state that the plan did not fill
+before.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache.spec import CacheSpec
-from engine.execution.block_copier import BlockCopier
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.execution.decode_graphs import Capture, DecodeGraphs
+from engine.execution.device_pool import DevicePool
 from engine.execution.logprobs import LOGPROB_TENSORS, read_logprobs, token_logprobs
 from engine.execution.masks import Masks
 from engine.execution.prepared_step import (
     BatchState,
     Order,
+    OrderedChunks,
     PreparedStep,
     select_hidden_rows,
+    sort_for_kernels,
     state_units,
     wants_prompt_logprobs,
 )
@@ -36,8 +37,8 @@ from engine.execution.sampler import Sampler
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.types import Chunk, RunnerLostError, StepPlan, StepResult, UnitId
-from kernels import Kernels, PagedKV, RaggedBatch, select
+from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
+from kernels import Kernels, RaggedBatch, select
 from kernels.interface import FixedPlans
 from kernels.transfer import to_device, to_host
 
@@ -47,25 +48,17 @@ LOGIT_SLAB_BYTES = 64 << 20
 """Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
 
 
-def unit_stride_bytes(spec: CacheSpec) -> int:
-    """Bytes from one unit to the next: the unit, rounded up to whole token rows of every group."""
-    rows = [g.num_kv_heads * g.head_dim * g.dtype_bytes for g in spec.groups]
-    step = math.lcm(16, *rows)
-    return -(-spec.unit_bytes // step) * step
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """How a runner computes steps, besides its model and its memory."""
 
-
-def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
-    """How many units fit in so much memory."""
-    return memory_bytes // unit_stride_bytes(spec)
-
-
-class OrderedChunks(NamedTuple):
-    """The chunks of a step in the kernels' order."""
-
-    chunks: Items[Chunk]
-    order: Order
-    """Index of each chunk in the plan."""
-    batch: RaggedBatch
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    overlaps_steps: bool = False
+    """Steps may have tokens that the step before draws. Where no device queues steps, a thread does them."""
+    mask_threads: int = 1
+    """Threads that make the masks of constrained answers."""
 
 
 class ModelRunner:
@@ -74,80 +67,50 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        spec: CacheSpec,
-        num_units: int,
+        pool: DevicePool,
+        config: RunnerConfig,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_model_len: int,
         kernels: Kernels | None = None,
-        eos_token_ids: tuple[int, ...] = (),
-        seed: int = 0,
         capture: Capture | None = None,
-        overlap: bool = False,
         grammars: GrammarCompiler | None = None,
-        mask_threads: int = 1,
-        host_units: int = 0,
     ) -> None:
-        """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not.
-
-        `overlap`: steps may have tokens that the step before draws. Where no device queues steps, a thread does them.
-        `grammars`: of constrained answers; None: there are none. `mask_threads`: for what they allow. `host_units`: of
-        host memory under the cache.
+        """`kernels`: None: the device's own. `capture`: how decode steps are recorded, where the kernels allow it;
+        None: they are not. `grammars`: of constrained answers; None: there are none.
         """
-        if num_units < 1:
-            raise ValueError(f"num_units {num_units}: expected at least 1")
+        device, spec = pool.device, pool.spec
         self.model = model
-        self.spec = spec
-        self.num_units = num_units
+        self.pool = pool
         self.device = device
-        self.dtype = dtype
         self._ops = select(device) if kernels is None else kernels
         vocab_size = model.config.vocab_size
-        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, mask_threads)
-        self._sampler = Sampler(vocab_size, device, eos_token_ids, seed, self._ops, self._masks)
-        self._ropes = model.rope_tables(max_model_len, dtype, device)
+        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
+        self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks)
+        self._ropes = model.rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.windows
-        stride = unit_stride_bytes(spec)
-        self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
-        self.block_copier = BlockCopier(spec, self._buffer, stride, host_units)
-        self._kv = [
-            PagedKV(
-                buffer=self._buffer.view(dtype),
-                unit_elems=stride // dtype.itemsize,
-                blocks_per_unit=spec.blocks_per_unit(g),
-                block_size=spec.block_size,
-                num_layers=len(group.layer_indices),
-                num_kv_heads=group.num_kv_heads,
-                head_dim=group.head_dim,
-            )
-            for g, group in enumerate(spec.groups)
-        ]
-
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if config.overlaps_steps else None
         """[rows]: the token drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws; returns row -> token."""
         self._fixed_plans = self._ops if isinstance(self._ops, FixedPlans) else None
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
-        self._step_thread = ThreadPoolExecutor(1, "step") if overlap and self._fixed_plans is None else None
+        needs_thread = config.overlaps_steps and self._fixed_plans is None
+        self._step_thread = ThreadPoolExecutor(1, "step") if needs_thread else None
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
         self._batch: RaggedBatch | None = None
         """Batch of the last step, like `_batch_state`."""
-        blocks_max = -(-max_model_len // spec.block_size)
+        blocks_max = -(-config.max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
-            for g, kv in enumerate(self._kv)
+            for g, kv in enumerate(pool.kv)
         ]
-        layout = model.state_layout(dtype)
-        self._states = layout.views(self._buffer, stride) if spec.state is not None else []
+        self._states = pool.view_states(model.state_layout(pool.dtype))
         self._graphs: DecodeGraphs | None = None
         if capture is not None and self._fixed_plans is not None:
             self._graphs = DecodeGraphs(
                 model,
                 self._ops,
-                kv=self._kv,
+                kv=pool.kv,
                 states=self._states,
                 ropes=self._ropes,
                 blocks_max=blocks_max,
@@ -162,11 +125,11 @@ class ModelRunner:
     def release_pool(self) -> None:
         """Give the pool's memory back. No step may be out, and none may come before `allocate_pool`."""
         self._row_allocator.clear()
-        self._buffer.untyped_storage().resize_(0)
+        self.pool.release()
 
     def allocate_pool(self) -> None:
         """Have a pool again, in which nothing is. Raises RuntimeError where there is no memory for it."""
-        self._buffer.untyped_storage().resize_(self._buffer.numel())
+        self.pool.allocate()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLostError where no step can be done."""
@@ -214,7 +177,7 @@ class ModelRunner:
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
         continuation = self._continue_previous(plan)
-        chunks, order, batch = continuation or _sort_for_kernels(plan.chunks)
+        chunks, order, batch = continuation or sort_for_kernels(plan.chunks)
         batch_state, new_rows = self._current_batch_state(chunks, is_continuation=continuation is not None)
         self._batch = batch
         ends, rows = batch.context_lens, batch_state.rows
@@ -279,7 +242,7 @@ class ModelRunner:
         return self._batch_state, new_rows
 
     def _continue_previous(self, plan: StepPlan) -> OrderedChunks | None:
-        """Return what `_sort_for_kernels` would, where each chunk is the token that its chunk of the last step drew."""
+        """Return what `sort_for_kernels` would, where each chunk is the token that its chunk of the last step drew."""
         previous, chunks = self._batch, plan.chunks
         if previous is None or not plan.continues_previous:
             return None
@@ -314,9 +277,7 @@ class ModelRunner:
         plan = step.plan
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
-        if plan.block_copies:
-            self.block_copier.execute(plan.block_copies)
-        self._prepare_states(plan)
+        self.pool.prepare_step(plan)
         outputs: list[Tensor] = []
         if self._last_tokens is not None and (missing_rows := step.row_count - len(self._last_tokens)) > 0:
             self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
@@ -332,8 +293,7 @@ class ModelRunner:
             outputs += self._sample(hidden, step)
             for i in step.prompt_logprob_chunks:
                 outputs += self._prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
-        for source_unit, target_unit in plan.state_checkpoints:
-            self._copy_unit(source_unit, target_unit)
+        self.pool.finish_step(plan)
         read = to_host(outputs)
         if self._last_tokens is not None:
             self._read_last_tokens = lambda: dict(zip(step.sampled_rows, read()[0])) if step.sampled_rows else {}
@@ -366,10 +326,10 @@ class ModelRunner:
         layers = Step(
             ops=self._ops,
             rotary=[rope.at(positions) for rope in self._ropes],
-            kv=self._kv,
+            kv=self.pool.kv,
             plans=[
                 plan_attention(batch, table, kv, self._windows[g])
-                for g, (table, kv) in enumerate(zip(tables, self._kv, strict=True))
+                for g, (table, kv) in enumerate(zip(tables, self.pool.kv, strict=True))
             ],
             states=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
@@ -434,27 +394,3 @@ class ModelRunner:
             )
             del outputs[:LOGPROB_TENSORS]
         return result
-
-    def _prepare_states(self, plan: StepPlan) -> None:
-        for unit in plan.state_resets:
-            self._buffer.view(self.num_units, -1)[unit].zero_()
-        for source, target in plan.state_restores:
-            self._copy_unit(source, target)
-
-    def _copy_unit(self, source: UnitId, target: UnitId) -> None:
-        units = self._buffer.view(self.num_units, -1)
-        units[target].copy_(units[source])
-
-
-def _sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
-    """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
-    starts = np.array([chunk.start for chunk in chunks], np.int64)
-    ends = np.array([chunk.end for chunk in chunks], np.int64)
-    is_prompt = ends - starts > 1
-    if not is_prompt.any():
-        batch = RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
-        return OrderedChunks(chunks, range(len(chunks)), batch)
-    permutation = is_prompt.argsort(kind="stable")
-    order = permutation.tolist()
-    batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
-    return OrderedChunks([chunks[i] for i in order], order, batch)

@@ -13,8 +13,9 @@ import torch
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
+from engine.execution.device_pool import DevicePool, unit_stride_bytes, units_for_memory
 from engine.execution.profiling import peak_step_bytes
-from engine.execution.runner import ModelRunner, unit_stride_bytes, units_for_memory
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from kernels import select
@@ -106,12 +107,14 @@ def make_runner(
     grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     """The runner of this process's model; made alike on every rank, but for `grammars`: only the leader samples."""
+    pool = DevicePool(spec, unit_count, device=device, dtype=dtype, host_unit_count=count_host_units(config, spec))
+    runner_config = RunnerConfig(
+        max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
+        overlaps_steps=should_overlap(config, device), mask_threads=mask_threads(config, device),
+    )  # fmt: skip
     return ModelRunner(
-        model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
-        device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
-        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
-        overlap=should_overlap(config, device), grammars=grammars, mask_threads=mask_threads(config, device),
-        host_units=count_host_units(config, spec),
+        model, pool, runner_config, kernels=select(device, config.attention_backend or "auto"),
+        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None, grammars=grammars,
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from unittest.mock import patch
 import torch
 
 from engine.execution.decode_graphs import Capture
-from engine.execution.runner import ModelRunner
+from engine.execution.device_pool import DevicePool
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, StepResult, UnitId
 from kernels import Kernels
@@ -50,15 +51,12 @@ class Driver:
         self.spec = self.model.cache_spec(block_size, model_dtype)
         self.runner = ModelRunner(
             self.model,
-            self.spec,
-            num_units,
-            device=device,
-            dtype=model_dtype,
-            max_model_len=1024,
+            DevicePool(self.spec, num_units, device=device, dtype=model_dtype),
+            RunnerConfig(max_model_len=1024),
             kernels=kernels,
             capture=capture,
         )
-        self.runner._buffer.fill_(0xFF)  # NaN in every float dtype
+        self.runner.pool.buffer.fill_(0xFF)  # NaN in every float dtype
         self.free_units = self.rng.sample(range(num_units), num_units)
         self.free_blocks: list[list[int]] = [[] for _ in self.spec.groups]
         self.hidden_states: list[torch.Tensor] = []

@@ -47,7 +47,7 @@ class RunAgain:
 def with_graphs(driver: Driver, capture: Callable) -> Driver:
     runner = driver.runner
     runner._graphs = DecodeGraphs(
-        driver.model, runner._ops, kv=runner._kv, states=runner._states, ropes=runner._ropes, blocks_max=64,
+        driver.model, runner._ops, kv=runner.pool.kv, states=runner._states, ropes=runner._ropes, blocks_max=64,
         capture=capture,
     )  # fmt: skip
     return driver

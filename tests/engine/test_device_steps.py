@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.execution import runner as runner_module
-from engine.execution.runner import ModelRunner
+from engine.execution.device_pool import DevicePool
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
@@ -188,9 +189,12 @@ def device_runner(family: str, capture: Any, shard: Shard) -> ModelRunner:
         weight.allocate(torch.bfloat16, DEVICE)
     spec = model.cache_spec(16, torch.bfloat16)
     return ModelRunner(
-        model, spec, 400, device=DEVICE, dtype=torch.bfloat16, max_model_len=512, kernels=device_kernels(),
-        eos_token_ids=(2,), capture=capture, overlap=shard.size == 1,
-    )  # fmt: skip
+        model,
+        DevicePool(spec, 400, device=DEVICE, dtype=torch.bfloat16),
+        RunnerConfig(max_model_len=512, eos_token_ids=(2,), overlaps_steps=shard.size == 1),
+        kernels=device_kernels(),
+        capture=capture,
+    )
 
 
 PARAMS = [
@@ -215,7 +219,7 @@ class Hand:
         return self.next_unit - 1
 
     def sequence(self, length: int, params: SamplingParams) -> Sequence:
-        spec, tokens = self.runner.spec, [random.randrange(1, 2000) for _ in range(length)]
+        spec, tokens = self.runner.pool.spec, [random.randrange(1, 2000) for _ in range(length)]
         seq = Sequence(Request(request_id=str(self.next_unit), token_ids=tokens, params=params), tokens, length, 0.0)
         for group in range(len(spec.groups)):
             per_unit, table = spec.blocks_per_unit(group), list[BlockId]()
@@ -302,7 +306,7 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
         if runner._last_tokens is not None:
             hand.run_overlapped(seqs, 3)
         copies: dict[str, Any] = {"block_copies": [BlockCopy(0, BlockId(0), BlockId(1))]}
-        if runner.spec.state is not None:
+        if runner.pool.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)
     assert (capture.record_count, capture.replay_count) == (2, 4 + 3 * (runner._last_tokens is not None))

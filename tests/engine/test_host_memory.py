@@ -12,7 +12,8 @@ from fake_device import EventChecker, resident_in
 from engine.cache.kv_cache import KVCache
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.execution.runner import ModelRunner
+from engine.execution.device_pool import DevicePool
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.execution.sizing import count_host_units
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -37,8 +38,12 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
     units += 6 if spec.state is not None else 0
     kv_cache = KVCache(spec, units, step_tokens_max=64, host_unit_count=host_units, **cache)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
-    runner = ModelRunner(model, spec, units, device=CPU, dtype=dtype, max_model_len=256, host_units=host_units)
-    runner._buffer.fill_(0xFF)
+    runner = ModelRunner(
+        model,
+        DevicePool(spec, units, device=CPU, dtype=dtype, host_unit_count=host_units),
+        RunnerConfig(max_model_len=256),
+    )
+    runner.pool.buffer.fill_(0xFF)
     events = EventChecker(spec.block_size)
     core = EngineCore(Scheduler(config, kv_cache), runner, events)
     rng = random.Random(family)
@@ -97,21 +102,23 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.cache_spec(4, dtype)
     runner = ModelRunner(
-        model, spec, 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64, host_units=4
-    )  # fmt: skip
+        model,
+        DevicePool(spec, 4, device=torch.device("cpu"), dtype=dtype, host_unit_count=4),
+        RunnerConfig(max_model_len=64),
+    )
     size = spec.block_bytes(0)
     for value in (7, 9):
-        runner._buffer[:size] = value
-        runner.block_copier.execute(
+        runner.pool.buffer[:size] = value
+        runner.pool.block_copier.execute(
             [
                 BlockCopy(0, BlockId(0), BlockId(1), CopyDirection.TO_HOST),
                 BlockCopy(0, BlockId(1), BlockId(2), CopyDirection.FROM_HOST),
             ]
         )
-        runner.block_copier.execute([BlockCopy(0, BlockId(2), BlockId(3))])
-        assert (runner.block_copier._block_view(runner._buffer, 0, BlockId(3)) == value).all()
+        runner.pool.block_copier.execute([BlockCopy(0, BlockId(2), BlockId(3))])
+        assert (runner.pool.block_copier._block_view(runner.pool.buffer, 0, BlockId(3)) == value).all()
         runner.release_pool()
-        assert runner._buffer.untyped_storage().nbytes() == 0
+        assert runner.pool.buffer.untyped_storage().nbytes() == 0
         runner.allocate_pool()
 
 
@@ -122,10 +129,12 @@ def test_a_move_beyond_the_memory_is_not_done(way: CopyDirection, source: int, t
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.cache_spec(4, dtype)
     runner = ModelRunner(
-        model, spec, 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64, host_units=4
-    )  # fmt: skip
+        model,
+        DevicePool(spec, 4, device=torch.device("cpu"), dtype=dtype, host_unit_count=4),
+        RunnerConfig(max_model_len=64),
+    )
     assert 4 * spec.blocks_per_unit(0) <= 16
-    before = runner._buffer.clone()
+    before = runner.pool.buffer.clone()
     with pytest.raises(AssertionError, match="lies outside its memory"):
-        runner.block_copier.execute([BlockCopy(0, BlockId(source), BlockId(target), way)])
-    assert torch.equal(runner._buffer, before)
+        runner.pool.block_copier.execute([BlockCopy(0, BlockId(source), BlockId(target), way)])
+    assert torch.equal(runner.pool.buffer, before)

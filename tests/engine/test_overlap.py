@@ -19,7 +19,8 @@ from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
-from engine.execution.runner import ModelRunner
+from engine.execution.device_pool import DevicePool
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.execution.sizing import should_overlap
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -70,10 +71,13 @@ def answers(
     cache = KVCache(spec, units, step_tokens_max=64)
     config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(
-        model, spec, units, device=device, dtype=dtype, max_model_len=256, kernels=select(device, kernels),
-        capture=CudaCapture(device) if device.type == "cuda" else None, overlap=overlap,
-    )  # fmt: skip
-    runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+        model,
+        DevicePool(spec, units, device=device, dtype=dtype),
+        RunnerConfig(max_model_len=256, overlaps_steps=overlap),
+        kernels=select(device, kernels),
+        capture=CudaCapture(device) if device.type == "cuda" else None,
+    )
+    runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlaps_steps=overlap)
     rng = random.Random(family)
     prefix = [rng.randrange(2048) for _ in range(30)]
@@ -314,7 +318,9 @@ def test_abort_and_reset_with_two_steps_out() -> None:
 def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.cache_spec(16, dtype)
-    runner = ModelRunner(model, spec, 8, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
+    runner = ModelRunner(
+        model, DevicePool(spec, 8, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
+    )
     core = EngineCore(
         Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64), KVCache(spec, 8)),
         runner, lambda events: None, overlaps_steps=True,
@@ -355,7 +361,9 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     """What it is fed is of nobody, but a token: on a GPU a place outside of memory would end the process."""
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.cache_spec(16, dtype)
-    runner = ModelRunner(model, spec, 64, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
+    runner = ModelRunner(
+        model, DevicePool(spec, 64, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
+    )
     config = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=400, max_model_len=64)
     core = EngineCore(Scheduler(config, KVCache(spec, 64)), runner, lambda events: None, overlaps_steps=True)
     core.add(Request(request_id="first", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)

@@ -15,8 +15,9 @@ from fake_device import EventChecker, resident_in
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
+from engine.execution.device_pool import DevicePool
 from engine.execution.prepared_step import PreparedStep
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler, GrammarVocabulary
 from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -55,10 +56,13 @@ class AttackedEngine:
         load_weights(model, folder, dtype, CPU)
         spec, ends = model.cache_spec(BLOCK, dtype), tokenizer().eos_token_ids
         self.runner = ModelRunner(
-            model, spec, units, device=CPU, dtype=dtype, max_model_len=128, eos_token_ids=tuple(ends),
-            overlap=overlap, grammars=grammars, kernels=select(CPU, "reference"),
-        )  # fmt: skip
-        self.runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+            model,
+            DevicePool(spec, units, device=CPU, dtype=dtype),
+            RunnerConfig(max_model_len=128, eos_token_ids=tuple(ends), overlaps_steps=overlap),
+            grammars=grammars,
+            kernels=select(CPU, "reference"),
+        )
+        self.runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
         self.cache, self.events = KVCache(spec, units, step_tokens_max=48), EventChecker(BLOCK)
         config = SchedulerConfig(
             max_num_seqs=5, max_num_batched_tokens=48, max_model_len=128, eos_token_ids=frozenset(ends)

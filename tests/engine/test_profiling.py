@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.execution.device_pool import DevicePool
 from engine.execution.profiling import largest_step
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.tiny.model import Recipe, cached_model
 
@@ -27,7 +28,9 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
             owners[group] = {block // spec.blocks_per_unit(group) for block in table}
     owners["state"] = set(plan.state_resets)
     assert sum(map(len, owners.values())) == len(set().union(*owners.values())) == units  # no unit serves two groups
-    runner = ModelRunner(model, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=128)
+    runner = ModelRunner(
+        model, DevicePool(spec, units, device=torch.device("cpu"), dtype=dtype), RunnerConfig(max_model_len=128)
+    )
     for token in runner.execute(plan).sampled_tokens:
         assert token is not None
         assert 0 <= token < model.config.vocab_size

@@ -10,8 +10,9 @@ from hand_driver import Driver, Oracle
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
+from engine.execution.device_pool import DevicePool
 from engine.execution.profiling import largest_step
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
@@ -40,9 +41,11 @@ def make_core(family: str, token_count: int, block_size: int, host_units: int = 
     cache = KVCache(spec, unit_count, step_tokens_max=64, host_unit_count=host_units)
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(
-        model, spec, unit_count, device=torch.device("cpu"), dtype=dtype, max_model_len=256, host_units=host_units
+        model,
+        DevicePool(spec, unit_count, device=torch.device("cpu"), dtype=dtype, host_unit_count=host_units),
+        RunnerConfig(max_model_len=256),
     )
-    runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+    runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     return EngineCore(Scheduler(config, cache), runner, lambda events: None)
 
 
@@ -130,9 +133,11 @@ def test_a_step_that_fails_costs_its_requests_only():
 def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model, dtype = load_model(cached_model(Recipe()))
     runner = ModelRunner(
-        model, model.cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64
-    )  # fmt: skip
-    plan, _ = largest_step(runner.spec, 8, 2, 64)
+        model,
+        DevicePool(model.cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype),
+        RunnerConfig(max_model_len=64),
+    )
+    plan, _ = largest_step(runner.pool.spec, 8, 2, 64)
 
     def raise_error(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")

@@ -10,7 +10,8 @@ from hand_driver import Driver, Oracle, random_cuts
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.execution import runner as runner_module
-from engine.execution.runner import ModelRunner, unit_stride_bytes, units_for_memory
+from engine.execution.device_pool import DevicePool, unit_stride_bytes, units_for_memory
+from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
 
@@ -71,5 +72,9 @@ def test_units_hold_whole_token_rows():
 
 def test_a_runner_needs_a_unit():
     d = Driver(cached_model(Recipe()))
-    with pytest.raises(ValueError, match="num_units 0: expected at least 1"):
-        ModelRunner(d.model, d.spec, 0, device=torch.device("cpu"), dtype=torch.float32, max_model_len=16)
+    with pytest.raises(ValueError, match="unit_count 0: expected at least 1"):
+        ModelRunner(
+            d.model,
+            DevicePool(d.spec, 0, device=torch.device("cpu"), dtype=torch.float32),
+            RunnerConfig(max_model_len=16),
+        )

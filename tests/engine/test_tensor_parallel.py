@@ -106,7 +106,7 @@ def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: tor
     runner = make_runner(
         config, model, spec, UNITS, dtype=dtype, device=CPU, max_model_len=256, eos_token_ids=()
     )  # fmt: skip
-    runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+    runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     return runner
 
 

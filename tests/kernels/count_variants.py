@@ -28,8 +28,9 @@ transfer.overwrite = lambda there, array: None
 transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
 from engine.execution import runner as step_runner  # noqa: E402
+from engine.execution.device_pool import DevicePool  # noqa: E402
 from engine.execution.profiling import largest_step  # noqa: E402
-from engine.execution.runner import ModelRunner  # noqa: E402
+from engine.execution.runner import ModelRunner, RunnerConfig  # noqa: E402
 from engine.models import HfConfig, build_model  # noqa: E402
 from engine.tiny.model import Recipe, cached_model  # noqa: E402
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId  # noqa: E402
@@ -69,7 +70,11 @@ def make_runner(recipe: Recipe) -> ModelRunner:
     ops.device, ops._processors = META, 132
     spec = model.cache_spec(16, torch.bfloat16)
     return ModelRunner(
-        model, spec, 400, device=META, dtype=torch.bfloat16, max_model_len=LENGTH_MAX, kernels=ops, capture=record
+        model,
+        DevicePool(spec, 400, device=META, dtype=torch.bfloat16),
+        RunnerConfig(max_model_len=LENGTH_MAX),
+        kernels=ops,
+        capture=record,
     )
 
 
@@ -79,8 +84,8 @@ def step(runner: ModelRunner, spans: list[tuple[int, int]]) -> None:
     for start, end in spans:
         tokens = [1] * end
         seq = Sequence(Request(request_id="", token_ids=tokens, params=SamplingParams()), tokens, end, 0.0, start)
-        seq.block_tables = [[BlockId(0)] * (end // 16 + 1) for _ in runner.spec.groups]
-        seq.state_unit = None if runner.spec.state is None else UnitId(0)
+        seq.block_tables = [[BlockId(0)] * (end // 16 + 1) for _ in runner.pool.spec.groups]
+        seq.state_unit = None if runner.pool.spec.state is None else UnitId(0)
         chunks.append(Chunk(seq, start, end, should_sample=True))
     runner.submit(StepPlan(chunks))
 
@@ -91,7 +96,7 @@ def main(family: str, seed: int) -> None:
     rng, runner = random.Random(seed), make_runner(Recipe(family=family, layers=4))
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)
-        plan, _ = largest_step(runner.spec, STEP_TOKENS_MAX, SEQUENCES_MAX, LENGTH_MAX)  # as at the engine's start
+        plan, _ = largest_step(runner.pool.spec, STEP_TOKENS_MAX, SEQUENCES_MAX, LENGTH_MAX)  # as at the engine's start
         runner.submit(plan)
         for count in (1, 3, 8):
             step(runner, [(99, 100)] * count)

@@ -1,0 +1,96 @@
+"""The memory of the cache's units on a device, and what of it a step copies besides its compute.
+
+Owns the buffer and its layout. Refuses to know what lies where: plans say it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.cache.spec import CacheSpec
+from engine.execution.block_copier import BlockCopier
+from engine.models.layers import LayerState
+from engine.models.state import StateLayout
+from engine.types import StepPlan, UnitId
+from kernels import PagedKV
+
+
+def unit_stride_bytes(spec: CacheSpec) -> int:
+    """Bytes from one unit to the next: the unit, rounded up to whole token rows of every group."""
+    rows = [g.num_kv_heads * g.head_dim * g.dtype_bytes for g in spec.groups]
+    step = math.lcm(16, *rows)
+    return -(-spec.unit_bytes // step) * step
+
+
+def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
+    """How many units fit in so much memory."""
+    return memory_bytes // unit_stride_bytes(spec)
+
+
+class DevicePool:
+    """Units of one device's memory, and of host memory under it."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        unit_count: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        host_unit_count: int = 0,
+    ) -> None:
+        """Raises ValueError for a pool of no units, RuntimeError where there is no memory for it."""
+        if unit_count < 1:
+            raise ValueError(f"unit_count {unit_count}: expected at least 1")
+        self.spec = spec
+        self.device = device
+        self.dtype = dtype
+        self._unit_count = unit_count
+        self._stride = stride = unit_stride_bytes(spec)
+        self.buffer = torch.empty(unit_count * stride, dtype=torch.uint8, device=device)
+        self.block_copier = BlockCopier(spec, self.buffer, stride, host_unit_count)
+        self.kv = [
+            PagedKV(
+                buffer=self.buffer.view(dtype),
+                unit_elems=stride // dtype.itemsize,
+                blocks_per_unit=spec.blocks_per_unit(g),
+                block_size=spec.block_size,
+                num_layers=len(group.layer_indices),
+                num_kv_heads=group.num_kv_heads,
+                head_dim=group.head_dim,
+            )
+            for g, group in enumerate(spec.groups)
+        ]
+        """The blocks of each attention group."""
+
+    def view_states(self, layout: StateLayout) -> list[LayerState]:
+        """The recurrent states in the units; empty for a model that has none."""
+        return layout.views(self.buffer, self._stride) if self.spec.state is not None else []
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.buffer.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Have memory again, in which nothing is. Raises RuntimeError where there is none."""
+        self.buffer.untyped_storage().resize_(self.buffer.numel())
+
+    def prepare_step(self, plan: StepPlan) -> None:
+        """Copy and zero what the plan says before anything is computed."""
+        if plan.block_copies:
+            self.block_copier.execute(plan.block_copies)
+        for unit in plan.state_resets:
+            self.buffer.view(self._unit_count, -1)[unit].zero_()
+        for source, target in plan.state_restores:
+            self._copy_unit(source, target)
+
+    def finish_step(self, plan: StepPlan) -> None:
+        """Take the checkpoints of states that the plan says, after its compute."""
+        for source, target in plan.state_checkpoints:
+            self._copy_unit(source, target)
+
+    def _copy_unit(self, source: UnitId, target: UnitId) -> None:
+        units = self.buffer.view(self._unit_count, -1)
+        units[target].copy_(units[source])
