@@ -334,13 +334,14 @@ class AdminRoutes:
         if path and not path[0].startswith("/v1/"):
             message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
             raise RequestError(message, param="path")
-        intent, prompt = await self._request_reader.read(request, path[0] if path else None)
         context = RequestContext(request, "", self._now(), "explained")
-        route = self._request_reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
+        await self._request_reader.read(context, path[0] if path else None)
+        assert context.body is not None
+        route, prompt = self._request_reader.build_route_request(context), context.body.prompt
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
-        context.turn, context.route, context.decision = intent, route, decision
+        context.route, context.decision = route, decision
         body: dict[str, Any] = decision.to_json_fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}

@@ -13,14 +13,13 @@ from typing import Any, Final, Protocol
 
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
-from router.app.request_reader import ReadRequest, RequestIntent, RequestReader
+from router.app.request_reader import RequestReader
 from router.app.tenant_limits import TenantLimits
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
 from router.http.connection import Client
 from router.http.request import HttpRequest
-from router.prompting.reader import TokenizedPrompt
 
 TRACE_ID_BYTES_MAX: Final = 128
 ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
@@ -30,7 +29,7 @@ ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
 class Placer(Protocol):
     """What is done with a request once its prompt was read."""
 
-    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+    def place(self, exchange: Exchange) -> None:
         """Find a worker, now or later. Raises RequestError."""
 
 
@@ -46,26 +45,24 @@ class RequestPlacer:
         self._metrics = proxy.metrics
         self.reasons = reasons
 
-    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+    def place(self, exchange: Exchange) -> None:
         """Find a worker, now or later. Raises RequestError."""
-        context, tenant = exchange.context, exchange.context.tenant
-        fields = self._limits.apply_key_settings(tenant, context.request.path, intent)
-        if intent.is_renamed:
-            fields["model"] = intent.model
-        self._reader.rewrite_body(context.request, intent, fields)
-        if intent.body_request.kind != "other":
-            self._metrics.tokenize_s.observe(prompt.seconds)
-        route = self._reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
+        context, body, model = exchange.context, exchange.context.body, exchange.context.model
+        assert body is not None
+        assert model is not None
+        route = self._reader.build_route_request(context)
+        fields = self._limits.apply_key_settings(context, route)
+        if model.is_renamed:
+            fields["model"] = model.name
+        self._reader.rewrite_body(context, fields)
+        if body.request.kind != "other":
+            self._metrics.tokenize_s.observe(body.prompt.seconds)
         self._limits.add_prompt_tokens(context, route.prompt_tokens)
-        route.tenant = tenant
-        if self._limits.share_by_tenant:
-            route.share = self._limits.share_by_tenant.get(tenant, 1.0)
         exchange.place(route)
-        self._reader.store_conversation(intent, prompt, route)
+        self._reader.store_conversation(context, route)
         if self.reasons is not None and not context.is_done:
-            context.turn = intent
             self.reasons.register_request(context)
-            context.turn = None
+        context.body = None  # its messages are large, and nobody needs them any more
 
 
 class RequestDispatcher:
@@ -87,7 +84,7 @@ class RequestDispatcher:
         self._limits = limits
         self._trace_prefix = os.urandom(6).hex()
         self._trace_count = 0
-        self._read_tasks: set[asyncio.Task[ReadRequest]] = set()
+        self._read_tasks: set[asyncio.Task[None]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
@@ -95,12 +92,12 @@ class RequestDispatcher:
         RequestError where it does not begin."""
         context = RequestContext(request, client.tenant, self.proxy.now())
         self._limits.check_request_limit(context.tenant)
-        read = self.reader.begin_read(request, request.path, context.is_wanted, context.tenant)
+        reading = self.reader.begin_read(context, request.path)
         exchange = self.open(context, client, make_exchange)
-        if isinstance(read, tuple):
-            self._place(exchange, *read)
+        if reading is None:
+            self._place(exchange)
         else:
-            self._place_when_read(exchange, read)
+            self._place_when_read(exchange, reading)
 
     def open(self, context: RequestContext, client: Client, make_exchange: ExchangeFactory) -> Exchange:
         """Begin the life of a request."""
@@ -111,42 +108,43 @@ class RequestDispatcher:
         client.responder = exchange
         return exchange
 
-    def _place(
-        self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt, *, is_rediscovered: bool = False
-    ) -> None:
+    def _place(self, exchange: Exchange, *, is_rediscovered: bool = False) -> None:
         """Hand over a request whose prompt was read. `is_rediscovered`: workers were asked for its model."""
-        is_unknown = intent.body_request.model is not None and not self.proxy.core.registry.is_model_known(intent.model)
-        if is_unknown and not is_rediscovered and self.discover_model is not None and not exchange.context.is_done:
-            read = self._read_after(exchange.context, self.discover_model, intent.model)
-            self._place_when_read(exchange, read, is_rediscovered=True)
-            return
+        context = exchange.context
+        if self.discover_model is not None and not is_rediscovered and not context.is_done:
+            assert context.body is not None
+            model = context.body.target.name
+            if context.body.request.model is not None and not self.proxy.core.registry.is_model_known(model):
+                reading = self._read_after(context, self.discover_model, model)
+                self._place_when_read(exchange, reading, is_rediscovered=True)
+                return
         try:
-            self.placer.place(exchange, intent, prompt)
+            self.placer.place(exchange)
         except RequestError as error:
             exchange.reject(error)
 
     async def _read_after(
         self, context: RequestContext, discover_model: Callable[[str], Awaitable[None]], model: str
-    ) -> ReadRequest:
+    ) -> None:
         """Read a request anew after the workers were asked for its model."""
         await discover_model(model)
-        return await self.reader.read(context.request, context.request.path, context.is_wanted, context.tenant)
+        await self.reader.read(context, context.request.path)
 
     def _place_when_read(
-        self, exchange: Exchange, read: Coroutine[Any, Any, ReadRequest], *, is_rediscovered: bool = False
+        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, is_rediscovered: bool = False
     ) -> None:
         """Place a request once its prompt was read. Whatever raises ends it."""
-        task = asyncio.get_running_loop().create_task(read)
+        task = asyncio.get_running_loop().create_task(reading)
         self._read_tasks.add(task)
 
-        def finish(task: asyncio.Task[ReadRequest]) -> None:
+        def finish(task: asyncio.Task[None]) -> None:
             self._read_tasks.discard(task)
             if task.cancelled():
                 return
             failure = task.exception()  # not `result`: what raises here would keep the task, and so itself
             try:
                 if failure is None:
-                    self._place(exchange, *task.result(), is_rediscovered=is_rediscovered)
+                    self._place(exchange, is_rediscovered=is_rediscovered)
                 elif isinstance(failure, RequestError):
                     exchange.reject(failure)
                 elif isinstance(failure, Exception):

@@ -6,29 +6,28 @@ Owns what path, headers and body mean for routing. Refuses to know who asks and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from prompts.anthropic import CountRequest
-from prompts.errors import bad_value
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
+from router.edge.request_context import RequestContext
+from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
-from router.prompting.conversation_turn import ConversationTurn
-from router.prompting.encode import CHARS_PER_TOKEN, NAME_BYTES_MAX, PromptSize
+from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, locate_fields, splice
 from router.prompting.forms import is_form, read_form
-from router.prompting.media import MediaPrompt
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
-from router.prompting.sessions import NamesByMeaning, Session, SessionNames
+from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
@@ -62,95 +61,6 @@ def is_worker_path(path: str) -> bool:
     return path.startswith("/v1/") or path in TOKENIZE_PATHS
 
 
-class RoutingHeaders:
-    """What the headers of a request ask for."""
-
-    __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
-
-    def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
-        """Raises RequestError naming the header that cannot be read."""
-        model = None if model_header is None else request.header(model_header)
-        self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
-        self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
-        self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
-        self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
-        self.worker = _decode_header(request.header(b"x-blockcast-worker"))
-        self.role = _decode_header(request.header(b"x-blockcast-role"))
-        self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
-        self.session: NamesByMeaning = names.read_headers(request.headers.get)
-
-
-class ResolvedModel(NamedTuple):
-    """The model that a request names, as workers serve it."""
-
-    name: str
-    base_model: str
-    """Its base model."""
-    lora: str | None = None
-    tokens_max: int | None = None
-    """Tokens that it takes, where that is known."""
-
-
-class RequestIntent(ConversationTurn):
-    """What a request asks for."""
-
-    __slots__ = (
-        "base_model",
-        "body_bytes",
-        "body_to_cache",
-        "common_tokens",
-        "deadline_ms",
-        "field_spans",
-        "is_renamed",
-        "lora",
-        "media",
-        "model",
-        "priority",
-        "role",
-        "similar_prompt",
-        "tokens_max",
-        "ttft_ms",
-        "worker",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: HttpRequest, body_request: RoutingRequest, headers: RoutingHeaders, holding_worker: str | None,
-        model: ResolvedModel,
-    ) -> None:  # fmt: skip
-        """`holding_worker`: the worker that alone can answer."""
-        super().__init__(body_request, SessionNames.session_of(headers.session, body_request))
-        self.wants_explanation = headers.wants_explanation
-        self.similar_prompt: PromptMemory | None = None
-        """The index's memory of an earlier prompt with the same cached prefix."""
-        self.common_tokens: int | None = None
-        """Number of tokens with which both prompts begin."""
-        self.body_to_cache = b""
-        """The body as it came, where its conversation is to be cached."""
-        self.media: MediaPrompt | None = None
-        """Its conversation and size, where it has images or other media."""
-        self.field_spans: FieldSpans | None = None
-        """Spans of its body's fields, once they were located."""
-        self.model = model.name
-        self.is_renamed = model.name != body_request.model and bool(headers.model or body_request.model)
-        """The body names another model, or none where a gateway names one."""
-        self.base_model = model.base_model
-        self.lora = model.lora
-        self.tokens_max = model.tokens_max
-        """What the model takes, where that is known."""
-        self.body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes
-        """Of what a model reads."""
-        self.priority = body_request.priority if headers.priority is None else headers.priority
-        self.deadline_ms = headers.deadline_ms
-        """How long the router may hold the request."""
-        self.ttft_ms = headers.ttft_ms
-        """By when its first token must be predicted."""
-        self.worker = holding_worker or headers.worker
-        self.role = headers.role
-
-
-ReadRequest = tuple[RequestIntent, TokenizedPrompt]
-
-
 class RequestReader:
     """Reads HTTP requests: what is asked for, and the prompt's tokens."""
 
@@ -174,73 +84,53 @@ class RequestReader:
         """A header whose model counts instead of the body's: a gateway's."""
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
-    def begin_read(
-        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
-    ) -> ReadRequest | Coroutine[Any, Any, ReadRequest]:
-        """Read what a request sent to `path` (None: its body decides) asks for, and its prompt's tokens: at once where
-        that is quick, else what is returned is to be awaited. Raises RequestError."""
-        body_format = _get_body_format(request, path)
+    def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
+        """Read what a request sent to `path` (None: its body decides) asks for, and its prompt's tokens, into
+        `context.body`: at once where that is quick, else what is returned is to be awaited. Raises RequestError."""
+        request, body_format = context.request, _get_body_format(context.request, path)
         if body_format is None:
-            return self._make_intent(request, _UNREAD_REQUEST), TokenizedPrompt(None, 0.0)
+            self._set_unread_body(context, _UNREAD_REQUEST)
+            return None
         if body_format == "form":
-            return self._read_form_in_thread(request) if len(request.pieces) > 1 else self._read_form(request)
-        may_continue = self.model_names is None or not self.model_names.has_canaries
-        read = self._prompt_reader.begin_read(
-            request, _get_request_kind(request, path), partial(self._make_intent, request), is_wanted, tenant,
-            may_continue=may_continue,
+            if len(request.pieces) > 1:
+                return self._read_form_in_thread(context)
+            self._set_unread_body(context, *_read_form(request))
+            return None
+        body = self._prompt_reader.begin_read(
+            request, _get_request_kind(request, path), partial(self._resolve, context), context.is_wanted,
+            context.tenant, may_continue=self.model_names is None or not self.model_names.has_canaries,
         )  # fmt: skip
-        return self._finish_read(request, read) if isinstance(read, ReadBody) else self._await_read(request, read)
+        if not isinstance(body, ReadBody):
+            return _await_body(context, body)
+        context.body = body
+        return None
 
-    async def read(
-        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
-    ) -> ReadRequest:
+    async def read(self, context: RequestContext, path: str | None) -> None:
         """`begin_read`, awaited."""
-        read = self.begin_read(request, path, is_wanted, tenant)
-        return read if isinstance(read, tuple) else await read
+        reading = self.begin_read(context, path)
+        if reading is not None:
+            await reading
 
-    async def _await_read(
-        self, request: HttpRequest, read: Coroutine[Any, Any, ReadBody[RequestIntent]]
-    ) -> ReadRequest:
-        return self._finish_read(request, await read)
+    async def _read_form_in_thread(self, context: RequestContext) -> None:
+        self._set_unread_body(context, *await self._prompt_reader.run_in_thread(partial(_read_form, context.request)))
 
-    @staticmethod
-    def _finish_read(request: HttpRequest, read: ReadBody[RequestIntent]) -> ReadRequest:
-        intent, continuation = read.target, read.continuation
-        intent.media, intent.first_message_digest = read.media, read.first_message_digest
-        if read.spans is not None:
-            intent.field_spans, intent.pieces = read.spans, request.pieces
-        if continuation is not None:
-            conversation = continuation.conversation
-            intent.fingerprinter, intent.cached_conversation = continuation.outline, conversation
-            intent.similar_prompt = cast("PromptMemory | None", conversation.prompt_memory)
-            if conversation.is_memory_exact and read.prompt.token_ids is continuation.token_ids:
-                intent.common_tokens = continuation.boundary.token_count
-        intent.body_to_cache = read.body
-        return intent, read.prompt
+    def _set_unread_body(
+        self, context: RequestContext, body_request: RoutingRequest, spans: FieldSpans | None = None
+    ) -> None:
+        """Note a body without a prompt."""
+        model = self._resolve(context, body_request)
+        context.body = ReadBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
 
-    def _read_form(self, request: HttpRequest) -> ReadRequest:
-        return self._make_form_intent(request, *_read_form(request)), TokenizedPrompt(None, 0.0)
-
-    async def _read_form_in_thread(self, request: HttpRequest) -> ReadRequest:
-        form_fields = await self._prompt_reader.run_in_thread(partial(_read_form, request))
-        return self._make_form_intent(request, *form_fields), TokenizedPrompt(None, 0.0)
-
-    def _make_form_intent(self, request: HttpRequest, body_request: RoutingRequest, spans: FieldSpans) -> RequestIntent:
-        intent = self._make_intent(request, body_request)
-        intent.field_spans = spans
-        return intent
-
-    def rewrite_body(self, request: HttpRequest, intent: RequestIntent, fields: dict[str, object]) -> None:
+    def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
         """Give fields of the body other values, and take out those that are not the client's to set. What is neither
         JSON nor a form stays. Raises RequestError where the body holds a field twice."""
-        if intent.field_spans is None:
-            if (
-                not (fields or intent.body_request.has_worker_fields)
-                or _JSON_OBJECT_START.match(request.pieces[0]) is None
-            ):
+        request, body = context.request, context.body
+        assert body is not None
+        spans, allowed_fields = body.spans, self.allowed_fields
+        if spans is None:
+            if not (fields or body.request.has_worker_fields) or _JSON_OBJECT_START.match(request.pieces[0]) is None:
                 return
-            intent.field_spans = locate_fields(request.body)
-        spans, allowed_fields = intent.field_spans, self.allowed_fields
+            spans = locate_fields(request.body)
         removed_fields = [name for name in spans.spans if is_worker_field(name) and name not in allowed_fields]
         for name in CONTAINER_FIELDS:
             if name in spans.spans and name not in allowed_fields:
@@ -250,34 +140,35 @@ class RequestReader:
         if fields or removed_fields:
             request.pieces = splice(request.pieces, spans.edits(fields, removed_fields))
 
-    def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
-        holding_worker = self.stored_responses.find_worker(request, body_request.stored_response_id)
-        headers = RoutingHeaders(request, self._session_names, self.model_header)
+    def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
+        """Find out what the headers ask for, and which model the request names. Raises RequestError."""
+        headers = context.headers = RoutingHeaders(context.request, self._session_names, self.model_header)
+        headers.worker = (
+            self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
+        )
         name = headers.model or body_request.model
         if self.model_names is not None and name is not None:
-            name = self._resolve_alias(self.model_names, name, body_request, headers, holding_worker)
-        return RequestIntent(request, body_request, headers, holding_worker, self._resolve_model(name))
+            name = self._resolve_alias(self.model_names, name, body_request, headers)
+        is_named = bool(headers.model or body_request.model)
+        context.model = self._resolve_model(name, is_renamed=is_named and name != body_request.model)
+        return context.model
 
     def _resolve_alias(
-        self,
-        model_names: ModelNames,
-        name: str,
-        body_request: RoutingRequest,
-        headers: RoutingHeaders,
-        holding_worker: str | None,
+        self, model_names: ModelNames, name: str, body_request: RoutingRequest, headers: RoutingHeaders
     ) -> str:
-        worker, registry = holding_worker or headers.worker, self._core.registry
+        registry = self._core.registry
         return model_names.resolve(
             name, lambda: make_conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
-            lambda model: registry.is_model_served(model, worker),
+            lambda model: registry.is_model_served(model, headers.worker),
         )  # fmt: skip
 
-    def store_conversation(self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, route: RouteRequest) -> None:
+    def store_conversation(self, context: RequestContext, route: RouteRequest) -> None:
         """Cache the conversation of a prompt that was read and routed."""
-        conversation = tokenized_prompt.conversation
-        if conversation is None:
+        body = context.body
+        conversation = None if body is None else body.prompt.conversation
+        if body is None or conversation is None:
             return
-        conversation.model, conversation.first_message_digest = intent.base_model, intent.digest_first_message()
+        conversation.model, conversation.first_message_digest = body.target.base_model, body.digest_first_message()
         shares_token_ids = route.token_ids is conversation.token_ids
         prompt_query = self._core.cache_state.get_query(route.request_id)
         memory = None if prompt_query is None else self._core.index.remember(prompt_query.prepared_ids)
@@ -286,68 +177,64 @@ class RequestReader:
             conversation.prompt_memory = memory
             conversation.prompt_memory_bytes = memory.nbytes - shared_bytes
             conversation.is_memory_exact = shares_token_ids
-        self._prompt_reader.conversations.cache.store(conversation, intent.body_to_cache, tokenized_prompt.predecessor)
+        self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
-    def build_route_request(
-        self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, request_id: str, started_s: float
-    ) -> RouteRequest:
-        """Build the core's request."""
-        body_request, token_ids, size = intent.body_request, tokenized_prompt.token_ids, tokenized_prompt.size
-        if body_request.echoes_chat and not self._core.registry.is_blockcast(intent.model):
+    def build_route_request(self, context: RequestContext) -> RouteRequest:
+        """Build the core's request of a body that was read."""
+        body, headers = context.body, context.headers
+        assert body is not None
+        assert headers is not None
+        body_request, model, token_ids, size = body.request, body.target, body.prompt.token_ids, body.prompt.size
+        if body_request.echoes_chat and not self._core.registry.is_blockcast(model.name):
             token_ids = None  # nothing of it will be reused
         if token_ids is None or size is None:
-            estimate = self._estimate_tokens(intent)
+            estimate = _estimate_tokens(context.request, model)
             size = PromptSize(estimate, estimate)
         media_conversation = None
-        if intent.media is not None:
-            media_conversation = intent.media.conversation_digest
+        if body.media is not None:
+            media_conversation = body.media.conversation_digest
             counted_tokens = 0 if token_ids is None else size.tokens
-            size = _estimate_size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
-        output_room = (
-            body_request.output_tokens_min
-            if intent.tokens_max is None
-            else max(intent.tokens_max - size.longest_tokens, 0)
-        )
+            size = _estimate_size_with_media(counted_tokens, body.media.tokens, model.tokens_max)
+        output_tokens_min = body_request.output_tokens_min
+        if model.tokens_max is not None:
+            output_tokens_min = min(output_tokens_min, max(model.tokens_max - size.longest_tokens, 0))
+        session = SessionNames.session_of(headers.session, body_request)
+        similar_prompt, common_tokens = _find_similar_prompt(body)
         return RouteRequest(
-            request_id=request_id,
-            model=intent.model,
-            scope=self._get_scope(intent.base_model, body_request.cache_salt, intent.lora),
+            request_id=context.request_id,
+            model=model.name,
+            scope=self._get_scope(model.base_model, body_request.cache_salt, model.lora),
             token_ids=token_ids,
             prompt_tokens=size.tokens,
             prompt_count=size.prompt_count,
             longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
             is_counted=size.is_exact,
             media_conversation=media_conversation,
-            similar_prompt=intent.similar_prompt,
-            common_tokens=intent.common_tokens,
+            similar_prompt=similar_prompt,
+            common_tokens=common_tokens,
             output_tokens_max=1
             if body_request.kind == "other"
             else size.prompt_count * body_request.output_tokens_max,  # of others, what is computed is the prompt
-            output_tokens_min=size.prompt_count * min(body_request.output_tokens_min, output_room),
+            output_tokens_min=size.prompt_count * output_tokens_min,
             is_streaming=body_request.stream,
-            priority=intent.priority,
-            worker=intent.worker,
-            session=intent.session.name,
-            parent=intent.session.parent,
-            is_final=intent.session.is_final,
-            role=intent.role,
-            deadline_s=None if intent.deadline_ms is None else started_s + intent.deadline_ms / 1000.0,
-            ttft_s_max=None if intent.ttft_ms is None else intent.ttft_ms / 1000.0,
+            priority=body_request.priority if headers.priority is None else headers.priority,
+            worker=headers.worker,
+            session=session.name,
+            parent=session.parent,
+            is_final=session.is_final,
+            role=headers.role,
+            deadline_s=None if headers.deadline_ms is None else context.started_at_s + headers.deadline_ms / 1000.0,
+            ttft_s_max=None if headers.ttft_ms is None else headers.ttft_ms / 1000.0,
         )
 
-    def _estimate_tokens(self, intent: RequestIntent) -> int:
-        """Estimate the tokens of a prompt that was not tokenised: at most what its model takes, or an image in a body
-        would price its worker out."""
-        return min(max(1, intent.body_bytes // CHARS_PER_TOKEN), intent.tokens_max or ESTIMATED_TOKENS_MAX)
-
-    def _resolve_model(self, name: str | None) -> ResolvedModel:
+    def _resolve_model(self, name: str | None, *, is_renamed: bool) -> ResolvedModel:
         """Resolve the name of a model; without a name, the first model there is."""
         if name is None:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served_model = self._core.resolve_model(name)
         if served_model is None:
-            return ResolvedModel(name, name)
-        return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len)
+            return ResolvedModel(name, name, is_renamed=is_renamed)
+        return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
 
     def _get_scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
         """Return the scope of a prompt. Without a salt it is one object for all requests of a model that is served."""
@@ -359,6 +246,29 @@ class RequestReader:
             if self._core.resolve_model(lora or base) is not None:
                 self._scope_by_model[base, lora] = scope
         return scope
+
+
+async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ReadBody[ResolvedModel]]) -> None:
+    context.body = await reading
+
+
+def _find_similar_prompt(body: ReadBody[ResolvedModel]) -> tuple[PromptMemory | None, int | None]:
+    """The index's memory of an earlier prompt with the same cached prefix, and how many tokens both begin with, where
+    that is known."""
+    continuation = body.continuation
+    if continuation is None:
+        return None, None
+    conversation = continuation.conversation
+    is_exact = conversation.is_memory_exact and body.prompt.token_ids is continuation.token_ids
+    memory = cast("PromptMemory | None", conversation.prompt_memory)
+    return memory, continuation.boundary.token_count if is_exact else None
+
+
+def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
+    """Estimate the tokens of a prompt that was not tokenised: at most what its model takes, or an image in a body would
+    price its worker out."""
+    body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes  # of what a model reads
+    return min(max(1, body_bytes // CHARS_PER_TOKEN), model.tokens_max or ESTIMATED_TOKENS_MAX)
 
 
 def _estimate_size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
@@ -415,16 +325,3 @@ def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
         return None
     client_fields = without_worker_fields(fields, allowed_fields)
     return None if client_fields == fields else client_fields
-
-
-def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
-    value = request.header(name)
-    if value is None:
-        return None
-    if re.fullmatch(rb"-?[0-9]{1,10}", value) is None or not low <= int(value) <= high:
-        raise bad_value(name.decode(), value.decode("latin-1"), f"an integer from {low} to {high}")
-    return int(value)
-
-
-def _decode_header(value: bytes | None) -> str | None:
-    return value.decode("latin-1") if value else None

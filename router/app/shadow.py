@@ -25,7 +25,7 @@ from router.app.config import ShadowProcessConfig
 from router.app.dashboard import HTML, make_security_headers
 from router.app.dispatch import RequestDispatcher
 from router.app.process import RouterProcess, run_process
-from router.app.request_reader import RequestIntent, RequestReader
+from router.app.request_reader import RequestReader
 from router.app.server import ForwardedRoutes, WorkerRoutes
 from router.decide.config import ServiceModel
 from router.edge.mirrored_exchange import MirroredExchange
@@ -34,7 +34,6 @@ from router.edge.request_context import RequestContext
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Response
-from router.prompting.reader import TokenizedPrompt
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
 from router.shadow.report import ShadowReport, render_page
@@ -55,14 +54,14 @@ class CopyPlacer:
         self._reader = reader
         self._metrics = proxy.metrics
 
-    def place(self, exchange: Exchange, intent: RequestIntent, prompt: TokenizedPrompt) -> None:
+    def place(self, exchange: Exchange) -> None:
         """Note where the request would go."""
         context = exchange.context
-        self._metrics.tokenize_s.observe(prompt.seconds)
-        route = self._reader.build_route_request(intent, prompt, context.request_id, context.started_at_s)
-        context.turn = intent
+        assert context.body is not None
+        self._metrics.tokenize_s.observe(context.body.prompt.seconds)
+        route = self._reader.build_route_request(context)
         exchange.place(route)
-        self._reader.store_conversation(intent, prompt, route)
+        self._reader.store_conversation(context, route)
 
 
 class CopiedRoutes:
@@ -153,11 +152,12 @@ class ShadowProcess(RouterProcess):
             with log_path.open("rb") as log_file:
                 for logged_request, request in read_log(log_file, str(log_path)):
                     try:
-                        intent, tokenized_prompt = await self._request_reader.read(request, request.path)
+                        context = RequestContext(request, "", 0.0)
+                        await self._request_reader.read(context, request.path)
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
-                    route = self._request_reader.build_route_request(intent, tokenized_prompt, "", 0.0)
+                    route = self._request_reader.build_route_request(context)
                     if logged_request.worker is not None:
                         worker_id = self._find_worker(logged_request.worker) or ""
                     else:

@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from prompts.errors import RequestError
-from router.app.request_reader import RequestIntent
+from router.decide.messages import RouteRequest
 from router.edge.config import EdgeConfig
 from router.edge.request_context import RequestContext
+from router.index.protocol import Scope
 from router.metrics import Metrics
+from router.prompting.sessions import Session
 
 _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 """Routes whose bodies take a `cache_salt`."""
@@ -34,7 +36,7 @@ class TenantLimits:
         self._priority_min_by_tenant = {
             tenant_by_key[key]: floor for key, floor in config.floors.items() if key in tenant_by_key
         }
-        self.share_by_tenant = {
+        self._share_by_tenant = {
             tenant_by_key[key]: share for key, share in config.shares.items() if key in tenant_by_key
         }
         """Of fair turns, where it is not 1."""
@@ -76,23 +78,24 @@ class TenantLimits:
                 del sums[context.tenant]
         context.charged_tokens = None
 
-    def apply_key_settings(self, tenant: str, path: str, intent: RequestIntent) -> dict[str, object]:
-        """Give a request its key's name of its session, its key's salt, and no more priority than its key may ask for.
-        Return the fields of its body that say so to the worker."""
+    def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
+        """Give a request its key's name of its session, its key's share and salt, and no more priority than its key may
+        ask for. Return the fields of its body that say so to the worker."""
+        tenant, body = context.tenant, context.body
+        assert body is not None
+        route.tenant, route.share = tenant, self._share_by_tenant.get(tenant, 1.0)
         if self._has_keys:
-            intent.session = intent.session.of_tenant(tenant)
+            route.session, route.parent, _ = Session(route.session, route.parent).of_tenant(tenant)
         priority_min = self._priority_min_by_tenant.get(tenant, self._priority_min)
-        salt = self._salt_by_tenant.get(tenant)
-        if salt is None and intent.priority >= priority_min and intent.body_request.priority >= priority_min:
-            return {}
         body_fields: dict[str, object] = {}
-        if intent.body_request.priority < priority_min:
+        if body.request.priority < priority_min:
             body_fields["priority"] = priority_min
-        intent.priority = max(intent.priority, priority_min)
-        if salt is not None and path in _SALTED_PATHS:
-            client_salt = intent.body_request.cache_salt
+        route.priority = max(route.priority, priority_min)
+        salt = self._salt_by_tenant.get(tenant)
+        if salt is not None and context.request.path in _SALTED_PATHS:
+            client_salt = route.scope.salt
             body_fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
-            intent.body_request = intent.body_request.replace(cache_salt=salt)
+            route.scope = Scope(route.scope.model, salt, route.scope.lora)
         return body_fields
 
     def check_invariants(self, contexts: Iterable[RequestContext]) -> None:

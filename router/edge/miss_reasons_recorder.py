@@ -24,6 +24,7 @@ from router.decide.workers import CacheView
 from router.edge.pending_comparison import PendingComparison, Sampling
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
+from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
 from router.metrics import Metrics
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
@@ -31,9 +32,9 @@ from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPref
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
-from router.prompting.conversation_turn import ConversationTurn, digest_name
+from router.prompting.first_message import digest_name
 from router.prompting.prompt_worker_pool import PromptWorkerPool
-from router.prompting.reader import PromptReader
+from router.prompting.reader import PromptReader, ReadBody
 from router.prompting.sessions import shorten_name
 
 log = logging.getLogger("router")
@@ -83,16 +84,17 @@ class MissReasonsRecorder:
     def register_request(self, context: RequestContext) -> None:
         """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
         at hand."""
-        turn = context.turn
-        if not self.is_enabled or turn is None or turn.body_request.kind == "other":
+        body, route, headers = context.body, context.route, context.headers
+        if not self.is_enabled or body is None or route is None or body.request.kind == "other":
             return
         try:
-            if turn.wants_explanation:
-                self._header_watches.add(turn.conversation_keys()[-1])
-            sampling = self._choose_sampling(turn)
+            keys = _get_conversation_keys(route, body)
+            if headers is not None and headers.wants_explanation:
+                self._header_watches.add(keys[-1])
+            sampling = self._choose_sampling(keys)
             if sampling.is_compared:
-                context.miss_analysis = PendingComparison(turn, sampling)
-                for key in turn.conversation_keys():
+                context.miss_analysis = _make_comparison(context, body, sampling)
+                for key in keys:
                     self._header_watches.record_prompt(key, self._proxy.now())
                     self._operator_watches.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
@@ -104,10 +106,10 @@ class MissReasonsRecorder:
 
     async def explain(self, context: RequestContext) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
-        turn, route, decision = context.turn, context.route, context.decision
-        if not self.is_enabled or turn is None or route is None or route.token_ids is None or decision is None:
+        body, route, decision = context.body, context.route, context.decision
+        if not self.is_enabled or body is None or route is None or route.token_ids is None or decision is None:
             return None
-        comparison = PendingComparison(turn, self._choose_sampling(turn))
+        comparison = _make_comparison(context, body, self._choose_sampling(_get_conversation_keys(route, body)))
         await self._outline(comparison)
         prompt = self._build_prompt(context, comparison, route)
         placement = self._make_placement(route, route.token_ids, decision)
@@ -115,17 +117,16 @@ class MissReasonsRecorder:
 
     def note(self, context: RequestContext, decision: Decision) -> None:
         """A request went elsewhere, by the `decision` that would have sent it there at its arrival."""
-        turn, route = context.turn, context.route
-        if not self.is_enabled or turn is None or route is None or route.token_ids is None:
+        body, route = context.body, context.route
+        if not self.is_enabled or body is None or route is None or route.token_ids is None:
             return
         sampling = Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
-        comparison = PendingComparison(turn, sampling)
+        comparison = _make_comparison(context, body, sampling)
         comparison.ended_at_s = self._proxy.now()
         self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
 
-    def _choose_sampling(self, turn: ConversationTurn) -> Sampling:
-        """Decide whether a request is compared. All requests of a conversation are, or none."""
-        keys = turn.conversation_keys()
+    def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
+        """Decide whether a request with these keys is compared. All requests of a conversation are, or none."""
         if keys[0] < self._sampling_threshold:
             return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
         if not self._header_watches and not self._operator_watches:
@@ -270,6 +271,18 @@ class FactsAdapter:
     def has_approximate_cache(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
+
+
+def _make_comparison(context: RequestContext, body: ReadBody[ResolvedModel], sampling: Sampling) -> PendingComparison:
+    is_named = context.route is not None and context.route.session is not None
+    return PendingComparison(body, context.request.pieces, sampling, is_named=is_named)
+
+
+def _get_conversation_keys(route: RouteRequest, body: ReadBody[ResolvedModel]) -> tuple[int, ...]:
+    """Return the keys of a request's conversation: of the session that started it, and its own. A conversation without
+    a name has the digest of its first message."""
+    names = [name for name in (route.parent, route.session) if name]
+    return tuple(map(digest_name, names)) or (body.digest_first_message(),)
 
 
 _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_history=True)

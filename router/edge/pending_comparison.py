@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.prompting.conversation_turn import ConversationTurn
+from router.edge.routing_headers import ResolvedModel
+from router.prompting.reader import ReadBody
 
 
 class Sampling(NamedTuple):
@@ -22,15 +23,15 @@ class PendingComparison:
 
     __slots__ = ("ended_at_s", "first_message_digest", "has_started", "outline", "pieces", "sampling")
 
-    def __init__(self, turn: ConversationTurn, sampling: Sampling) -> None:
+    def __init__(
+        self, body: ReadBody[ResolvedModel], pieces: tuple[bytes, ...], sampling: Sampling, *, is_named: bool
+    ) -> None:
+        """`pieces`: of the same body. `is_named`: its session has a name."""
         self.sampling = sampling
-        self.outline = turn.outline()
-        self.pieces = None if turn.pieces is None else (turn.pieces, turn.body_request.kind)
+        self.outline = body.outline()
+        self.pieces = (pieces, body.request.kind) if body.is_outline_missing else None
         """The body, and its kind, where its outline is made by another process."""
-        is_named = turn.session.name is not None
-        self.first_message_digest = (
-            None if is_named or turn.body_request.kind != "chat" else turn.digest_first_message()
-        )
+        self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
         self.has_started = False
         """Its first byte came, and its outline is being made."""
         self.ended_at_s: float | None = None

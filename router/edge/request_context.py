@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
+from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.http.request import HttpRequest
-from router.prompting.conversation_turn import ConversationTurn
+from router.prompting.reader import ReadBody
 
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation
@@ -23,12 +24,15 @@ class RequestContext:
     """One request and what became of it."""
 
     __slots__ = (
+        "body",
         "charged_tokens",
         "continuation",
         "decision",
+        "headers",
         "is_done",
         "is_logged",
         "miss_analysis",
+        "model",
         "outcome",
         "progress",
         "request",
@@ -38,7 +42,6 @@ class RequestContext:
         "started_at_s",
         "tenant",
         "trace_id",
-        "turn",
         "usage",
     )  # fmt: skip
 
@@ -55,6 +58,12 @@ class RequestContext:
         self.span: tuple[Any, bytes] | None = None
         """The tracer's own record, and the `traceparent` for the worker; None where the request is not traced."""
         self.started_at_s = started_at_s
+        self.headers: RoutingHeaders | None = None
+        """What the client asks of the router, once the body was read."""
+        self.model: ResolvedModel | None = None
+        """The model that the client names, once the body was read."""
+        self.body: ReadBody[ResolvedModel] | None = None
+        """The body as it was read, until the request is placed."""
         self.charged_tokens: int | None = None
         """Prompt tokens counted in flight for the tenant; None while the request is not counted."""
         self.route: RouteRequest | None = None
@@ -67,8 +76,6 @@ class RequestContext:
         self.continuation: StreamContinuation | None = None
         """What the answer needs to go on at another worker; None where it cannot."""
         self.usage: ReportedUsage | None = None
-        self.turn: ConversationTurn | None = None
-        """Its turn of a conversation, until it is placed, or a copy of it is compared."""
         self.outcome = ""
         """How the request ended, for metrics and logs."""
         self.is_done = False

@@ -27,7 +27,6 @@ from router.prompting.chat_outline import Outline
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
-from router.prompting.conversation_turn import digest_first_user_message
 from router.prompting.encode import (
     PromptSize,
     build_tokenize_request,
@@ -39,6 +38,7 @@ from router.prompting.encode import (
     truncate_prompt,
 )
 from router.prompting.fields import FieldSpans, locate_fields
+from router.prompting.first_message import digest_first_user_message
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
 
@@ -71,7 +71,7 @@ class ReadResult(NamedTuple):
     result: array[int] | bytes | None = None
     """Token ids, or the body of a `/tokenize` request."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/conversation_turn.py)."""
+    """Digest of what its user said first (router/prompting/first_message.py)."""
     conversation: CachedConversation | None = None
     """The conversation to be cached, without its ids, which are `result`."""
     size: PromptSize | None = None

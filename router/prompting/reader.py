@@ -25,6 +25,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_routing, parse_routing_of_kind
 from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
@@ -46,7 +47,9 @@ from router.prompting.encode import (
     truncate_prompt,
 )
 from router.prompting.fields import FieldSpans
+from router.prompting.first_message import digest_first_user_message
 from router.prompting.media import MediaPrompt, read_media
+from router.prompting.outline import outline_chat
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
 from router.prompting.template_trial import find_trial_problem
@@ -127,9 +130,29 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     spans: FieldSpans | None = None
     """Spans of its fields, where another process read it."""
     first_message_digest: int | None = None
-    """Digest of what its user said first, where another process read it."""
+    """Digest of what its user said first, once it is known."""
     continuation: Continuation | None = None
     """The cached conversation that it continues."""
+
+    @property
+    def is_outline_missing(self) -> bool:
+        """Whether another process read the body: its messages are not here."""
+        return self.spans is not None
+
+    def outline(self) -> Outline | None:
+        """Outline its messages; None where it is no chat, or they are not here."""
+        if self.continuation is not None:
+            return self.continuation.outline()
+        return None if self.is_outline_missing else outline_chat(self.request)
+
+    def digest_first_message(self) -> int:
+        """Digest what its user said first: the same in all turns of a conversation without a name."""
+        if self.first_message_digest is None:
+            known_digest = None if self.continuation is None else self.continuation.conversation.first_message_digest
+            self.first_message_digest = (
+                digest_first_user_message(self.request) if known_digest is None else known_digest
+            )
+        return self.first_message_digest
 
 
 class PromptReader:

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
+from prompts.routing import RoutingRequest
 from router.app.request_reader import RequestReader
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.edge.routing_headers import ResolvedModel
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.conversation_cache import Boundary, CachedConversation
-from router.prompting.reader import PromptReader, TokenizedPrompt
+from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
 from router.prompting.stand_in import StandIn
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
@@ -99,8 +101,11 @@ def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if is_borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = conversation.memory_bytes
-        intent = SimpleNamespace(base_model="m", digest_first_message=lambda: 7, body_to_cache=body)
-        reading.store_conversation(cast(Any, intent), TokenizedPrompt(ids, 0.0, conversation), route)
+        read = ReadBody(
+            RoutingRequest("chat"), ResolvedModel("m", "m"), TokenizedPrompt(ids, 0.0, conversation), body,
+            first_message_digest=7,
+        )  # fmt: skip
+        reading.store_conversation(cast(Any, SimpleNamespace(body=read)), route)
         assert (conversation.model, conversation.first_message_digest, conversation.is_memory_exact) == (
             "m",
             7,

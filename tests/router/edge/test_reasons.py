@@ -23,8 +23,7 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
 from router.prompting.conversation_reader import ConversationReader
-from router.prompting.conversation_turn import ConversationTurn
-from router.prompting.sessions import Session
+from router.prompting.first_message import digest_first_user_message
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
 ANSWER = "It is so."
@@ -371,8 +370,8 @@ def test_what_is_followed_is_bounded() -> None:
 
 
 def test_conversations_without_a_name_are_told_apart_by_what_was_said_first() -> None:
-    def key(path: str, body: dict[str, Any]) -> tuple[int, ...]:
-        return ConversationTurn(parse_routing(path, json.dumps(body).encode()), Session()).conversation_keys()
+    def key(path: str, body: dict[str, Any]) -> int:
+        return digest_first_user_message(parse_routing(path, json.dumps(body).encode()))
 
     marked = [{"type": "text", "text": "Hello.", "cache_control": {"type": "ephemeral"}}]
     for path, field in (

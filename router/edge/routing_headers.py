@@ -1,0 +1,59 @@
+"""What a client asks of the router: by the headers of a request, and the model that it names."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from prompts.errors import bad_value
+from router.http.request import HttpRequest
+from router.prompting.encode import NAME_BYTES_MAX
+from router.prompting.sessions import NamesByMeaning, SessionNames
+
+
+class RoutingHeaders:
+    """What the headers of a request ask for."""
+
+    __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
+
+    def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
+        """Raises RequestError naming the header that cannot be read."""
+        model = None if model_header is None else request.header(model_header)
+        self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
+        self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        """Stands in for that of the body."""
+        self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        """How long the router may hold the request."""
+        self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        """By when its first token must be predicted."""
+        self.worker = _decode_header(request.header(b"x-blockcast-worker"))
+        """The only worker that may answer."""
+        self.role = _decode_header(request.header(b"x-blockcast-role"))
+        self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+        """Whether the client asks for the reasons of its miss."""
+        self.session: NamesByMeaning = names.read_headers(request.headers.get)
+
+
+class ResolvedModel(NamedTuple):
+    """The model that a request names, as workers serve it."""
+
+    name: str
+    base_model: str
+    lora: str | None = None
+    tokens_max: int | None = None
+    """Tokens that it takes, where that is known."""
+    is_renamed: bool = False
+    """The body names another model, or none where a gateway names one."""
+
+
+def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
+    value = request.header(name)
+    if value is None:
+        return None
+    if re.fullmatch(rb"-?[0-9]{1,10}", value) is None or not low <= int(value) <= high:
+        raise bad_value(name.decode(), value.decode("latin-1"), f"an integer from {low} to {high}")
+    return int(value)
+
+
+def _decode_header(value: bytes | None) -> str | None:
+    return value.decode("latin-1") if value else None
