@@ -19,8 +19,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).parent / "recorded"
-POLICIES = ("least_requests", "round_robin", "kv")
-RECORDED_SEEDS = 60
+RECORDED_SEEDS = {
+    "least_requests": [*range(60), *range(1000, 1020), *range(2000, 2020), *range(3000, 3018)],
+    "round_robin": [*range(10)],
+    "kv": [*range(30), *range(1000, 1010), *range(2000, 2010), *range(3000, 3006)],
+}
+POLICIES = tuple(RECORDED_SEEDS)
 CONTEXT_LINES = 4
 PROGRAM_VARIABLE = "DIFFERENTIAL_PROGRAM"
 """Environment variable that names the file to use for program.py."""
@@ -28,14 +32,14 @@ _RUN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from differential.repla
 
 
 def iter_results(
-    checkout: Path, policy: str, seeds: range, *arguments: str, program: Path | None = None
+    checkout: Path, policy: str, seeds: Sequence[int], *arguments: str, program: Path | None = None
 ) -> Iterator[dict[str, Any]]:
     """Run seeds on the code of a checkout and yield a result a seed. `program`: another program.py. Raises
     RuntimeError where the run fails."""
     python = checkout / ".venv/bin/python"
     command = [
         str(python) if python.exists() else sys.executable, "-c", _RUN, str(ROOT / "tests"),
-        policy, str(seeds.start), str(seeds.stop - 1), *arguments,
+        policy, ",".join(map(str, seeds)), *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": "0"}
     if program is not None:
@@ -70,11 +74,11 @@ def describe_difference(part: str, old: Sequence[str], new: Sequence[str]) -> st
     return "\n".join([f"{part}, line {place} (- old, + new):", *context, *sides])
 
 
-def compare_checkouts(old: Path, policies: Sequence[str], seeds: range, old_program: Path | None = None) -> int:
+def compare_checkouts(old: Path, seeds_by_policy: dict[str, list[int]], old_program: Path | None = None) -> int:
     """Run both sides, print every differing seed's parts and the first difference of the first; return the number."""
     differing = 0
     counts: Counter[str] = Counter()
-    for policy in policies:
+    for policy, seeds in seeds_by_policy.items():
         old_results = iter_results(old, policy, seeds, "--lines", program=old_program)
         pairs = zip(old_results, iter_results(ROOT, policy, seeds, "--lines"))
         shown: set[str] = set()
@@ -92,7 +96,8 @@ def compare_checkouts(old: Path, policies: Sequence[str], seeds: range, old_prog
                     shown.add(part)
                     print(describe_difference(part, old_result["lines"][part], new_result["lines"][part]), flush=True)
     parts_text = ", ".join(f"{part} {count}" for part, count in counts.items()) or "none"
-    print(f"{len(seeds)} seeds x {len(policies)} policies: {differing} differ (parts: {parts_text})")
+    runs = sum(map(len, seeds_by_policy.values()))
+    print(f"{runs} runs of seeds: {differing} differ (parts: {parts_text})")
     return differing
 
 
@@ -103,51 +108,67 @@ def read_recorded(policy: str) -> dict[str, dict[str, str]]:
     return recorded
 
 
-def find_changes(policy: str, seeds: range) -> list[str]:
-    """Return a line for each seed whose digests are not the recorded ones."""
-    recorded, changes = read_recorded(policy), []
-    for result in iter_results(ROOT, policy, seeds):
+def find_changes(policy: str, seeds: Sequence[int], *flags: str) -> dict[int, list[str]]:
+    """Return the seeds whose digests are not the recorded ones, and which parts differ. `flags`: further ones of the
+    router."""
+    recorded, parts_by_seed = read_recorded(policy), {}
+    for result in iter_results(ROOT, policy, seeds, "--flags", *flags):
         expected = recorded[str(result["seed"])]
         parts = [part for part, digest in result["digests"].items() if expected[part] != digest]
         if parts:
-            changes.append(f"{policy} seed {result['seed']}: {', '.join(parts)}")
-    return changes
+            parts_by_seed[result["seed"]] = parts
+    return parts_by_seed
 
 
-def record(policies: Sequence[str], seeds: range, parts: Sequence[str]) -> None:
+def record(seeds_by_policy: dict[str, list[int]], parts: Sequence[str]) -> None:
     """Write the digests of some parts anew and leave the others as they are."""
-    for policy in policies:
+    for policy, seeds in seeds_by_policy.items():
         recorded = read_recorded(policy)
         changed: Counter[str] = Counter()
+        other: Counter[str] = Counter()
         for result in iter_results(ROOT, policy, seeds):
             digests = recorded.setdefault(str(result["seed"]), {})
             for part, digest in result["digests"].items():
-                if part in parts or "all" in parts:
-                    changed[part] += digests.get(part) != digest
+                is_chosen = part in parts or "all" in parts
+                (changed if is_chosen else other)[part] += digests.get(part) != digest
+                if is_chosen:
                     digests[part] = digest
         lines = [f'"{seed}": {json.dumps(recorded[seed])}' for seed in sorted(recorded, key=int)]
         RECORDED.mkdir(exist_ok=True)
         (RECORDED / f"{policy}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        print(f"{policy}: {dict(changed)} seeds changed")
+        print(f"{policy}: seeds recorded anew: {dict(changed)}; still not as recorded: {dict(+other)}", flush=True)
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read `0-14,1000-1007,2000`."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, help="an older checkout, with its own .venv")
     parser.add_argument("--old-program", type=Path, help="program.py of the old side, where this one does not fit it")
-    parser.add_argument("--seeds", default=f"0-{RECORDED_SEEDS - 1}", help="FIRST-LAST")
+    parser.add_argument(
+        "--seeds", type=read_seeds, help="FIRST-LAST, or several of these; the recorded ones by default"
+    )
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; all by default")
     parser.add_argument("--record", help="parts, separated by commas, or `all`")
     arguments = parser.parse_args()
-    first, _, last = arguments.seeds.partition("-")
-    seeds = range(int(first), int(last or first) + 1)
-    policies = arguments.policy or POLICIES
+    seeds_by_policy = {policy: arguments.seeds or RECORDED_SEEDS[policy] for policy in arguments.policy or POLICIES}
     if arguments.record:
-        record(policies, seeds, arguments.record.split(","))
+        record(seeds_by_policy, arguments.record.split(","))
     elif arguments.old:
-        sys.exit(compare_checkouts(arguments.old.resolve(), policies, seeds, arguments.old_program) > 0)
+        sys.exit(compare_checkouts(arguments.old.resolve(), seeds_by_policy, arguments.old_program) > 0)
     else:
-        changes = [change for policy in policies for change in find_changes(policy, seeds)]
+        changes = [
+            f"{policy} seed {seed}: {', '.join(parts)}"
+            for policy, seeds in seeds_by_policy.items()
+            for seed, parts in find_changes(policy, seeds).items()
+        ]
         print("\n".join(changes) or "as recorded")
         sys.exit(bool(changes))
 

@@ -1,4 +1,5 @@
-"""Run seeds and print what happened, one JSON line a seed: `replay.py POLICY FIRST LAST [--lines]`.
+"""Run seeds and print what happened, one JSON line a seed: `replay.py POLICY SEED,SEED... [--lines] [--logs]
+[--flags FLAG...]`, the last of which are further flags of `router run`.
 
 Runs in a process of its own, because the clocks of `time` are replaced before anything else is imported. The code
 under test is that of the environment which runs it."""
@@ -27,11 +28,14 @@ def main() -> None:
         spec.loader.exec_module(module)
     scenario = importlib.import_module(f"{__package__}.scenario")
     traffic = importlib.import_module(f"{__package__}.traffic")
-    policy, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    policy, seeds = sys.argv[1], map(int, sys.argv[2].split(","))
+    further_flags = sys.argv[sys.argv.index("--flags") + 1 :] if "--flags" in sys.argv else []
     if "--logs" not in sys.argv:
         logging.disable(logging.CRITICAL)
-    for seed in range(first, last + 1):
-        lines = scenario.run_scenario(clock, traffic.make_scenario(seed, policy))
+    for seed in seeds:
+        seed_scenario = traffic.make_scenario(seed, policy)
+        seed_scenario.flags += further_flags
+        lines = scenario.run_scenario(clock, seed_scenario)
         result = {"seed": seed, "digests": {part: scenario.digest(lines[part]) for part in scenario.PARTS}}
         if "--lines" in sys.argv:
             result["lines"] = lines

@@ -8,7 +8,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from .virtual_loop import START_S, MemoryTransport, VirtualClock, VirtualLoop
 from .workers import ReferenceTokenizer, SimulatedWorker, WorkerRequest, make_tokenizer
 
 PARTS = ("decisions", "ids", "worker_bytes", "client_bytes", "timings", "routes", "metrics")
+END = b"\n[end]"
+"""What stands for the end of a connection."""
 _MADE_ID = re.compile(rb"\b[0-9a-f]{12}-([0-9a-f]+)\b")
 """Ids that the router makes up begin with random digits."""
 _PORT_OF_WORKER = re.compile(rb"127\.0\.0\.1:\d+")
@@ -52,7 +54,7 @@ class Transcript:
     def finish(self) -> dict[str, list[str]]:
         """Return the lines of each part."""
         lines = {part: list(part_lines) for part, part_lines in self._lines.items()}
-        for (part, key), data in self._bytes.items():
+        for (part, key), data in sorted(self._bytes.items(), key=_order_streams):
             data_without_chance = _MADE_ID.sub(rb"MADE-\1", bytes(data))
             if part != "worker_bytes":
                 for name, value in _DECISION_HEADER.findall(data_without_chance):
@@ -62,9 +64,42 @@ class Transcript:
             else:
                 data_without_chance = _PORT_OF_WORKER.sub(b"WORKER", data_without_chance)
             text = data_without_chance.decode("latin-1")
+            if part == "routes":
+                lines[part].extend(f"{key} {line}" for line in _iter_fields(bytes(data)))
+                continue
             lines[part].extend(f"{key} {line!r}" for line in text.split("\n"))
         lines["timings"].sort(key=lambda line: line.split(" ", 1)[0])
         return lines
+
+
+def _order_streams(item: tuple[tuple[str, str], bytearray]) -> str:
+    """Sort key which leaves streams in their order, but for those without an answer: connections are closed in any."""
+    (_, key), data = item
+    return key if data == END else ""
+
+
+def _iter_fields(response: bytes) -> Iterator[str]:
+    """Yield the status of a response, and the fields of its JSON body, a line each."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    yield head.partition(b"\r\n")[0].decode("latin-1")
+    try:
+        yield from _iter_values("", json.loads(body.removesuffix(END)))
+    except ValueError:
+        yield repr(body)
+
+
+def _iter_values(path: str, value: Any) -> Iterator[str]:
+    """Yield `path = value` of everything in a JSON value; numbers with nine digits."""
+    if isinstance(value, dict):
+        for name in sorted(value):
+            yield from _iter_values(f"{path}.{name}", value[name])
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _iter_values(f"{path}[{i}]", item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield f"{path} = {value:.9g}"
+    else:
+        yield f"{path} = {value!r}"
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -88,7 +123,7 @@ class _ClientConnection(asyncio.Protocol):
         self._transcript.add_bytes(self._part, self.key, data)
 
     def eof_received(self) -> bool:
-        self._transcript.add_bytes(self._part, self.key, b"\n[end]")
+        self._transcript.add_bytes(self._part, self.key, END)
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -225,7 +260,12 @@ class ScenarioRun:
 def write_tokenizer(folder: Path, template: str) -> None:
     """Write a tokenizer's files as a checkpoint has them."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"chat_template": TEMPLATES[template], "bos_token": "", "eos_token": "", "tokenizer_class": "X"}
+    config = {
+        "chat_template": TEMPLATES[template],
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "tokenizer_class": "X",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -22,23 +22,53 @@ def load_compare() -> Any:
 
 
 compare = load_compare()
-SHORT_SEEDS = range(15)
-LONG_SEEDS = range(15, compare.RECORDED_SEEDS)
+SHORT_SEEDS = {"least_requests": [*range(8)], "round_robin": [*range(4)], "kv": [*range(8)]}
+for seeds in (SHORT_SEEDS["least_requests"], SHORT_SEEDS["kv"]):
+    seeds += [*range(1000, 1003), *range(2000, 2003)]
+READING_SEEDS = [*range(3000, 3006)]
 
 
-def check(policy: str, seeds: range) -> None:
-    changes = compare.find_changes(policy, seeds)
+def check(policy: str, seeds: list[int]) -> None:
     hint = "python -m tests.differential.compare --old CHECKOUT prints the first difference"
-    assert not changes, "\n".join([*changes, hint])
+    assert not compare.find_changes(policy, seeds), hint
+
+
+def test_prompts_become_the_recorded_ids() -> None:
+    check("least_requests", READING_SEEDS)
 
 
 @pytest.mark.parametrize("policy", compare.POLICIES)
 def test_traffic_is_handled_as_recorded(policy: str) -> None:
-    check(policy, SHORT_SEEDS)
+    check(policy, SHORT_SEEDS[policy])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", compare.POLICIES)
 def test_more_traffic_is_handled_as_recorded(policy: str) -> None:
-    check(policy, LONG_SEEDS)
+    check(policy, [seed for seed in compare.RECORDED_SEEDS[policy] if seed not in SHORT_SEEDS[policy]])
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy", "seed", "part"),
+    [
+        (["--set", "retry.attempts_max=1"], "least_requests", 2000, "decisions"),
+        (["--no-cache-headers"], "least_requests", 0, "decisions"),
+        (["--pass-worker-field", "kv_transfer_params"], "least_requests", 3, "worker_bytes"),
+        (["--chat-template", "{folder}/other.jinja"], "least_requests", 3000, "ids"),
+        (["--no-continue-streams"], "least_requests", 2000, "client_bytes"),
+        (["--first-byte-timeout", "1"], "least_requests", 2000, "timings"),
+        (["--set", "pin_grace_s=0"], "kv", 0, "metrics"),
+    ],
+)
+def test_another_behaviour_is_seen(flags: list[str], policy: str, seed: int, part: str, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    changes = compare.find_changes(policy, [seed], *(flag.format(folder=tmp_path) for flag in flags))
+    assert part in changes.get(seed, [])
+
+
+def test_caches_of_prompts_change_no_ids() -> None:
+    flags = ["--set", "segment_cache_mb=0", "--set", "conversation_cache_mb=0"]
+    changes = compare.find_changes("least_requests", READING_SEEDS, *flags)
+    assert all(parts == ["metrics"] for parts in changes.values())
+    assert changes  # else the flags would do nothing

@@ -10,9 +10,12 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from .workers import make_answer, make_text
+from .reading import make_conversations
+from .templates import TEMPLATES
+from .workers import FAULTS, FAULTS_OF_STREAMS, make_answer, make_text
 
 ADMIN_KEY = "admin-key-of-the-scenarios"
+BURST_SEED_MIN, FRAGILE_SEED_MIN, READING_SEED_MIN = 1000, 2000, 3000
 KEYS = ("key-alpha", "key-beta", "key-gamma")
 
 
@@ -151,17 +154,51 @@ class Conversation:
             body["metadata"] = {"padding": "x" * 70_000}
 
 
+def make_reading_scenario(seed: int, policy: str, requests: int) -> Scenario:
+    """A scenario for the ids that prompts become: reading.py."""
+    rng = random.Random(f"reading {seed}")
+    traits = {
+        "seed": seed, "blocks": 400, "engine": "vllm", "events": True, "slowness": 0.05, "faults": 0.0,
+        "fault_kinds": FAULTS, "tokens_max": 131_072,
+    }  # fmt: skip
+    templates = sorted(TEMPLATES)
+    scenario = Scenario(
+        seed, policy, templates[seed % len(templates)], ["--policy", policy], [dict(traits), dict(traits)], []
+    )
+    conversations = make_conversations(rng, alternates=scenario.template == "mistral")
+    at_s = 1.0
+    for i in range(requests):
+        at_s += rng.choice((0.05, 0.4, 3.0)) + i * 1e-5
+        conversation, request_id = rng.choice(conversations), f"s{seed}r{i}"
+        body = conversation.make_body(request_id)
+        head = f"POST {conversation.path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+        head += f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        data = head.encode() + body
+        cut = rng.randrange(1, len(data))
+        pieces = [data[:cut], data[cut:]] if rng.random() < 0.2 else [data]
+        scenario.requests.append(ClientRequest(request_id, at_s, pieces))
+    scenario.end_s = at_s + 20.0
+    return scenario
+
+
 def make_scenario(seed: int, policy: str, requests: int = 60) -> Scenario:
-    """The scenario of a seed. Everything in it is drawn from the seed alone."""
+    """The scenario of a seed. Everything in it is drawn from the seed alone. Seeds from BURST_SEED_MIN on are of many
+    requests at once, against bounds on what may be in flight; those from FRAGILE_SEED_MIN on of workers that die in the
+    middle of answers, which others may complete; those from READING_SEED_MIN on of prompts that are hard to read."""
+    if seed >= READING_SEED_MIN:
+        return make_reading_scenario(seed, policy, requests)
     rng = random.Random(f"scenario {seed}")
+    is_fragile = seed >= FRAGILE_SEED_MIN
+    is_burst = BURST_SEED_MIN <= seed < FRAGILE_SEED_MIN
     worker_count = rng.randint(2, 5)
-    engine = rng.choice(("vllm", "vllm", "sglang", "blockcast"))
-    faults = rng.choice((0.0, 0.1, 0.25))
+    engine = rng.choice(("vllm", "blockcast") if is_fragile else ("vllm", "vllm", "sglang", "blockcast"))
+    faults = 0.6 if is_fragile else rng.choice((0.0, 0.1, 0.25))
     has_slow_worker = rng.random() < 0.3
     workers = [
         {
             "seed": seed, "blocks": rng.choice((60, 200, 600)), "engine": engine, "events": rng.random() < 0.9,
             "slowness": rng.choice((3.0, 1.0)) if has_slow_worker else 1.0, "faults": faults,
+            "fault_kinds": FAULTS_OF_STREAMS if is_fragile else FAULTS,
         }
         for _ in range(worker_count)
     ]  # fmt: skip
@@ -169,13 +206,13 @@ def make_scenario(seed: int, policy: str, requests: int = 60) -> Scenario:
         seed=seed,
         policy=policy,
         template=rng.choice(("chatml", "chatml", "qwen3", "llama3", "gemma", "mistral")),
-        flags=["--policy", policy, *_make_flags(rng)],
+        flags=["--policy", policy, *(_make_burst_flags(rng) if is_burst else _make_flags(rng))],
         workers=workers,
         requests=[],
     )
     systems = [make_text(rng, rng.randint(40, 250)) for _ in range(3)]
     conversations = [Conversation(rng, number, systems) for number in range(max(3, requests // 6))]
-    rate = rng.choice((2.0, 6.0, 20.0))
+    rate = rng.choice((60.0, 200.0) if is_burst else (2.0, 6.0, 20.0))
     at_s = 1.0
     free_s: dict[int, float] = {}
     has_keys = "--api-key" in scenario.flags
@@ -186,9 +223,16 @@ def make_scenario(seed: int, policy: str, requests: int = 60) -> Scenario:
             scenario.requests.append(_make_other_request(rng, request_id, at_s, has_keys))
             continue
         number = rng.randrange(len(conversations))
-        at_s = max(at_s, free_s.get(number, 0.0))
+        if not is_burst:
+            at_s = max(at_s, free_s.get(number, 0.0))
         free_s[number] = at_s + rng.choice((0.0, 0.5, 1.5))
-        scenario.requests.append(_make_turn(rng, conversations[number], request_id, at_s, has_keys))
+        request = _make_turn(rng, conversations[number], request_id, at_s, has_keys)
+        if is_burst and rng.random() < 0.3:
+            deadline = rng.choice((b"100", b"400", b"1500"))
+            line, _, rest = request.pieces[0].partition(b"\r\n")
+            if rest:
+                request.pieces[0] = line + b"\r\nx-blockcast-deadline-ms: " + deadline + b"\r\n" + rest
+        scenario.requests.append(request)
     scenario.events = _make_events(rng, worker_count, at_s)
     scenario.end_s = at_s + 25.0
     return scenario
@@ -224,6 +268,27 @@ def _make_flags(rng: random.Random) -> list[str]:
         flags += ["--cors-origin", "https://app.example"]
     if rng.random() < 0.2:
         flags += ["--max-ttft", "2.5"]
+    return flags
+
+
+def _make_burst_flags(rng: random.Random) -> list[str]:
+    """Flags with which not everything can be in flight at once."""
+    flags = ["--first-byte-timeout", "30", "--model-alias", "alias=tiny"]
+    for key in KEYS:
+        flags += ["--api-key", key]
+    kind = rng.randrange(4)
+    if kind == 0:
+        flags += ["--max-in-flight-by-key", str(rng.choice((2, 4, 8)))]
+    elif kind == 1:
+        flags += ["--max-tokens-by-key", str(rng.choice((1500, 4000)))]
+    else:
+        flags += ["--fair", "--max-in-flight", str(rng.choice((20, 40))), "--key-share", "key-beta=2.5"]
+        if kind == 3:
+            flags += ["--background-priority", "3", "--background-running", "1"]
+    if rng.random() < 0.3:
+        flags += ["--key-priority", "key-alpha=-10"]
+    if rng.random() < 0.3:
+        flags += ["--max-ttft", "1.5"]
     return flags
 
 
@@ -375,4 +440,7 @@ def _make_other_request(rng: random.Random, request_id: str, at_s: float, has_ke
         headers = [header for header in headers if not header.startswith(("Authorization", "Host"))]
         headers += ["Host: localhost", f"Authorization: Bearer {ADMIN_KEY}"]
     encoded = b"" if body is None else json.dumps(body).encode()
-    return _make_request(rng, request_id, at_s, path, encoded, headers, method)
+    request = _make_request(rng, request_id, at_s, path, encoded, headers, method)
+    if path.startswith("/route"):
+        request.connection = ""  # its answer is a part of its own
+    return request

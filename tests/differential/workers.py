@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -118,7 +119,7 @@ class ReferenceTokenizer:
         environment = jinja2.Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )  # as transformers does
-        self._template = environment.from_string(template)
+        self._template = environment.from_string(re.sub(r"{% (end)?generation %}", "", template))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -145,7 +146,11 @@ class ReferenceTokenizer:
                 messages = [{"role": "system", "content": body["instructions"]}, *messages]
         try:
             text = self._template.render(
-                messages=messages, tools=body.get("tools"), add_generation_prompt=True, bos_token="", eos_token=""
+                messages=messages,
+                tools=body.get("tools"),
+                add_generation_prompt=True,
+                bos_token="<|endoftext|>",
+                eos_token="<|im_end|>",
             )
         except Exception:  # noqa: BLE001  a template may refuse anything; this worker then caches nothing of use
             text = json.dumps(messages)
@@ -304,6 +309,7 @@ class SimulatedWorker:
         self._free_s = 0.0
         self._starts = 0
         self._running = 0
+        self._tokens_max: int = traits.get("tokens_max", TOKENS_MAX)
         self._cache = BlockCache(traits["blocks"], self._publish)
         loop.network.servers[self.port] = lambda: WorkerConnection(self)
 
@@ -357,7 +363,7 @@ class SimulatedWorker:
             return (200, b"") if self.is_healthy else (503, b"")
         if path == "/v1/models":
             card = {
-                "id": "tiny", "object": "model", "root": traits["folder"], "max_model_len": TOKENS_MAX,
+                "id": "tiny", "object": "model", "root": traits["folder"], "max_model_len": self._tokens_max,
                 "owned_by": traits["engine"],
             }  # fmt: skip
             cards = [card, {**card, "id": "tiny-lora", "root": "/lora", "parent": "tiny"}]
@@ -379,6 +385,11 @@ class SimulatedWorker:
         if path.startswith("/v1/"):
             return None
         return 404, b'{"detail":"Not Found"}'
+
+
+def _pack(value: object) -> str:
+    """JSON as engines write it."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _make_response(status: int, body: bytes, headers: str = "") -> bytes:
@@ -404,12 +415,13 @@ class _Answer:
 
     def begin(self) -> None:
         faults = self._worker._traits["faults"] / (4 if self._is_retried else 1)
-        fault = self._rng.choice(FAULTS) if self._rng.random() < faults else None
+        fault = self._rng.choice(self._worker._traits["fault_kinds"]) if self._rng.random() < faults else None
         if fault in BEFORE_HEAD:
             self._after(self._rng.uniform(0.001, 0.2), partial(self._fail, fault))
             return
         worker, loop = self._worker, self._worker._loop
-        self._token_ids = worker._tokenizer.read_prompt(self._request.path, self._body)[:TOKENS_MAX]
+        self._token_ids = worker._tokenizer.read_prompt(self._request.path, self._body)
+        self._token_ids = self._token_ids[: worker._tokens_max]
         self._skip_answered()
         salt = self._body.get("cache_salt")
         self._salt = salt if isinstance(salt, str) else None
@@ -507,7 +519,7 @@ class _Answer:
                 "id": f"chatcmpl-{self._request_id}", "object": "x", "model": self._body.get("model"),
                 "choices": [{"index": 0, kind: value, "finish_reason": "stop"}], "usage": usage,
             }  # fmt: skip
-        response = _make_response(200, json.dumps(answer).encode(), "x-engine: simulated\r\n")
+        response = _make_response(200, _pack(answer).encode(), "x-engine: simulated\r\n")
         end_s = first_s + step_s * len(self._pieces)
         cuts = sorted(self._rng.randrange(1, len(response)) for _ in range(self._rng.choice((0, 0, 1, 2))))
         parts = [response[a:b] for a, b in zip([0, *cuts], [*cuts, len(response)])]
@@ -579,7 +591,7 @@ class _Answer:
             options = self._body.get("stream_options")
             if isinstance(options, dict) and options.get("include_usage"):
                 events.append(("", {**base, "choices": [], "usage": usage}))
-        lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in events]
+        lines = [(f"event: {name}\n" if name else "") + f"data: {_pack(data)}\n\n" for name, data in events]
         if not events[0][0]:
             lines.append("data: [DONE]\n\n")
         return [line.encode() for line in lines]
@@ -587,4 +599,5 @@ class _Answer:
 
 BEFORE_HEAD = ("reset", "close", "garbage", "silence", "500", "502", "503", "429", "400")
 FAULTS = (*BEFORE_HEAD, "cut", "cut", "cut", "stall")
+FAULTS_OF_STREAMS = ("cut", "cut", "cut", "stall")
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
