@@ -8,9 +8,9 @@ from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.feed import EventFeed, FeedHandler
 from events.feed_sockets import StreamSource
-from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
+from events.hashing import BlockHash, hash_block, hash_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 from events.publisher import EventPublisher
-from events.sources import EventSource, GroupInfo, default_source, encode_sources, parse_sources
+from events.sources import EventSource, GroupInfo, encode_sources, make_default_source, parse_sources
 from events.stream import StreamState
 from events.stream_types import (
     Apply,

@@ -15,7 +15,7 @@ from events.types import BlockStored, DecodedBatch, DecodeError, EventBatch
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class _Envelope(msgspec.Struct, array_like=True):
+class _RawBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
@@ -25,7 +25,7 @@ _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Type
 """What msgspec raises for foreign bytes: TypeError for a map whose keys cannot be hashed."""
 
 _BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
-_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_RAW_BATCH_DECODER = msgspec.msgpack.Decoder(_RawBatch)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
@@ -36,7 +36,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 def decode_batch_rank(payload: bytes) -> int | None:
     """The data-parallel rank that a batch says it is of; None where it does not say, or cannot be read."""
     try:
-        return _ENVELOPE_DECODER.decode(payload).data_parallel_rank
+        return _RAW_BATCH_DECODER.decode(payload).data_parallel_rank
     except _DECODE_ERRORS:
         return None
 
@@ -55,19 +55,19 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     except _DECODE_ERRORS:
         pass  # not all events are well-formed maps of known types: read them one by one
     try:
-        envelope = _ENVELOPE_DECODER.decode(payload)
+        raw_batch = _RAW_BATCH_DECODER.decode(payload)
     except _DECODE_ERRORS as error:
         raise DecodeError(f"unreadable event batch of {len(payload)} bytes: {error}") from error
-    batch = EventBatch(envelope.ts, [], envelope.data_parallel_rank)
+    batch = EventBatch(raw_batch.ts, [], raw_batch.data_parallel_rank)
     decoded_batch = DecodedBatch(batch)
-    for index, raw_event in enumerate(envelope.events):
+    for event_index, raw_event in enumerate(raw_batch.events):
         try:
-            kind, event = parse_event(raw_event)
+            type_name, event = parse_event(raw_event)
         except _DECODE_ERRORS as error:
-            decoded_batch.errors.append(f"event {index}: {error}")
+            decoded_batch.errors.append(f"event {event_index}: {error}")
             continue
         if event is None:
-            decoded_batch.unknown_type_counts[kind] = decoded_batch.unknown_type_counts.get(kind, 0) + 1
+            decoded_batch.unknown_type_counts[type_name] = decoded_batch.unknown_type_counts.get(type_name, 0) + 1
         else:
             batch.events.append(event)
     return decoded_batch

@@ -28,17 +28,17 @@ _INT_DECODER = msgspec.msgpack.Decoder(int)
 _EXTRA_KEYS_DECODER = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
 
 
-def parse_event(raw: Raw) -> tuple[str, Event | None]:
+def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
     """The event and the name of its type; None for the event where the type is not known.
 
     Raises what msgspec raises (ValidationError, UnicodeDecodeError) for what cannot be read.
     """
-    msgpack_type = _get_msgpack_type(raw)
+    msgpack_type = _get_msgpack_type(raw_event)
     if msgpack_type == "map":
-        value = msgspec.structs.asdict(_MAP_DECODER.decode(raw))
-        type_name, raw_fields = value.pop("type"), value
+        raw_value_by_field = msgspec.structs.asdict(_MAP_DECODER.decode(raw_event))
+        type_name, raw_fields = raw_value_by_field.pop("type"), raw_value_by_field
     elif msgpack_type == "array":
-        values = _ARRAY_DECODER.decode(raw)
+        values = _ARRAY_DECODER.decode(raw_event)
         if not values:
             raise ValidationError("empty array")
         type_name = _TEXT_DECODER.decode(values[0])
@@ -165,16 +165,16 @@ def _decode_extra_key(raw: Raw) -> object:
 
 def _get_msgpack_type(raw: Raw) -> str:
     """What stands there by its first byte: `map`, `array`, `text`, `bytes`, `int` or `other`."""
-    tag = memoryview(raw)[0]
-    if 0x80 <= tag <= 0x8F or tag in (0xDE, 0xDF):
+    first_byte = memoryview(raw)[0]
+    if 0x80 <= first_byte <= 0x8F or first_byte in (0xDE, 0xDF):
         return "map"
-    if 0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD):
+    if 0x90 <= first_byte <= 0x9F or first_byte in (0xDC, 0xDD):
         return "array"
-    if 0xA0 <= tag <= 0xBF or 0xD9 <= tag <= 0xDB:
+    if 0xA0 <= first_byte <= 0xBF or 0xD9 <= first_byte <= 0xDB:
         return "text"
-    if 0xC4 <= tag <= 0xC6:
+    if 0xC4 <= first_byte <= 0xC6:
         return "bytes"
-    return "int" if tag <= 0x7F or tag >= 0xE0 or 0xCC <= tag <= 0xD3 else "other"
+    return "int" if first_byte <= 0x7F or first_byte >= 0xE0 or 0xCC <= first_byte <= 0xD3 else "other"
 
 
 _NEWER_FIELDS = frozenset({"mm_keys", "remaining_copy_counts", *(f for f in _FIELDS if f.startswith("skipped_"))})

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.feed_sockets import MAX_TOPICS, Context, FollowedStream, StreamSource, Subscription, send_request
+from events.feed_sockets import MAX_TOPICS, Context, FollowedStream, StreamSource, Subscription, open_request_socket
 from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
-    LiveFrame,
-    build_request,
-    parse_live,
-    parse_reply,
-    parse_snapshot,
+    LiveMessage,
+    build_replay_request,
+    parse_live_message,
+    parse_reply_message,
+    parse_snapshot_message,
 )
 from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
@@ -81,11 +81,11 @@ class EventFeed:
         self._poller = SocketPoller()
         self._thread = LoopThread("kv-feed", self._run)
         self._poller.watch_descriptor(self._thread.wakeup.fd)
-        self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
-        self._streams_by_dealer: dict[Any, FollowedStream] = {}
-        self._streams: dict[str, FollowedStream] = {}
+        self._subscription_by_socket: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
+        self._stream_by_dealer: dict[Any, FollowedStream] = {}
+        self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
-        self._unopened_sources: dict[str, _UnopenedSource] = {}
+        self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
         """Live messages of topics nobody follows."""
         self.fault_count = 0
@@ -125,21 +125,21 @@ class EventFeed:
         after it; other streams have their turns meanwhile. It is forgotten where the stream ends or begins anew."""
 
         def enqueue() -> None:
-            stream = self._streams.get(stream_id)
+            stream = self._stream_by_id.get(stream_id)
             if stream is not None:
                 stream.pending_work.append(work)
                 self._run_guarded(stream, self._process_stream, stream)
 
         self._thread.submit(enqueue)
 
-    def bind(self, endpoint: str, source_for_topic: Callable[[str], StreamSource | None]) -> str:
+    def bind(self, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
 
         Returns the bound address. Raises zmq.ZMQError if it cannot be bound.
         """
-        subscription = Subscription(self._context, None, bind=True)
+        subscription = Subscription(self._context, None, is_bound=True)
         subscription.open(endpoint)
-        subscription.source_for_topic = source_for_topic
+        subscription.find_source = find_source
         self._thread.submit(lambda: self._register(subscription))
         bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
@@ -153,8 +153,8 @@ class EventFeed:
 
     def get_stream_state(self, stream_id: str) -> StreamState | None:
         """Of one stream, as `states`."""
-        stream = self._streams.get(stream_id)
-        return stream.state if stream is not None else None
+        stream = self._stream_by_id.get(stream_id)
+        return stream.stream_state if stream is not None else None
 
     def close(self) -> None:
         if not self._thread.stop():
@@ -167,31 +167,31 @@ class EventFeed:
     # The feed's thread
 
     def _run(self) -> None:
-        tick_at = time.monotonic() + TICK_S
+        next_tick_at = time.monotonic() + TICK_S
         while self._thread.begin_iteration():
-            wait_s = 0 if self._busy_streams else max(0, tick_at - time.monotonic())
+            wait_s = 0 if self._busy_streams else max(0, next_tick_at - time.monotonic())
             self._run_guarded(None, self._poll_once, math.ceil(wait_s * 1000))
-            if time.monotonic() >= tick_at:
-                tick_at = time.monotonic() + TICK_S
+            if time.monotonic() >= next_tick_at:
+                next_tick_at = time.monotonic() + TICK_S
                 self._run_guarded(None, self._tick, time.monotonic())
 
     def _poll_once(self, wait_ms: int) -> None:
-        has_commands, ready = self._poller.poll(wait_ms)
+        has_commands, ready_sockets = self._poller.poll(wait_ms)
         if has_commands:
             for command in self._thread.take_commands():
                 self._run_guarded(None, command)
         for busy_stream in list(self._busy_streams):
             self._run_guarded(busy_stream, self._process_stream, busy_stream)
-        for socket in ready:
+        for socket in ready_sockets:
             # A handler or an earlier socket of this round may have closed it.
-            if (subscription := self._subscriptions.get(socket)) is not None:
+            if (subscription := self._subscription_by_socket.get(socket)) is not None:
                 read_socket = self._read_monitor if socket is subscription.monitor else self._read_live
                 self._run_guarded(subscription.stream, read_socket, subscription)
-            elif (stream := self._streams_by_dealer.get(socket)) is not None:
+            elif (stream := self._stream_by_dealer.get(socket)) is not None:
                 self._run_guarded(stream, self._read_replies, stream)
 
     def _tick(self, now: float) -> None:
-        for stream in list(self._streams.values()):
+        for stream in list(self._stream_by_id.values()):
             if stream.retry_at is not None and now >= stream.retry_at:
                 stream.retry_at = None
                 if stream.is_connected:
@@ -200,7 +200,7 @@ class EventFeed:
                 self._run_guarded(stream, self._reopen, stream)
             elif not stream.is_busy:
                 self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
-        for retry_at, pause_s, source in list(self._unopened_sources.values()):
+        for retry_at, pause_s, source in list(self._unopened_source_by_stream_id.values()):
             if now >= retry_at:
                 self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
@@ -235,34 +235,36 @@ class EventFeed:
             self._run_guarded(None, notify)  # the handler may be what raised
 
     def _reset_all(self) -> None:
-        for stream in list(self._streams.values()):
+        for stream in list(self._stream_by_id.values()):
             self._reset(stream, RuntimeError("the thread that reads events had ended"))
 
     def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
         self._remove(source.stream_id)
         stream = FollowedStream(source)
         try:
-            subscription = Subscription(self._context, source.topic, bind=False)
+            subscription = Subscription(self._context, source.topic, is_bound=False)
             subscription.open(source.endpoint)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
-            self._unopened_sources[source.stream_id] = _UnopenedSource(time.monotonic() + pause_s, pause_s, source)
+            self._unopened_source_by_stream_id[source.stream_id] = _UnopenedSource(
+                time.monotonic() + pause_s, pause_s, source
+            )
             self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
         subscription.stream = stream
-        self._streams[source.stream_id] = stream
+        self._stream_by_id[source.stream_id] = stream
         self._register(subscription)
 
     def _reopen(self, stream: FollowedStream) -> None:
         stream.disconnected_at = time.monotonic()
         for old_subscription in [
             old_subscription
-            for old_subscription in set(self._subscriptions.values())
+            for old_subscription in set(self._subscription_by_socket.values())
             if old_subscription.stream is stream
         ]:
             try:
-                replacement = Subscription(self._context, stream.source.topic, bind=False)
+                replacement = Subscription(self._context, stream.source.topic, is_bound=False)
                 replacement.open(stream.source.endpoint)
             except zmq.ZMQError as error:
                 logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
@@ -273,17 +275,17 @@ class EventFeed:
 
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
-            self._subscriptions[socket] = subscription
+            self._subscription_by_socket[socket] = subscription
             self._poller.register(socket)
 
     def _remove(self, stream_id: str) -> None:
-        self._unopened_sources.pop(stream_id, None)
-        stream = self._streams.pop(stream_id, None)
+        self._unopened_source_by_stream_id.pop(stream_id, None)
+        stream = self._stream_by_id.pop(stream_id, None)
         if stream is None:
             return
         self._busy_streams.discard(stream)
         self._cancel_request(stream)
-        for subscription in set(self._subscriptions.values()):
+        for subscription in set(self._subscription_by_socket.values()):
             if subscription.stream is stream:
                 self._unregister(subscription)
             subscription.unclaim_topics(stream)
@@ -291,26 +293,26 @@ class EventFeed:
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._poller.unregister(socket)
-            del self._subscriptions[socket]
+            del self._subscription_by_socket[socket]
         subscription.close()
 
     def _apply_stimulus_by_id(self, stream_id: str, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
-        stream = self._streams.get(stream_id)
+        stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             self._run_guarded(stream, self._apply_stimulus, stream, stimulus)
 
     def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
-        self._enqueue_instructions(stream, stimulus(stream.state))
+        self._enqueue_instructions(stream, stimulus(stream.stream_state))
 
     # Connections
 
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what happened to the connections; True where something did."""
-        has_events = False
+        had_event = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
             event_type = message["event"]
-            has_events = True
+            had_event = True
             if subscription.is_bound:
                 if event_type == zmq.EVENT_DISCONNECTED:
                     self._on_peer_disconnected(subscription, int(message["value"]))
@@ -319,21 +321,21 @@ class EventFeed:
                     self._on_connected(subscription.stream)
                 elif event_type == zmq.EVENT_DISCONNECTED:
                     self._on_disconnected(subscription.stream)
-        return has_events
+        return had_event
 
     def _on_connected(self, stream: FollowedStream) -> None:
         stream.is_connected, stream.disconnected_at = True, None
         if stream.retry_at is not None:
             return  # it broke off, and has not been quiet for long enough
         self._handler.connection_changed(stream.source.stream_id, True)
-        self._enqueue_instructions(stream, stream.state.on_connected(time.monotonic()))
+        self._enqueue_instructions(stream, stream.stream_state.on_connected(time.monotonic()))
 
     def _on_disconnected(self, stream: FollowedStream) -> None:
         stream.is_connected, stream.disconnected_at = False, time.monotonic()
-        if not stream.state.is_online:
+        if not stream.stream_state.is_online:
             return
         self._cancel_request(stream)
-        self._enqueue_instructions(stream, stream.state.on_disconnected())
+        self._enqueue_instructions(stream, stream.stream_state.on_disconnected())
         self._handler.connection_changed(stream.source.stream_id, False)
 
     def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
@@ -343,7 +345,7 @@ class EventFeed:
             if bound_descriptor == descriptor
         ]:
             del subscription.descriptor_by_topic[topic]
-            stream = subscription.streams_by_topic.get(topic)
+            stream = subscription.stream_by_topic.get(topic)
             if stream is not None:
                 self._run_guarded(stream, self._on_disconnected, stream)
 
@@ -369,11 +371,9 @@ class EventFeed:
 
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
         try:
-            frame = parse_live([part.bytes for part in frames])
+            message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
-            stream = (
-                subscription.streams_by_topic.get(frames[0].bytes) if subscription.is_bound else subscription.stream
-            )
+            stream = subscription.stream_by_topic.get(frames[0].bytes) if subscription.is_bound else subscription.stream
             if stream is None:
                 self.ignored_message_count += 1
             else:
@@ -381,35 +381,37 @@ class EventFeed:
             return
         stream = subscription.stream
         if subscription.is_bound:
-            stream = self._stream_of_topic(subscription, frame, int(frames[0].get(zmq.SRCFD)))
-        if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
+            stream = self._get_topic_stream(subscription, message, int(frames[0].get(zmq.SRCFD)))
+        if stream is None or (stream.source.topic and stream.source.topic.encode() != message.topic):
             self.ignored_message_count += 1  # a subscription matches every topic that begins with its own
             return
         if stream.is_full:
-            stream.state.stats.dropped_messages += 1
+            stream.stream_state.stats.dropped_messages += 1
             return
-        stream.topic = frame.topic
+        stream.topic = message.topic
         now = time.monotonic()
         self._run_guarded(
             stream,
             self._apply_stimulus,
             stream,
-            lambda state: state.on_live_batch(*frame[1:3], now, frame.publisher_id),
+            lambda state: state.on_live_batch(*message[1:3], now, message.publisher_id),
         )
 
-    def _stream_of_topic(self, subscription: Subscription, frame: LiveFrame, descriptor: int) -> FollowedStream | None:
+    def _get_topic_stream(
+        self, subscription: Subscription, message: LiveMessage, descriptor: int
+    ) -> FollowedStream | None:
         """The stream of a publisher that connected to us; brings it online if this is a new connection."""
-        topic = frame.topic
-        stream = subscription.streams_by_topic.get(topic)
+        topic = message.topic
+        stream = subscription.stream_by_topic.get(topic)
         if stream is None:
-            if subscription.note_unclaimed_topic(topic, descriptor) and not self._claim_topic(subscription, topic):
-                unclaimed_count = len(subscription.unclaimed_topics)
+            if subscription.record_unclaimed_topic(topic, descriptor) and not self._claim_topic(subscription, topic):
+                unclaimed_count = len(subscription.descriptor_by_unclaimed_topic)
                 logger.log(
                     logging.WARNING if unclaimed_count < MAX_TOPICS else logging.DEBUG,
                     "events of topic %r are ignored",
                     topic,
                 )
-            return subscription.streams_by_topic.get(topic)
+            return subscription.stream_by_topic.get(topic)
         if subscription.descriptor_by_topic.get(topic) != descriptor:
             self._run_guarded(stream, self._on_disconnected, stream)
             subscription.descriptor_by_topic[topic] = descriptor
@@ -418,22 +420,24 @@ class EventFeed:
 
     def _claim_topic(self, subscription: Subscription, topic: bytes) -> bool:
         """Follow an unclaimed topic, if a stream for it is known now."""
-        assert subscription.source_for_topic is not None
-        source = subscription.source_for_topic(topic.decode(errors="replace"))
+        assert subscription.find_source is not None
+        source = subscription.find_source(topic.decode(errors="replace"))
         if source is None or any(
             stream.source.stream_id == source.stream_id and stream.is_connected
-            for stream in subscription.streams_by_topic.values()
+            for stream in subscription.stream_by_topic.values()
         ):
             return False  # nobody's, or somebody's who is there already, by another topic
         self._remove(source.stream_id)
-        stream = self._streams[source.stream_id] = subscription.streams_by_topic[topic] = FollowedStream(source)
-        subscription.descriptor_by_topic[topic] = subscription.unclaimed_topics.pop(topic)
+        stream = self._stream_by_id[source.stream_id] = subscription.stream_by_topic[topic] = FollowedStream(source)
+        subscription.descriptor_by_topic[topic] = subscription.descriptor_by_unclaimed_topic.pop(topic)
         self._run_guarded(stream, self._on_connected, stream)
         return True
 
     def _rematch_topics(self) -> None:
-        for subscription in {subscription for subscription in self._subscriptions.values() if subscription.is_bound}:
-            for topic in list(subscription.unclaimed_topics):
+        for subscription in {
+            subscription for subscription in self._subscription_by_socket.values() if subscription.is_bound
+        }:
+            for topic in list(subscription.descriptor_by_unclaimed_topic):
                 self._claim_topic(subscription, topic)
 
     # Requests
@@ -457,7 +461,7 @@ class EventFeed:
                 continue
             instruction = stream.pop_instruction()
             if isinstance(instruction, RequestReplay):
-                replay = build_request(instruction.start_seq)
+                replay = build_replay_request(instruction.start_seq)
                 self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
             elif isinstance(instruction, RequestSnapshot):
                 self._request_snapshot(stream, instruction.request_id)
@@ -465,8 +469,8 @@ class EventFeed:
                 stream.continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
                 stream.continuation = instruction
-        if stream.state.stats.dropped_messages != stream.reported_drop_count:
-            dropped_count = stream.state.stats.dropped_messages - stream.reported_drop_count
+        if stream.stream_state.stats.dropped_messages != stream.reported_drop_count:
+            dropped_count = stream.stream_state.stats.dropped_messages - stream.reported_drop_count
             stream.reported_drop_count += dropped_count
             self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
         self._busy_streams.add(stream) if stream.is_busy else self._busy_streams.discard(stream)
@@ -474,7 +478,7 @@ class EventFeed:
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
         source = stream.source
         if source.snapshot_endpoint is None:
-            self._send_request(stream, request_id, source.replay_endpoint, build_request(SNAPSHOT_SEQ))
+            self._send_request(stream, request_id, source.replay_endpoint, build_replay_request(SNAPSHOT_SEQ))
         else:
             self._send_request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
             stream.awaits_snapshot = True
@@ -487,19 +491,21 @@ class EventFeed:
         assert endpoint is not None
         stream.awaits_snapshot = False
         try:
-            dealer = send_request(self._context, endpoint, request)
+            dealer = open_request_socket(self._context, endpoint, request)
         except zmq.ZMQError as error:
             reason = f"cannot ask {endpoint!r}: {error}"
-            self._enqueue_instructions(stream, stream.state.on_request_failed(request_id, time.monotonic(), reason))
+            self._enqueue_instructions(
+                stream, stream.stream_state.on_request_failed(request_id, time.monotonic(), reason)
+            )
             return
         stream.reply_socket, stream.request_id = dealer, request_id
-        self._streams_by_dealer[dealer] = stream
+        self._stream_by_dealer[dealer] = stream
         self._poller.register(dealer)
 
     def _cancel_request(self, stream: FollowedStream) -> None:
         if stream.reply_socket is not None:
             self._poller.unregister(stream.reply_socket)
-            del self._streams_by_dealer[stream.reply_socket]
+            del self._stream_by_dealer[stream.reply_socket]
             stream.reply_socket.close(0)
             stream.reply_socket = None
             stream.clear_replies()
@@ -514,8 +520,8 @@ class EventFeed:
                 break
             if not stream.store_reply(frames):
                 self._cancel_request(stream)
-                stream.state.stats.dropped_messages += 1
-                instructions = stream.state.on_request_failed(
+                stream.stream_state.stats.dropped_messages += 1
+                instructions = stream.stream_state.on_request_failed(
                     stream.request_id, time.monotonic(), "too many bytes of replies"
                 )
                 self._enqueue_instructions(stream, instructions)
@@ -526,21 +532,21 @@ class EventFeed:
         now, request_id = time.monotonic(), stream.request_id
         try:
             if stream.awaits_snapshot:
-                snapshot = parse_snapshot(frames)
+                snapshot = parse_snapshot_message(frames)
                 self._cancel_request(stream)
-                return stream.state.on_snapshot(request_id, *snapshot, now)
-            reply = parse_reply(frames)
+                return stream.stream_state.on_snapshot(request_id, *snapshot, now)
+            reply = parse_reply_message(frames)
         except DecodeError as error:
             return [MalformedMessage(str(error))]
         if reply.is_end:
             self._cancel_request(stream)
-            return stream.state.on_reply_end(stream.request_id, now)
-        return stream.state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
+            return stream.stream_state.on_reply_end(stream.request_id, now)
+        return stream.stream_state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
         for command in self._thread.take_commands():  # what was bound or added last must be closed too
             self._run_guarded(None, command)
-        for stream in self._streams.values():
+        for stream in self._stream_by_id.values():
             self._cancel_request(stream)
-        for subscription in set(self._subscriptions.values()):
+        for subscription in set(self._subscription_by_socket.values()):
             self._unregister(subscription)

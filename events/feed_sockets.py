@@ -44,7 +44,7 @@ class StreamSource:
     topic: str | None = None
     """Take only this topic; None or empty: whatever comes."""
     config: StreamConfig = field(default_factory=StreamConfig)
-    resume: tuple[int, int] | None = None
+    resume_position: tuple[int, int] | None = None
     snapshot_endpoint: str | None = None
     """Of a socket that answers snapshots only, as vLLM's; ours answers them at `replay_endpoint`."""
 
@@ -54,7 +54,7 @@ class FollowedStream:
 
     def __init__(self, source: StreamSource) -> None:
         self.source = source
-        self.state = self._new_state(source.resume)
+        self.stream_state = self._make_state(source.resume_position)
         self.topic = (source.topic or "").encode()
         """Of the last live message; replies of older vLLM carry none."""
         self.reply_socket: Socket | None = None
@@ -118,27 +118,27 @@ class FollowedStream:
         self.reply_bytes = 0
 
     def reset(self, retry_at: float) -> None:
-        self.state = self._new_state(None)
+        self.stream_state = self._make_state(None)
         self.pending_work.clear()
         self.clear_replies()
         self.pending_bytes = self.reported_drop_count = 0
         self.continuation = None
         self.retry_at = retry_at
 
-    def _new_state(self, resume: tuple[int, int] | None) -> StreamState:
+    def _make_state(self, resume_position: tuple[int, int] | None) -> StreamState:
         source = self.source
         config = replace(
             source.config,
             can_replay=source.config.can_replay and source.replay_endpoint is not None,
             has_snapshots=source.snapshot_endpoint is not None,
         )
-        return StreamState(config, resume)
+        return StreamState(config, resume_position)
 
 
 class Subscription:
     """One SUB socket with its monitor. `connect`ed ones carry one stream; bound ones a stream a topic."""
 
-    def __init__(self, context: Context, topic: str | None, bind: bool) -> None:
+    def __init__(self, context: Context, topic: str | None, is_bound: bool) -> None:
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
@@ -149,13 +149,13 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
-        self.is_bound = bind
+        self.is_bound = is_bound
         self.stream: FollowedStream | None = None
-        self.source_for_topic: Callable[[str], StreamSource | None] | None = None
-        self.streams_by_topic: dict[bytes, FollowedStream] = {}
+        self.find_source: Callable[[str], StreamSource | None] | None = None
+        self.stream_by_topic: dict[bytes, FollowedStream] = {}
         self.descriptor_by_topic: dict[bytes, int] = {}
         """Bound: topic -> descriptor of the connection its last message came on."""
-        self.unclaimed_topics: OrderedDict[bytes, int] = OrderedDict()
+        self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
         """Bound: the same of topics that nobody follows (yet), the oldest forgotten first."""
 
     def open(self, endpoint: str) -> None:
@@ -173,17 +173,17 @@ class Subscription:
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
         """Bound: its topics are unclaimed again."""
-        for topic in [topic for topic, topic_stream in self.streams_by_topic.items() if topic_stream is stream]:
-            del self.streams_by_topic[topic]
+        for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
+            del self.stream_by_topic[topic]
             self.descriptor_by_topic.pop(topic, None)
 
-    def note_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
+    def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
         """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""
-        is_new = topic not in self.unclaimed_topics and len(topic) <= MAX_TOPIC_BYTES
-        if is_new and len(self.unclaimed_topics) >= MAX_TOPICS:
-            self.unclaimed_topics.popitem(last=False)
+        is_new = topic not in self.descriptor_by_unclaimed_topic and len(topic) <= MAX_TOPIC_BYTES
+        if is_new and len(self.descriptor_by_unclaimed_topic) >= MAX_TOPICS:
+            self.descriptor_by_unclaimed_topic.popitem(last=False)
         if len(topic) <= MAX_TOPIC_BYTES:
-            self.unclaimed_topics[topic] = descriptor
+            self.descriptor_by_unclaimed_topic[topic] = descriptor
         return is_new
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Subscription:
         self.socket.close(0)
 
 
-def send_request(context: Context, endpoint: str, request: list[bytes]) -> Socket:
+def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
     """A socket on which the answer to this request will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0

@@ -26,7 +26,7 @@ MAX_HANDSHAKE_MS = 3_000
 """Who has not said by then that it speaks ZeroMQ is closed: it holds a descriptor (ZeroMQ's default: 30 s)."""
 
 
-class LiveFrame(NamedTuple):
+class LiveMessage(NamedTuple):
     topic: bytes
     seq: int
     payload: bytes
@@ -34,7 +34,7 @@ class LiveFrame(NamedTuple):
     """Empty where the publisher does not name itself."""
 
 
-class ReplyFrame(NamedTuple):
+class ReplyMessage(NamedTuple):
     seq: int
     payload: bytes
     publisher_id: bytes = b""
@@ -48,7 +48,7 @@ def pack_seq(seq: int) -> bytes:
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
-class SnapshotFrames(NamedTuple):
+class SnapshotMessage(NamedTuple):
     """The answer of a snapshot socket."""
 
     last_seq: int | None
@@ -68,40 +68,40 @@ def _parse_seq(frame: bytes) -> tuple[int, bytes]:
     return int.from_bytes(frame[:SEQ_BYTES], "big"), frame[SEQ_BYTES:]
 
 
-def parse_live(frames: Sequence[bytes]) -> LiveFrame:
+def parse_live_message(frames: Sequence[bytes]) -> LiveMessage:
     """`[topic, seq, payload]`. Raises DecodeError for any other shape."""
     if len(frames) != 3:
         raise DecodeError(f"live message: expected 3 frames (topic, seq, payload), got {len(frames)}")
     seq, publisher_id = _parse_seq(frames[1])
-    return LiveFrame(frames[0], seq, frames[2], publisher_id)
+    return LiveMessage(frames[0], seq, frames[2], publisher_id)
 
 
-def build_request(start_seq: int) -> list[bytes]:
+def build_replay_request(start_seq: int) -> list[bytes]:
     """What a DEALER sends to ask for replay from `start_seq`, or for a snapshot (SNAPSHOT_SEQ)."""
     return [b"", pack_seq(start_seq)]
 
 
-def parse_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
+def parse_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
     """(peer identity, start_seq) of what a ROUTER received: `[identity, "", start_seq]`. Raises DecodeError."""
     if len(frames) != 3 or frames[1]:
         raise DecodeError(f"replay request: expected frames identity, empty, start_seq; got {len(frames)} frames")
     return frames[0], _parse_seq(frames[2])[0]
 
 
-def build_reply(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+def build_reply_frames(peer_identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
     """One reply as the ROUTER sends it, with the topic, as current vLLM does."""
-    return [identity, b"", topic, pack_seq(seq), payload]
+    return [peer_identity, b"", topic, pack_seq(seq), payload]
 
 
-def parse_reply(frames: Sequence[bytes]) -> ReplyFrame:
+def parse_reply_message(frames: Sequence[bytes]) -> ReplyMessage:
     """What a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises DecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise DecodeError(f"replay reply: expected frames empty, (topic,) seq, payload; got {len(frames)} frames")
     seq, publisher_id = _parse_seq(frames[-2])
-    return ReplyFrame(seq, frames[-1], publisher_id)
+    return ReplyMessage(seq, frames[-1], publisher_id)
 
 
-def parse_snapshot(frames: Sequence[bytes]) -> SnapshotFrames:
+def parse_snapshot_message(frames: Sequence[bytes]) -> SnapshotMessage:
     """What a DEALER received of a snapshot socket: `["", last seq (signed), publisher id, chunk ...]`, or without the
     empty frame. Raises DecodeError."""
     if frames and not frames[0]:
@@ -112,4 +112,4 @@ def parse_snapshot(frames: Sequence[bytes]) -> SnapshotFrames:
             f"got {[len(frame) for frame in frames[:4]]}"
         )
     last_seq = int.from_bytes(frames[0], "big", signed=True)
-    return SnapshotFrames(None if last_seq < -1 else last_seq, frames[1], frames[2:])
+    return SnapshotMessage(None if last_seq < -1 else last_seq, frames[1], frames[2:])

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 BlockHash = NewType("BlockHash", int)
 """Unsigned 64 bits."""
 
-ROOT: BlockHash = BlockHash(xxh3_64_intdigest(b"blockcast block hash, version 1"))
+ROOT_HASH: BlockHash = BlockHash(xxh3_64_intdigest(b"blockcast block hash, version 1"))
 """Stands for the parent of a prompt's first block. Never on the wire: there the parent is nil."""
 
 _TOKEN_BYTES = 4
@@ -60,18 +60,20 @@ def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
     return b"".join(_encode_uint32(len(key)) + key for key in encoded_keys)
 
 
-def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
+def hash_block(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
     """The name of the block that holds `token_ids` after the block named `parent` (None: at the start of a prompt).
 
     `token_ids` may be an `array("I")` or any sequence of ints in [0, 2^32); else ValueError.
     """
-    parent_hash = ROOT if parent is None else parent
+    parent_hash = ROOT_HASH if parent is None else parent
     packed_ids = pack_token_ids(token_ids)
-    count = _encode_uint32(len(packed_ids) // _TOKEN_BYTES)
-    return BlockHash(xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + count + packed_ids + _pack_keys(extra_keys)))
+    packed_count = _encode_uint32(len(packed_ids) // _TOKEN_BYTES)
+    return BlockHash(
+        xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + packed_count + packed_ids + _pack_keys(extra_keys))
+    )
 
 
-def block_hashes(
+def hash_blocks(
     parent: int | None,
     token_ids: Sequence[int],
     block_size: int,
@@ -84,10 +86,10 @@ def block_hashes(
     start a prompt), `other_keys` those of the others. Equal to calling `block_hash` block by block, and
     several times faster.
     """
-    return chain_hashes(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
+    return hash_packed_blocks(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
 
 
-def chain_hashes(
+def hash_packed_blocks(
     parent: int | None,
     packed_ids: bytes,
     block_size: int,
@@ -97,31 +99,31 @@ def chain_hashes(
     """`block_hashes` of token ids that are packed already."""
     block_bytes = block_size * _TOKEN_BYTES
     packed_block_size = _encode_uint32(block_size)
-    key_bytes = other_bytes = b""
+    packed_keys = other_packed_keys = b""
     if first_keys or other_keys:
-        key_bytes, other_bytes = _pack_keys(first_keys), _pack_keys(other_keys)
-    block_digest: int = ROOT if parent is None else parent
+        packed_keys, other_packed_keys = _pack_keys(first_keys), _pack_keys(other_keys)
+    block_digest: int = ROOT_HASH if parent is None else parent
     hashes: list[BlockHash] = []
     for start_byte in range(0, len(packed_ids) - block_bytes + 1, block_bytes):
         block_digest = xxh3_64_intdigest(
             block_digest.to_bytes(8, "little")
             + packed_block_size
             + packed_ids[start_byte : start_byte + block_bytes]
-            + key_bytes
+            + packed_keys
         )
         hashes.append(BlockHash(block_digest))
-        key_bytes = other_bytes
+        packed_keys = other_packed_keys
     return hashes
 
 
-def hash_keys(lora_name: str | None, cache_salt: str | None, first_block: bool) -> tuple[str, ...]:
+def make_hash_keys(lora_name: str | None, cache_salt: str | None, is_first_block: bool) -> tuple[str, ...]:
     """What to pass as `extra_keys` for a block of a request: a salt and a LoRA of the same spelling stay different."""
     keys = () if lora_name is None else ("lora:" + lora_name,)
-    return (*keys, "salt:" + cache_salt) if first_block and cache_salt is not None else keys
+    return (*keys, "salt:" + cache_salt) if is_first_block and cache_salt is not None else keys
 
 
-def wire_keys(lora_name: str | None, cache_salt: str | None, first_block: bool) -> tuple[str, ...] | None:
+def make_wire_keys(lora_name: str | None, cache_salt: str | None, is_first_block: bool) -> tuple[str, ...] | None:
     """What stands in `BlockStored.extra_keys` for that block, as vLLM writes it: bare names, None for nothing."""
     keys = () if lora_name is None else (lora_name,)
-    keys = (*keys, cache_salt) if first_block and cache_salt is not None else keys
+    keys = (*keys, cache_salt) if is_first_block and cache_salt is not None else keys
     return keys or None

@@ -31,9 +31,9 @@ import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
 
-TYPES = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
-HASHES_SHOWN = 4
-SAVE_EVERY_S = 0.2
+EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
+SHOWN_HASH_COUNT = 4
+SAVE_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EventFilter:
         return not self.holders or any(holder in stream_id for holder in self.holders)
 
     def matches(self, event: Event) -> bool:
-        if self.types and not isinstance(event, tuple(TYPES[name] for name in self.types)):
+        if self.types and not isinstance(event, tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)):
             return False
         if isinstance(event, events.AllBlocksCleared):
             return True
@@ -63,7 +63,7 @@ class PositionFile:
     """The last batch seen of each stream, in a file that survives a kill."""
 
     path: Path | None
-    positions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    position_by_stream: dict[str, tuple[int, int]] = field(default_factory=dict)
     saved_at: float = 0.0
 
     @classmethod
@@ -78,17 +78,17 @@ class PositionFile:
     def record(self, item: Message | Notice) -> None:
         if isinstance(item, Message):
             if item.position is not None:
-                self.positions[item.stream_id] = item.position
+                self.position_by_stream[item.stream_id] = item.position
         elif isinstance(item.content, events.Clear):
-            self.positions.pop(item.stream_id, None)
+            self.position_by_stream.pop(item.stream_id, None)
 
     def save(self, now: float) -> None:
-        if self.path is None or now - self.saved_at < SAVE_EVERY_S:
+        if self.path is None or now - self.saved_at < SAVE_INTERVAL_S:
             return
         self.saved_at = now
-        scratch = self.path.with_name(self.path.name + ".new")
-        scratch.write_bytes(msgspec.json.encode(self.positions))
-        os.replace(scratch, self.path)
+        temporary_path = self.path.with_name(self.path.name + ".new")
+        temporary_path.write_bytes(msgspec.json.encode(self.position_by_stream))
+        os.replace(temporary_path, self.path)
 
 
 def format_hash(block_hash: int | bytes | None) -> str:
@@ -98,8 +98,8 @@ def format_hash(block_hash: int | bytes | None) -> str:
 
 
 def format_hashes(hashes: list[int | bytes]) -> str:
-    text = " ".join(format_hash(block_hash)[:16] for block_hash in hashes[:HASHES_SHOWN])
-    return text + (f" and {len(hashes) - HASHES_SHOWN} more" if len(hashes) > HASHES_SHOWN else "")
+    text = " ".join(format_hash(block_hash)[:16] for block_hash in hashes[:SHOWN_HASH_COUNT])
+    return text + (f" and {len(hashes) - SHOWN_HASH_COUNT} more" if len(hashes) > SHOWN_HASH_COUNT else "")
 
 
 def format_event(event: Event, show_tokens: bool) -> str:
@@ -143,8 +143,8 @@ def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_to
     line_start = f"{time_of_day} {item.stream_id} {seq_text}{origin}"
     for event in filter(event_filter.matches, item.decoded_batch.batch.events):
         yield f"{line_start} {format_event(event, show_tokens)}"
-    for problem in item.decoded_batch.errors:
-        yield f"{line_start} BAD      {problem}"
+    for error in item.decoded_batch.errors:
+        yield f"{line_start} BAD      {error}"
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
         yield f"{line_start} UNKNOWN  {count} x {event_type}"
 
@@ -160,8 +160,8 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         yield json.dumps(line, default=encode_bytes)
-    for problem in item.decoded_batch.errors:
-        yield json.dumps({**common_fields, "malformed": problem})
+    for error in item.decoded_batch.errors:
+        yield json.dumps({**common_fields, "malformed": error})
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
         yield json.dumps({**common_fields, "unknown_type": event_type, "count": count})
 
@@ -185,7 +185,7 @@ def open_recording(path: Path | None) -> Any:
     return gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w")
 
 
-def resolve_sources(
+def iter_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
     """Raises ClickException for a worker that cannot be asked."""
@@ -223,7 +223,9 @@ def resolve_sources(
 @click.option("--topic", help="Only this topic.")
 @click.option("--from-start", is_flag=True, help="Begin with everything the worker can still replay.")
 @click.option("--snapshot", is_flag=True, help="Begin with what is resident now (vLLM: what it can still replay).")
-@click.option("--type", "types", multiple=True, type=click.Choice(list(TYPES)), help="Only these event types.")
+@click.option(
+    "--type", "types", multiple=True, type=click.Choice(list(EVENT_CLASS_BY_NAME)), help="Only these event types."
+)
 @click.option("--group", "groups", multiple=True, type=int, help="Only these cache groups.")
 @click.option("--medium", "media", multiple=True, help="Only these media: GPU, CPU, STORAGE ...")
 @click.option("--holder", "holders", multiple=True, help="Only streams whose name contains this.")
@@ -242,10 +244,11 @@ def command(
     start_mode = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
     position_file = PositionFile.load(state_path)
     event_filter = EventFilter(types, groups, media, holders)
-    sources = list(resolve_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
+    sources = list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
     matching_sources = (source for source in sources if event_filter.matches_stream(source.stream_id))
     resumed_sources = [
-        replace(source, resume=position_file.positions.get(source.stream_id)) for source in matching_sources
+        replace(source, resume_position=position_file.position_by_stream.get(source.stream_id))
+        for source in matching_sources
     ]
     remaining_batches = batches
     with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as recording_file:
@@ -255,7 +258,7 @@ def command(
             )
         try:
             while remaining_batches is None or remaining_batches > 0:
-                item = subscriber.get(SAVE_EVERY_S)
+                item = subscriber.get(SAVE_INTERVAL_S)
                 position_file.save(time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue

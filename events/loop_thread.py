@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-STUCK_S = 15.0
+STUCK_AFTER_S = 15.0
 """A turn that takes so long is a fault."""
 
 
@@ -90,7 +90,7 @@ class LoopThread:
         if not self._thread.is_alive():
             return "has ended"
         idle_s = time.monotonic() - self._iteration_began_s
-        return f"has done nothing for {idle_s:.0f} s" if idle_s > STUCK_S else None
+        return f"has done nothing for {idle_s:.0f} s" if idle_s > STUCK_AFTER_S else None
 
     def restart(self, first_command: Callable[[], None]) -> bool:
         """Start the thread again where it has ended, with `first_command` before all others."""
@@ -124,14 +124,15 @@ class SocketPoller:
     kernel's epoll says whose descriptor rang. It rings once for any number of messages, and only until the socket is
     next looked at; so a socket that was found readable is asked again each round until it is not. Linux only.
 
-    Of one thread. Invariant: of a registered socket that has something to read, the descriptor rings, or `_readable`
+    Of one thread. Invariant: of a registered socket that has something to read, the descriptor rings, or
+    `_readable_sockets`
     has it."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._sockets: dict[int, Socket] = {}
-        self._descriptors: dict[Socket, int] = {}
-        self._readable: dict[Socket, None] = {}
+        self._socket_by_descriptor: dict[int, Socket] = {}
+        self._descriptor_by_socket: dict[Socket, int] = {}
+        self._readable_sockets: dict[Socket, None] = {}
         """In the order in which they were found."""
         self._wakeup_descriptor = -1
 
@@ -142,30 +143,32 @@ class SocketPoller:
 
     def register(self, socket: Socket) -> None:
         descriptor = socket.getsockopt(zmq.FD)
-        self._sockets[descriptor], self._descriptors[socket] = socket, descriptor
+        self._socket_by_descriptor[descriptor], self._descriptor_by_socket[socket] = socket, descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
-        self._readable[socket] = None  # what came before it was registered rings no more
+        self._readable_sockets[socket] = None  # what came before it was registered rings no more
 
     def unregister(self, socket: Socket) -> None:
         """Before it is closed."""
-        descriptor = self._descriptors.pop(socket)
-        del self._sockets[descriptor]
+        descriptor = self._descriptor_by_socket.pop(socket)
+        del self._socket_by_descriptor[descriptor]
         self._epoll.unregister(descriptor)
-        self._readable.pop(socket, None)
+        self._readable_sockets.pop(socket, None)
 
     def poll(self, wait_ms: int) -> tuple[bool, list[Socket]]:
         """(whether the plain descriptor is readable, sockets with something to read); waits where there is nothing."""
-        readable = self._readable
-        for socket in list(readable):
+        readable_sockets = self._readable_sockets
+        for socket in list(readable_sockets):
             if not _has_input(socket):
-                del readable[socket]
+                del readable_sockets[socket]
         is_woken = False
-        for descriptor, _ in self._epoll.poll(0 if readable else wait_ms / 1000, max(1, len(self._sockets) + 1)):
+        for descriptor, _ in self._epoll.poll(
+            0 if readable_sockets else wait_ms / 1000, max(1, len(self._socket_by_descriptor) + 1)
+        ):
             if descriptor == self._wakeup_descriptor:
                 is_woken = True
-            elif (ready_socket := self._sockets.get(descriptor)) is not None and _has_input(ready_socket):
-                readable[ready_socket] = None
-        return is_woken, list(readable)
+            elif (ready_socket := self._socket_by_descriptor.get(descriptor)) is not None and _has_input(ready_socket):
+                readable_sockets[ready_socket] = None
+        return is_woken, list(readable_sockets)
 
     def close(self) -> None:
         self._epoll.close()

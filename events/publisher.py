@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
-from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply, parse_request
+from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply_frames, parse_replay_request
 from events.loop_thread import WakeupPipe
 from events.replay_buffer import ReplayBuffer, ReplayEntry
 from events.replies import Reply, iter_replay, iter_snapshot
@@ -81,10 +81,10 @@ class EventPublisher:
 
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
         self._replay_buffer = ReplayBuffer(config.buffer_steps)
-        self._queue: deque[ReplayEntry] = deque()
+        self._unsent_entries: deque[ReplayEntry] = deque()
         self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied`
         self._resident_set = ResidentSet()
-        self._last_applied: ReplayEntry | None = None
+        self._last_applied_entry: ReplayEntry | None = None
 
         self._pending_replies: deque[Reply] = deque()
         self._is_closing = False
@@ -105,9 +105,9 @@ class EventPublisher:
         with self._lock:
             if self._is_closing:
                 raise RuntimeError("publish after close")
-            self._queue.append(self._replay_buffer.append(now, events, self.dp_rank))
+            self._unsent_entries.append(self._replay_buffer.append(now, events, self.dp_rank))
             self.stats.published_batches += 1
-            is_overfull = len(self._queue) > self.config.max_queue_size
+            is_overfull = len(self._unsent_entries) > self.config.max_queue_size
             self._wakeup.notify()  # with the lock held, so that the pipe is still open
         if is_overfull:
             self._drop_oldest()
@@ -147,8 +147,8 @@ class EventPublisher:
         if not self._resident_lock.acquire(blocking=False):
             return
         try:
-            if len(self._queue) > self.config.max_queue_size:
-                self._apply(self._queue.popleft())
+            if len(self._unsent_entries) > self.config.max_queue_size:
+                self._apply(self._unsent_entries.popleft())
                 self.stats.unsent_batches += 1
         finally:
             self._resident_lock.release()
@@ -163,18 +163,18 @@ class EventPublisher:
             poller.register(replay_socket, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
-            ready = dict(poller.poll(wait_ms))
+            ready_sockets = dict(poller.poll(wait_ms))
             has_more = self._send_live()
-            if not has_more and self._wakeup.fd in ready:
+            if not has_more and self._wakeup.fd in ready_sockets:
                 self._wakeup.clear()  # only now: until then, `notify` costs nothing
-                has_more = bool(self._queue)
-            if self._is_closing and not self._queue:
+                has_more = bool(self._unsent_entries)
+            if self._is_closing and not self._unsent_entries:
                 break
             if replay_socket is not None:
-                if replay_socket in ready:
+                if replay_socket in ready_sockets:
                     self._accept_requests(replay_socket)
-                all_peers_busy = self._send_replies(replay_socket)
-                wait_ms = 0 if has_more else (5 if all_peers_busy else 0) if self._pending_replies else None
+                are_all_peers_busy = self._send_replies(replay_socket)
+                wait_ms = 0 if has_more else (5 if are_all_peers_busy else 0) if self._pending_replies else None
             else:
                 wait_ms = 0 if has_more else None
         self._close_sockets()
@@ -183,23 +183,23 @@ class EventPublisher:
         """Send a slice of what waits; True where more waits."""
         for _ in range(LIVE_SLICE):
             with self._resident_lock:
-                if not self._queue:
+                if not self._unsent_entries:
                     return False
-                entry = self._queue.popleft()
+                entry = self._unsent_entries.popleft()
                 self._apply(entry)
-            payload = entry.payload()
+            payload = entry.encode_payload()
             self._live_socket.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
-        return bool(self._queue)
+        return bool(self._unsent_entries)
 
     def _apply(self, entry: ReplayEntry) -> None:
         """Update the resident set. The caller holds its lock."""
         try:
-            self._resident_set.apply(entry.events())
+            self._resident_set.apply(entry.read_events())
         except InvariantError as error:
             self.stats.broken_invariants += 1
             if self.stats.broken_invariants == 1:
                 logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
-        self._last_applied = entry
+        self._last_applied_entry = entry
 
     def _accept_requests(self, replay_socket: zmq.Socket[bytes]) -> None:
         while len(self._pending_replies) < MAX_REPLIES:
@@ -208,7 +208,7 @@ class EventPublisher:
             except zmq.Again:
                 return
             try:
-                identity, start_seq = parse_request(frames)
+                identity, start_seq = parse_replay_request(frames)
             except DecodeError as error:
                 logger.warning("ignored a message on the replay socket: %s", error)
                 continue
@@ -219,13 +219,13 @@ class EventPublisher:
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshots += 1
             with self._resident_lock:
-                blocks, last_entry = self._resident_set.list_blocks(), self._last_applied
+                blocks, last_entry = self._resident_set.list_blocks(), self._last_applied_entry
             return Reply(identity, iter_snapshot(blocks, last_entry, self.dp_rank, time.time()), now)
         self.stats.replays += 1
         with self._lock:
-            entries = self._replay_buffer.entries_from(start_seq)
+            entries = self._replay_buffer.list_entries_from(start_seq)
         # What has not reached the resident set yet is still to be sent live.
-        last_seq = self._last_applied.seq if self._last_applied else -1
+        last_seq = self._last_applied_entry.seq if self._last_applied_entry else -1
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
@@ -239,7 +239,7 @@ class EventPublisher:
             if message is None:
                 continue
             try:
-                replay_socket.send_multipart(build_reply(reply.identity, self._topic, *message), zmq.NOBLOCK)
+                replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
             except zmq.Again:
                 busy_peer_count += 1
                 if time.monotonic() - reply.progress_at < REPLY_STALL_S:

@@ -25,16 +25,16 @@ class ReplayEntry:
         self._dp_rank = dp_rank
         self._payload: bytes | None = None
 
-    def events(self) -> list[Event]:
+    def read_events(self) -> list[Event]:
         """The batch's events, read from the producer once; only until `payload` was called for the first time."""
         assert self._events is not None, f"events of seq {self.seq} were already encoded"
         if not isinstance(self._events, list):
             self._events = list(self._events)
         return self._events
 
-    def payload(self) -> bytes:
+    def encode_payload(self) -> bytes:
         if self._payload is None:
-            self._payload = encode_batch(EventBatch(self._ts, self.events(), self._dp_rank))
+            self._payload = encode_batch(EventBatch(self._ts, self.read_events(), self._dp_rank))
             self._events = None
         return self._payload
 
@@ -53,11 +53,11 @@ class ReplayBuffer:
         self.next_seq += 1
         return entry
 
-    def entries_from(self, start_seq: int) -> list[ReplayEntry]:
+    def list_entries_from(self, start_seq: int) -> list[ReplayEntry]:
         """The entries with `seq >= start_seq` that are still here, in order."""
-        first = self.next_seq - len(self._entries)
-        skip = max(0, start_seq - first)
-        return list(self._entries)[skip:]
+        first_seq = self.next_seq - len(self._entries)
+        skip_count = max(0, start_seq - first_seq)
+        return list(self._entries)[skip_count:]
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -13,26 +13,26 @@ from events.replay_buffer import ReplayEntry
 from events.resident_set import ResidentBlock, make_snapshot_events
 from events.types import Event, EventBatch
 
-ReplyMessage = tuple[int, bytes]
+SeqAndPayload = tuple[int, bytes]
 
-SNAPSHOT_CHUNK_BLOCKS = 1024
+BLOCKS_PER_SNAPSHOT_CHUNK = 1024
 """A snapshot chunk is closed when it holds at least so many blocks."""
 
 
-def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[ReplyMessage]:
+def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[SeqAndPayload]:
     """The batches themselves, then the end marker."""
     for entry in entries:
-        yield entry.seq, entry.payload()
+        yield entry.seq, entry.encode_payload()
     yield END_SEQ, b""
 
 
 def iter_snapshot(
     blocks: list[ResidentBlock],
-    last: ReplayEntry | None,
+    last_entry: ReplayEntry | None,
     dp_rank: int | None,
     ts: float,
-    chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS,
-) -> Iterator[ReplyMessage]:
+    blocks_per_chunk: int = BLOCKS_PER_SNAPSHOT_CHUNK,
+) -> Iterator[SeqAndPayload]:
     """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
     end marker.
 
@@ -41,14 +41,14 @@ def iter_snapshot(
     events: list[Event] = []
     block_count = 0
     for event in make_snapshot_events(blocks):
-        if block_count >= chunk_blocks:
+        if block_count >= blocks_per_chunk:
             yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
             events, block_count = [], 0
         events.append(event)
         block_count += len(event.block_hashes)
     yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
-    if last is not None:
-        yield last.seq, last.payload()
+    if last_entry is not None:
+        yield last_entry.seq, last_entry.encode_payload()
     yield END_SEQ, b""
 
 
@@ -57,17 +57,17 @@ class Reply:
 
     __slots__ = ("_messages", "_next", "identity", "progress_at")
 
-    def __init__(self, identity: bytes, messages: Iterator[ReplyMessage], now: float) -> None:
+    def __init__(self, identity: bytes, messages: Iterator[SeqAndPayload], now: float) -> None:
         self.identity = identity
         self.progress_at = now
         """When the peer last took something (monotonic seconds)."""
         self._messages = messages
-        self._next: ReplyMessage | None = next(messages, None)
+        self._next_message: SeqAndPayload | None = next(messages, None)
 
-    def peek(self) -> ReplyMessage | None:
+    def peek(self) -> SeqAndPayload | None:
         """The message to send next; None at the end."""
-        return self._next
+        return self._next_message
 
     def advance(self, now: float) -> None:
-        self._next = next(self._messages, None)
+        self._next_message = next(self._messages, None)
         self.progress_at = now

@@ -32,7 +32,7 @@ class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
     """One resident block; never changed, so a list of them is a consistent picture."""
 
     name: BlockName
-    parent: BlockName | None
+    parent_name: BlockName | None
     token_ids: array[int]
     extra_keys: tuple[Any, ...] | None
     stored_event: BlockStored
@@ -46,17 +46,17 @@ class ResidentSet:
     """Applies events in stream order; what our engine never announces is skipped and raised as InvariantError."""
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, ResidentBlock] = {}
+        self._block_by_key: dict[BlockKey, ResidentBlock] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._block_by_key)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._blocks
+        return key in self._block_by_key
 
     def list_blocks(self) -> list[ResidentBlock]:
         """A consistent picture, in announcement order."""
-        return list(self._blocks.values())
+        return list(self._block_by_key.values())
 
     def apply(self, events: Iterable[Event]) -> None:
         """Apply a batch. An event that breaks an invariant is skipped; the first such error is raised at the end."""
@@ -74,10 +74,10 @@ class ResidentSet:
             self._store(event)
         elif isinstance(event, BlockRemoved):
             for name in event.block_hashes:
-                if self._blocks.pop((event.group_idx, event.medium, name), None) is None:
+                if self._block_by_key.pop((event.group_idx, event.medium, name), None) is None:
                     raise InvariantError(f"removed block {name!r} of group {event.group_idx} was not resident")
         elif isinstance(event, AllBlocksCleared):
-            self._blocks.clear()
+            self._block_by_key.clear()
 
     def _store(self, event: BlockStored) -> None:
         block_size = event.block_size
@@ -86,14 +86,14 @@ class ResidentSet:
                 f"stored {len(event.block_hashes)} blocks of {block_size} tokens with {len(event.token_ids)} token ids"
             )
         token_ids = array("I", event.token_ids)
-        stored_event = _replace_blocks(event, [])
+        stored_event = _copy_with_blocks(event, [])
         extra_keys_by_block = event.extra_keys or [None] * len(event.block_hashes)
         parent_name, start_token = event.parent_block_hash, 0
         for block_name, extra_keys in zip(event.block_hashes, extra_keys_by_block):
             block_key = (event.group_idx, event.medium, block_name)
-            if block_key in self._blocks:
+            if block_key in self._block_by_key:
                 raise InvariantError(f"stored block {block_name!r} of group {event.group_idx} was resident already")
-            self._blocks[block_key] = ResidentBlock(
+            self._block_by_key[block_key] = ResidentBlock(
                 block_name, parent_name, token_ids[start_token : start_token + block_size], extra_keys, stored_event
             )
             parent_name, start_token = block_name, start_token + block_size
@@ -106,17 +106,17 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
     """
     joined_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
-        continues = (
+        is_continuation = (
             joined_blocks
-            and block.parent == joined_blocks[-1].name
+            and block.parent_name == joined_blocks[-1].name
             and block.stored_event == joined_blocks[-1].stored_event
         )
-        if joined_blocks and (not continues or len(joined_blocks) >= MAX_BLOCKS_PER_EVENT):
-            yield _replace_blocks(joined_blocks[0].stored_event, joined_blocks)
+        if joined_blocks and (not is_continuation or len(joined_blocks) >= MAX_BLOCKS_PER_EVENT):
+            yield _copy_with_blocks(joined_blocks[0].stored_event, joined_blocks)
             joined_blocks = []
         joined_blocks.append(block)
     if joined_blocks:
-        yield _replace_blocks(joined_blocks[0].stored_event, joined_blocks)
+        yield _copy_with_blocks(joined_blocks[0].stored_event, joined_blocks)
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
@@ -136,7 +136,7 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
         ancestor: BlockName | None = block_name
         while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
             ancestor_names.append(ancestor)
-            ancestor = blocks_by_name[ancestor][0].parent
+            ancestor = blocks_by_name[ancestor][0].parent_name
         ordered_names.update(dict.fromkeys(reversed(ancestor_names)))
     return [*(block for block_name in ordered_names for block in blocks_by_name[block_name]), *partial_blocks]
 
@@ -145,12 +145,12 @@ def _is_partial_attention(block: ResidentBlock) -> bool:
     return block.stored_event.kv_cache_spec_kind not in (None, *FULL_ATTENTION_KINDS)
 
 
-def _replace_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
+def _copy_with_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
     """The event with these `blocks` instead of its own."""
     return msgspec.structs.replace(
         event,
         block_hashes=[block.name for block in blocks],
-        parent_block_hash=blocks[0].parent if blocks else None,
+        parent_block_hash=blocks[0].parent_name if blocks else None,
         token_ids=[token for block in blocks for token in block.token_ids],
         extra_keys=[block.extra_keys for block in blocks],
     )

@@ -59,14 +59,17 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
     DecodeError for anything else.
     """
     try:
-        raw = msgspec.json.decode(body)
-        if isinstance(raw, dict) and isinstance(raw.get("sources"), list):
-            raw = raw["sources"]
-        if isinstance(raw, dict):
-            ranks = msgspec.convert(raw, dict[int, EventSource], strict=False)
-            sources = [msgspec.structs.replace(ranks[rank], data_parallel_rank=rank) for rank in sorted(ranks)]
+        answer = msgspec.json.decode(body)
+        if isinstance(answer, dict) and isinstance(answer.get("sources"), list):
+            answer = answer["sources"]
+        if isinstance(answer, dict):
+            source_by_rank = msgspec.convert(answer, dict[int, EventSource], strict=False)
+            sources = [
+                msgspec.structs.replace(source_by_rank[rank], data_parallel_rank=rank)
+                for rank in sorted(source_by_rank)
+            ]
         else:
-            sources = sorted(msgspec.convert(raw, list[EventSource]), key=lambda source: source.data_parallel_rank)
+            sources = sorted(msgspec.convert(answer, list[EventSource]), key=lambda source: source.data_parallel_rank)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"{worker_url}/kv_event_sources: {error}") from error
     sources = [source for source in sources if source.enable_kv_cache_events and source.publisher != "null"]
@@ -87,8 +90,8 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
     scheme, separator, authority = endpoint.partition("://")
     if scheme != "tcp" or not separator:
         return endpoint
-    address, _, port = authority.rpartition(":")
-    if address not in _WILDCARD_HOSTS:
+    advertised_host, _, port = authority.rpartition(":")
+    if advertised_host not in _WILDCARD_HOSTS:
         return endpoint
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -99,6 +102,6 @@ def parse_endpoint_host(endpoint: str) -> str | None:
     return authority.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
 
 
-def default_source(host: str, topic: str = "") -> EventSource:
+def make_default_source(host: str, topic: str = "") -> EventSource:
     """Where a vLLM worker without `/kv_event_sources` publishes by default, without replay."""
     return EventSource(endpoint=resolve_endpoint(f"tcp://*:{DEFAULT_PORT}", host), topic=topic)

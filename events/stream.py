@@ -48,10 +48,10 @@ NO_SNAPSHOT = "the publisher has no snapshot now"
 class StreamState:
     """The state of one stream. Call `connected` first; every method returns what to do, in order.
 
-    `resume` = (last seq, digest of its payload) continues after a restart of the subscriber.
+    `resume_position` = (last seq, digest of its payload) continues after a restart of the subscriber.
     """
 
-    def __init__(self, config: StreamConfig | None = None, resume: tuple[int, int] | None = None) -> None:
+    def __init__(self, config: StreamConfig | None = None, resume_position: tuple[int, int] | None = None) -> None:
         self.config = config or StreamConfig()
         self.stats = StreamStats()
         self.phase = StreamPhase.LIVE
@@ -59,32 +59,32 @@ class StreamState:
         self._next_seq: int | None = None
         self._applied_batches = AppliedBatches(self.config.max_recent_batches)
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
-        self._has_started = resume is not None
-        if resume is not None:
-            self._next_seq = resume[0] + 1
-            self._applied_batches.record(*resume)
+        self._has_started = resume_position is not None
+        if resume_position is not None:
+            self._next_seq = resume_position[0] + 1
+            self._applied_batches.record(*resume_position)
         self._publisher_id = b""
         self._epoch: str | None = None
         self._restarted_since_epoch = False
-        self._has_state = self._has_started  # something was applied since the last Clear
+        self._has_applied_state = self._has_started  # something was applied since the last Clear
         self._request_id = 0
         self._deadline: float | None = None
-        self._attempts = 0
-        self._restart_attempts = 0
-        self._last_batch_unconfirmed = False  # REPAIR: the last seen batch has not come back yet
+        self._attempt_count = 0
+        self._restart_attempt_count = 0
+        self._awaits_last_batch = False  # REPAIR: the last seen batch has not come back yet
         self._is_tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
-        self._snapshot_chunks = 0  # SNAPSHOT: chunks that came
-        self._snapshot_seqs = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
+        self._snapshot_chunk_count = 0  # SNAPSHOT: chunks that came
+        self._snapshot_batch_count = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
         self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
-        self._activity_at: float | None = None  # LIVE: when to count the silence from; None: checked already
+        self._silence_began_at: float | None = None  # LIVE: when to count the silence from; None: checked already
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """(last applied seq, digest of its payload), to be passed as `resume`; None before the first batch."""
+        """(last applied seq, digest of its payload), to be passed as `resume_position`; None before the first batch."""
         if self._next_seq is None:
             return None
-        last = self._applied_batches.digest_of(self._next_seq - 1)
-        return None if last is None else (self._next_seq - 1, last)
+        last_digest = self._applied_batches.get_digest(self._next_seq - 1)
+        return None if last_digest is None else (self._next_seq - 1, last_digest)
 
     # Stimuli
 
@@ -92,7 +92,7 @@ class StreamState:
         """The subscription is up, for the first time or again. Call before handing over what came on it."""
         self.is_online = True
         self._early_batches.clear()
-        self._attempts = self._restart_attempts = 0
+        self._attempt_count = self._restart_attempt_count = 0
         if not self._has_started:
             self._has_started = True
             if self.config.start_mode is StartMode.LIVE:
@@ -113,11 +113,11 @@ class StreamState:
         if not self.is_online:
             return []  # older than the reconnect that is coming; replay has it
         if self._is_other_publisher(publisher_id):
-            self._activity_at = now
+            self._silence_began_at = now
             return self._handle_restart("the publisher has another id", now, seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return [MalformedMessage(f"live message with the reserved seq {seq}")]
-        self._activity_at = now
+        self._silence_began_at = now
         if self._next_seq is not None and seq < self._next_seq:
             return self._handle_old_batch(seq, payload, now)
         if self.phase is StreamPhase.LIVE:
@@ -131,7 +131,7 @@ class StreamState:
             self._store_early(seq, payload)
             return []
         if early_payload == payload:
-            return self._note_duplicate(seq)
+            return self._record_duplicate(seq)
         return self._handle_restart(f"two different batches with seq {seq}", now, seq, payload)
 
     def on_reply(
@@ -157,7 +157,7 @@ class StreamState:
             return []
         self._deadline = None
         if self.phase is StreamPhase.SNAPSHOT:
-            if self._snapshot_seqs == 1 or (self._snapshot_seqs == 0 and self._snapshot_chunks):
+            if self._snapshot_batch_count == 1 or (self._snapshot_batch_count == 0 and self._snapshot_chunk_count):
                 self.stats.snapshots += 1
                 if self._next_seq is None:
                     self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
@@ -165,8 +165,8 @@ class StreamState:
             # None offered, or something else came instead of it: the ring is all there is.
             return [*self._clear("no snapshot"), *self._start_rebuild(now)]
         if self.phase is StreamPhase.REBUILD and self._next_seq is None:
-            self._next_seq = min(self._early_batches.seqs(), default=0)
-        if self.phase is StreamPhase.REPAIR and self._last_batch_unconfirmed and not self._is_tail_check:
+            self._next_seq = min(self._early_batches.list_seqs(), default=0)
+        if self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
         return self._finish_reply(now)
@@ -183,7 +183,7 @@ class StreamState:
             return self._handle_restart("the publisher has another id", now)
         self._deadline = None
         self.stats.snapshots += 1
-        self._next_seq, self._has_state = last_seq + 1, True
+        self._next_seq, self._has_applied_state = last_seq + 1, True
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
         return instructions + self._finish_reply(now)
 
@@ -198,18 +198,18 @@ class StreamState:
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
-        self._attempts += 1
-        is_exhausted = self._attempts >= self.config.max_attempts
+        self._attempt_count += 1
+        is_exhausted = self._attempt_count >= self.config.max_attempts
         if self.phase is StreamPhase.REPAIR and self._is_tail_check:
             instructions = self._finish_reply(now)
-            self._activity_at = now  # nobody confirmed the tail: check again after the next silence
+            self._silence_began_at = now  # nobody confirmed the tail: check again after the next silence
             return instructions
         if self.phase is StreamPhase.REPAIR:
             return self._give_up(reason, now) if is_exhausted else self._start_repair(now)
         if self.phase is StreamPhase.SNAPSHOT:
             if is_exhausted:
-                self._attempts = 0
-                self._retry_at = now + self.config.retry_s
+                self._attempt_count = 0
+                self._retry_at = now + self.config.snapshot_retry_s
                 return [*self._clear(reason), *self._start_rebuild(now)]
             return [*self._clear(reason), *self._start_snapshot(now)]
         return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
@@ -223,7 +223,7 @@ class StreamState:
         reason = f"epoch {previous_epoch} became {epoch}"
         if self.is_online:
             return self._handle_restart(reason, now)
-        if self._has_state:
+        if self._has_applied_state:
             return []  # what comes when it is back shows it, and clears
         self.stats.restarts += 1
         return [PublisherRestarted(reason)]
@@ -238,9 +238,9 @@ class StreamState:
             return self.on_request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
         if self._retry_at is not None and now >= self._retry_at:
             return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
-        is_silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
+        is_silent = self._silence_began_at is not None and now - self._silence_began_at >= self.config.tail_check_s
         if self.phase is StreamPhase.LIVE and is_silent and self._next_seq is not None and self.config.can_replay:
-            self._activity_at = None
+            self._silence_began_at = None
             instructions = self._start_repair(now)
             self._is_tail_check = True
             return instructions
@@ -250,22 +250,22 @@ class StreamState:
 
     def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         assert self._next_seq is not None
-        if self._last_batch_unconfirmed:
+        if self._awaits_last_batch:
             if seq < self._next_seq - 1:
                 return []
             if seq > self._next_seq - 1:
                 return self._discard_and_start_over(
                     f"replay begins at seq {seq}, seq {self._next_seq - 1} is no longer kept", now
                 )
-            if self._applied_batches.digest_of(seq) != digest_payload(payload):
+            if self._applied_batches.get_digest(seq) != digest_payload(payload):
                 return self._handle_restart(f"seq {seq} is another batch than before", now)
-            self._last_batch_unconfirmed = False
+            self._awaits_last_batch = False
             return []
         if seq < self._next_seq:
             return []
         if seq > self._next_seq:
             return self._handle_reply_gap(seq, now)
-        self._attempts = 0
+        self._attempt_count = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
     def _handle_rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
@@ -275,17 +275,17 @@ class StreamState:
 
     def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
         """A ROUTER without flow control dropped part of its reply: ask for the rest."""
-        self._attempts += 1
-        if self._attempts > self.config.max_attempts:
+        self._attempt_count += 1
+        if self._attempt_count > self.config.max_attempts:
             return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
         return self._start_repair(now)
 
     def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
-        if seq == SNAPSHOT_SEQ and self._snapshot_seqs == 0:
-            self._snapshot_chunks += 1
-            self._has_state = True
+        if seq == SNAPSHOT_SEQ and self._snapshot_batch_count == 0:
+            self._snapshot_chunk_count += 1
+            self._has_applied_state = True
             return [Apply(None, payload, Origin.SNAPSHOT)]
-        self._snapshot_seqs += 1
+        self._snapshot_batch_count += 1
         self._next_seq = seq + 1
         self._applied_batches.record(seq, digest_payload(payload))
         return []
@@ -306,23 +306,23 @@ class StreamState:
             )
         self.phase = StreamPhase.REPAIR
         # Of the last batch in vLLM's snapshot no bytes are known: its id tells whether this is the same process.
-        by_id = self._publisher_id and self._applied_batches.digest_of(self._next_seq - 1) is None
-        self._last_batch_unconfirmed = self._next_seq > 0 and not by_id
+        is_confirmed_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
+        self._awaits_last_batch = self._next_seq > 0 and not is_confirmed_by_id
         return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
 
     def _start_over(self, now: float) -> list[Instruction]:
         """Get the state from nothing; the caller has cleared."""
-        self._restart_attempts += 1
+        self._restart_attempt_count += 1
         self._retry_at = None
-        if not self.config.can_recover or self._restart_attempts > self.config.max_attempts:
+        if not self.config.can_recover or self._restart_attempt_count > self.config.max_attempts:
             return self._give_up("cannot catch up" if self.config.can_recover else NO_REPLAY, now)
-        self._attempts = 0
+        self._attempt_count = 0
         wants_snapshot = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
         return self._start_snapshot(now) if wants_snapshot else self._start_rebuild(now)
 
     def _start_snapshot(self, now: float) -> list[Instruction]:
         self.phase = StreamPhase.SNAPSHOT
-        self._snapshot_seqs = self._snapshot_chunks = 0
+        self._snapshot_batch_count = self._snapshot_chunk_count = 0
         return [RequestSnapshot(self._begin_request(now))]
 
     def _start_rebuild(self, now: float) -> list[Instruction]:
@@ -340,32 +340,32 @@ class StreamState:
     def _finish_reply(self, now: float) -> list[Instruction]:
         """A reply is complete: apply what was buffered meanwhile, and see whether anything is still missing."""
         instructions: list[Instruction] = []
-        for seq in self._early_batches.seqs():
+        for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None
             if seq > self._next_seq:
                 break
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._applied_batches.digest_of(seq) not in (None, digest_payload(payload)):
+            elif self._applied_batches.get_digest(seq) not in (None, digest_payload(payload)):
                 return [
                     *instructions,
                     *self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload),
                 ]
             else:
-                instructions += self._note_duplicate(seq)
-        self._last_batch_unconfirmed = False
+                instructions += self._record_duplicate(seq)
+        self._awaits_last_batch = False
         if (
             self._early_batches.highest_seq is not None
             and self._next_seq is not None
             and self._early_batches.highest_seq >= self._next_seq
         ):
-            self._attempts += 1
-            if self._attempts > self.config.max_attempts:
+            self._attempt_count += 1
+            if self._attempt_count > self.config.max_attempts:
                 return [*instructions, *self._discard_and_start_over(f"replay never brings seq {self._next_seq}", now)]
             return [*instructions, *self._start_repair(now)]
         if self.phase is not StreamPhase.REPAIR or not self._is_tail_check:
-            self._activity_at = now
+            self._silence_began_at = now
         self._enter_live()
         return instructions
 
@@ -388,28 +388,28 @@ class StreamState:
         """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
         instructions = self._clear(reason)
         self._deadline = None
-        run = self._early_batches.newest_run()
-        instructions += [self._apply(seq, payload, Origin.LIVE) for seq, payload in run]
-        if not run and self._early_batches.highest_seq is not None:
+        newest_batches = self._early_batches.list_newest_run()
+        instructions += [self._apply(seq, payload, Origin.LIVE) for seq, payload in newest_batches]
+        if not newest_batches and self._early_batches.highest_seq is not None:
             self._next_seq = self._early_batches.highest_seq + 1
-        self._activity_at = now
+        self._silence_began_at = now
         self._enter_live()
         if self.config.can_recover and self.config.start_mode is StartMode.SNAPSHOT:
-            self._retry_at = now + self.config.retry_s
+            self._retry_at = now + self.config.snapshot_retry_s
         return instructions
 
     def _enter_live(self) -> None:
         self._early_batches.clear()
         self.phase = StreamPhase.LIVE
         self._deadline = None
-        self._attempts = self._restart_attempts = 0
-        self._is_tail_check = self._last_batch_unconfirmed = False
+        self._attempt_count = self._restart_attempt_count = 0
+        self._is_tail_check = self._awaits_last_batch = False
 
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
-        applied_digest = self._applied_batches.digest_of(seq)
+        applied_digest = self._applied_batches.get_digest(seq)
         if applied_digest == digest_payload(payload):
-            return self._note_duplicate(seq)
+            return self._record_duplicate(seq)
         if applied_digest is not None:
             return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
         self._store_early(seq, payload)
@@ -420,7 +420,7 @@ class StreamState:
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
         self._next_seq = seq + 1
-        self._has_state = True
+        self._has_applied_state = True
         self._applied_batches.record(seq, digest_payload(payload))
         self.stats.applied_batches += 1
         return Apply(seq, payload, origin)
@@ -428,13 +428,13 @@ class StreamState:
     def _clear(self, reason: str) -> list[Instruction]:
         self._next_seq = None
         self._applied_batches.clear()
-        if not self._has_state:
+        if not self._has_applied_state:
             return []
-        self._has_state = False
+        self._has_applied_state = False
         self.stats.clears += 1
         return [Clear(reason)]
 
-    def _note_duplicate(self, seq: int) -> list[Instruction]:
+    def _record_duplicate(self, seq: int) -> list[Instruction]:
         self.stats.duplicates += 1
         return [DuplicateBatch(seq)]
 

@@ -20,32 +20,32 @@ class AppliedBatches:
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
-        self._digests: OrderedDict[int, int] = OrderedDict()
+        self._digest_by_seq: OrderedDict[int, int] = OrderedDict()
 
     def record(self, seq: int, digest: int) -> None:
-        self._digests[seq] = digest
-        while len(self._digests) > self._max_count:
-            self._digests.popitem(last=False)
+        self._digest_by_seq[seq] = digest
+        while len(self._digest_by_seq) > self._max_count:
+            self._digest_by_seq.popitem(last=False)
 
-    def digest_of(self, seq: int) -> int | None:
+    def get_digest(self, seq: int) -> int | None:
         """None: never applied, or forgotten since."""
-        return self._digests.get(seq)
+        return self._digest_by_seq.get(seq)
 
     def clear(self) -> None:
-        self._digests.clear()
+        self._digest_by_seq.clear()
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert len(self._digests) <= self._max_count
+        assert len(self._digest_by_seq) <= self._max_count
 
 
 class OutOfOrderBatches:
     """Live batches that wait for the ones before them. What does not fit is dropped, and shows as a gap."""
 
-    def __init__(self, max_frames: int, max_bytes: int) -> None:
-        self._max_frames = max_frames
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        self._max_batches = max_batches
         self._max_bytes = max_bytes
-        self._payloads: dict[int, bytes] = {}
+        self._payload_by_seq: dict[int, bytes] = {}
         self._used_bytes = 0
         self.highest_seq: int | None = None
         """The newest seq that came, dropped or not."""
@@ -53,44 +53,46 @@ class OutOfOrderBatches:
     def store(self, seq: int, payload: bytes) -> bool:
         """False: it does not fit."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
-        self._used_bytes -= len(self._payloads.pop(seq, b""))
-        if len(self._payloads) >= self._max_frames or self._used_bytes + len(payload) > self._max_bytes:
+        self._used_bytes -= len(self._payload_by_seq.pop(seq, b""))
+        if len(self._payload_by_seq) >= self._max_batches or self._used_bytes + len(payload) > self._max_bytes:
             return False
-        self._payloads[seq] = payload
+        self._payload_by_seq[seq] = payload
         self._used_bytes += len(payload)
         return True
 
     def get(self, seq: int) -> bytes | None:
-        return self._payloads.get(seq)
+        return self._payload_by_seq.get(seq)
 
     def pop(self, seq: int) -> bytes:
-        payload = self._payloads.pop(seq)
+        payload = self._payload_by_seq.pop(seq)
         self._used_bytes -= len(payload)
         return payload
 
-    def seqs(self) -> list[int]:
+    def list_seqs(self) -> list[int]:
         """What waits, in order."""
-        return sorted(self._payloads)
+        return sorted(self._payload_by_seq)
 
-    def newest_run(self) -> list[tuple[int, bytes]]:
+    def list_newest_run(self) -> list[tuple[int, bytes]]:
         """The consecutive batches that end with the newest one that came; empty where that one was dropped."""
         run: list[tuple[int, bytes]] = []
         seq = self.highest_seq
-        while seq is not None and (payload := self._payloads.get(seq)) is not None:
+        while seq is not None and (payload := self._payload_by_seq.get(seq)) is not None:
             run.append((seq, payload))
             seq -= 1
         return run[::-1]
 
     def clear(self) -> None:
-        self._payloads.clear()
+        self._payload_by_seq.clear()
         self._used_bytes = 0
         self.highest_seq = None
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert self._used_bytes == sum(map(len, self._payloads.values()))
-        assert len(self._payloads) <= self._max_frames
-        assert not self._payloads or (self.highest_seq is not None and self.highest_seq >= max(self._payloads))
+        assert self._used_bytes == sum(map(len, self._payload_by_seq.values()))
+        assert len(self._payload_by_seq) <= self._max_batches
+        assert not self._payload_by_seq or (
+            self.highest_seq is not None and self.highest_seq >= max(self._payload_by_seq)
+        )
 
     def __bool__(self) -> bool:
-        return bool(self._payloads)
+        return bool(self._payload_by_seq)

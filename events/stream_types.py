@@ -47,7 +47,7 @@ class StreamConfig:
     request_timeout_s: float = 5.0
     """Longest silence of a publisher that owes a reply."""
     max_attempts: int = 3
-    retry_s: float = 10.0
+    snapshot_retry_s: float = 10.0
     """After nobody could say what was missed: when to ask for a snapshot again."""
     tail_check_s: float = 1.0
     """After so much silence the publisher is asked once whether the last batch seen is its last."""

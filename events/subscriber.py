@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from events.codec import decode_batch
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.sources import EventSource, default_source, parse_sources
+from events.sources import EventSource, make_default_source, parse_sources
 from events.stream_buffers import digest_payload
 from events.stream_types import (
     Apply,
@@ -45,7 +45,7 @@ class Message:
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """What to pass as `StreamSource.resume` to continue after this message."""
+        """What to pass as `StreamSource.resume_position` to continue after this message."""
         return None if self.seq is None else (self.seq, digest_payload(self.payload))
 
 
@@ -156,6 +156,6 @@ def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (404, 405):
-                return [default_source(urlsplit(worker_url).hostname or "127.0.0.1")]
+                return [make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")]
             raise DecodeError(f"{error.url} answered {error.code} {error.reason}") from error
     return parse_sources(body, worker_url)

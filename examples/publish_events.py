@@ -6,7 +6,7 @@ python examples/publish_events.py tcp://*:5557 [tcp://*:5558]     events, and wh
 import sys
 import time
 
-from events import BlockRemoved, BlockStored, EventPublisher, KVEventsConfig, block_hashes
+from events import BlockRemoved, BlockStored, EventPublisher, KVEventsConfig, hash_blocks
 
 BLOCK_SIZE = 16
 
@@ -20,7 +20,7 @@ def main() -> None:
     )
     publisher = EventPublisher(config)
     prompt = list(range(4 * BLOCK_SIZE))
-    hashes = block_hashes(None, prompt, BLOCK_SIZE)
+    hashes = hash_blocks(None, prompt, BLOCK_SIZE)
     try:
         while True:
             publisher.publish([BlockStored(hashes, None, prompt, BLOCK_SIZE)])  # after None: the start of a prompt

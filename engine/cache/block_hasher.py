@@ -10,14 +10,14 @@ from collections.abc import Sequence as Items
 
 from engine.cache.blocks import BlockKey
 from engine.types import Sequence
-from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
+from events.hashing import hash_packed_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 
 ExtraKeys = tuple[tuple[str, ...], tuple[str, ...] | None]
 """(what is hashed, what is announced) of a block besides its tokens."""
 
 
 def _extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
-    return hash_keys(lora_name, salt, first), wire_keys(lora_name, salt, first)
+    return make_hash_keys(lora_name, salt, first), make_wire_keys(lora_name, salt, first)
 
 
 _NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
@@ -48,7 +48,7 @@ class BlockHasher:
             first_extra = _extra_keys(lora, salt, first=not hashed_count)
             later_extra = _extra_keys(lora, salt, first=False)
         parent = keys[-1].hash if keys else None
-        for index, hash_ in enumerate(chain_hashes(parent, packed_tokens, size, first_extra[0], later_extra[0])):
+        for index, hash_ in enumerate(hash_packed_blocks(parent, packed_tokens, size, first_extra[0], later_extra[0])):
             announced_keys = later_extra[1] if index else first_extra[1]
             keys.append(BlockKey(hash_, packed_tokens[index * stride : (index + 1) * stride], announced_keys, lora))
         return keys

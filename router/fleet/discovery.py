@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.sources import DEFAULT_PORT, EventSource, default_source, parse_endpoint_host
+from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse_endpoint_host
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.reported_load import EngineLoad
@@ -391,7 +391,7 @@ class Prober:
         if status not in NOT_OFFERED and previous is not None and previous.sources:
             return previous.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
-        return (default_source(host, flag.topic),) if await self._is_listening(host, DEFAULT_PORT) else ()
+        return (make_default_source(host, flag.topic),) if await self._is_listening(host, DEFAULT_PORT) else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raises DecodeError where a worker names an endpoint of another host: the router would connect to it from

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from events.codec import decode_batch, encode_batch
-from events.frames import parse_live, parse_reply, parse_request, parse_snapshot
+from events.frames import parse_live_message, parse_replay_request, parse_reply_message, parse_snapshot_message
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
 from prompts.anthropic import convert_to_chat, parse_messages
 from prompts.chat_template import ChatTemplate, ChatTemplateError
@@ -213,7 +213,7 @@ def _peer(data: bytes) -> None:
 
 def _events(data: bytes) -> None:
     _call_suppressing(DecodeError, decode_batch, data)
-    for parse in (parse_live, parse_reply, parse_request, parse_snapshot):
+    for parse in (parse_live_message, parse_reply_message, parse_replay_request, parse_snapshot_message):
         for frames in (
             [b"kv", data[:8], data[8:]],
             [b"", data[:24], data[:8]],

@@ -56,7 +56,7 @@ class _RecordingIndex:
 class _Stream:
     def __init__(self, source: StreamSource) -> None:
         self.source = source
-        self.state = StreamState(source.config, source.resume)
+        self.state = StreamState(source.config, source.resume_position)
         self.is_connected = False
 
 

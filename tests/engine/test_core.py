@@ -108,7 +108,7 @@ def test_an_equal_hash_of_something_else_is_a_miss(monkeypatch: pytest.MonkeyPat
             return list(range((parent or 0) + 1, (parent or 0) + 1 + count))
         return [hash(tuple(tokens[i * size : (i + 1) * size])) & 0xFFFF for i in range(count)]
 
-    monkeypatch.setattr("engine.cache.block_hasher.chain_hashes", bad_hashes)
+    monkeypatch.setattr("engine.cache.block_hasher.hash_packed_blocks", bad_hashes)
     bench = make_bench()
     tail = [9] * 8
     bench.add("a", [1, 2, 3, 4, *tail], max_tokens=9)

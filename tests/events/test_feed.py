@@ -31,7 +31,7 @@ from events import (
     StreamConfig,
     StreamSource,
     Subscriber,
-    block_hash,
+    hash_block,
 )
 from events.codec import encode_batch
 from events.frames import END_SEQ, pack_seq
@@ -42,11 +42,11 @@ BLOCK = 4
 
 def make_stored(key: int) -> BlockStored:
     tokens = [key] * BLOCK
-    return BlockStored([block_hash(None, tokens)], None, tokens, BLOCK, None, GPU, None, [None], 0, FULL_ATTENTION)
+    return BlockStored([hash_block(None, tokens)], None, tokens, BLOCK, None, GPU, None, [None], 0, FULL_ATTENTION)
 
 
 def make_removed(key: int) -> BlockRemoved:
-    return BlockRemoved([block_hash(None, [key] * BLOCK)], GPU, 0)
+    return BlockRemoved([hash_block(None, [key] * BLOCK)], GPU, 0)
 
 
 def config(
@@ -128,7 +128,7 @@ def follow() -> Iterator[Callable[..., Follower]]:
 
 
 def names(keys: set[int]) -> set[object]:
-    return {block_hash(None, [key] * BLOCK) for key in keys}
+    return {hash_block(None, [key] * BLOCK) for key in keys}
 
 
 def test_late_joiner_gets_a_snapshot_then_live_events(publish: Publish, follow: Follow) -> None:
@@ -322,7 +322,7 @@ def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> No
     first.subscriber.close()
     for key in range(4, 9):
         publisher.publish([make_stored(key)])
-    second = follow(source_of(publisher, StartMode.LIVE, resume=position))
+    second = follow(source_of(publisher, StartMode.LIVE, resume_position=position))
     second.wait_until(lambda: len(second.messages) == 5)
     assert [m.seq for m in second.messages] == [4, 5, 6, 7, 8]
     assert not second.saw(Clear)
@@ -345,7 +345,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
         first = context.socket(zmq.PUB)
         port = first.bind_to_random_port("tcp://127.0.0.1")
         feed._add(StreamSource("w", f"tcp://127.0.0.1:{port}", None, None, StreamConfig(start_mode=StartMode.LIVE)))
-        (subscription,) = set(feed._subscriptions.values())
+        (subscription,) = set(feed._subscription_by_socket.values())
         assert subscription.monitor.poll(10_000)
         feed._read_monitor(subscription)
         _send_until_received(first, subscription.socket, 0)

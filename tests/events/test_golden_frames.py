@@ -13,7 +13,7 @@ import pytest
 from old_events import encode_as_arrays
 
 from events import BlockStored, decode_batch, encode_batch
-from events.frames import END_SEQ, parse_live, parse_reply
+from events.frames import END_SEQ, parse_live_message, parse_reply_message
 from events.types import EVENT_TYPES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm"
@@ -61,7 +61,7 @@ def test_every_frame_decodes_to_what_the_engine_meant(capture: str) -> None:
     story, frames = story_of(capture), frames_of(capture)
     assert len(frames) == len(story["batches"])
     for raw, batch in zip(frames, story["batches"]):
-        frame = parse_live(raw)
+        frame = parse_live_message(raw)
         assert (frame.topic.decode(), frame.seq) == (batch["topic"], batch["seq"])
         decoded_batch = decode_batch(frame.payload)
         assert not decoded_batch.errors
@@ -89,7 +89,7 @@ WRITTEN_AS = ("classes-0.33.0", "classes-0.24.0", "server-0.32.0", "classes-0.23
 def test_what_we_write_is_byte_for_byte_what_vllm_writes(capture: str) -> None:
     """0.23.0 is the reference for arrays, the later ones for maps."""
     for raw in frames_of(capture):
-        payload = parse_live(raw).payload
+        payload = parse_live_message(raw).payload
         encode = encode_as_arrays if "0.23.0" in capture else encode_batch
         written_payload = encode(decode_batch(payload).batch)
         assert short_headers(written_payload) == short_headers(payload)
@@ -98,7 +98,7 @@ def test_what_we_write_is_byte_for_byte_what_vllm_writes(capture: str) -> None:
 @pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith("server")])
 def test_server_captures_survive_a_round_trip(capture: str) -> None:
     for raw in frames_of(capture):
-        batch = decode_batch(parse_live(raw).payload).batch
+        batch = decode_batch(parse_live_message(raw).payload).batch
         second_batch = decode_batch(encode_batch(batch))
         assert not second_batch.errors
         assert second_batch.batch == batch
@@ -106,11 +106,11 @@ def test_server_captures_survive_a_round_trip(capture: str) -> None:
 
 def test_replay_replies_of_a_real_server_parse() -> None:
     replies = story_of("server-0.32.0/replay")["replay"]
-    live = {frame.seq: frame.payload for frame in map(parse_live, frames_of("server-0.32.0/replay"))}
+    live = {frame.seq: frame.payload for frame in map(parse_live_message, frames_of("server-0.32.0/replay"))}
     compared_count = 0
     for exchange in replies:
         for received_frames in exchange["received"]:
-            reply = parse_reply([bytes.fromhex(part) for part in received_frames["frames"]])
+            reply = parse_reply_message([bytes.fromhex(part) for part in received_frames["frames"]])
             if reply.seq == END_SEQ:
                 assert reply.payload == b""
             else:
@@ -124,7 +124,7 @@ def test_full_attention_runs_tile_their_tokens() -> None:
     runs = 0
     for capture in CAPTURES:
         for raw in frames_of(capture):
-            for event in decode_batch(parse_live(raw).payload).batch.events:
+            for event in decode_batch(parse_live_message(raw).payload).batch.events:
                 if isinstance(event, BlockStored) and event.kv_cache_spec_kind == "full_attention":
                     runs += 1
                     assert len(event.token_ids) == len(event.block_hashes) * event.block_size

@@ -29,9 +29,9 @@ from events import (
     EventPublisher,
     InvariantError,
     KVEventsConfig,
-    block_hash,
     decode_batch,
     encode_batch,
+    hash_block,
 )
 from events.replay_buffer import ReplayBuffer
 from events.replies import iter_replay, iter_snapshot
@@ -54,7 +54,7 @@ class ModelCache:
         return {(group, GPU, name) for group, names in self.blocks_by_group.items() for name in names}
 
     def store(self, parent: Name | None, tokens: list[int], groups: list[int]) -> list[Event]:
-        name = block_hash(parent, tokens)
+        name = hash_block(parent, tokens)
         events: list[Event] = []
         for group in [0, *groups]:
             if name in self.blocks_by_group[group]:
@@ -114,7 +114,7 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
         events = cache.random_step(rng)
         shadow.apply(events)
         last = ring.append(0.0, events, 0)
-    replayed_messages = list(iter_replay(ring.entries_from(0)))
+    replayed_messages = list(iter_replay(ring.list_entries_from(0)))
     assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
     snapshot = list(iter_snapshot(shadow.list_blocks(), last, 0, 0.0, chunk))
@@ -122,7 +122,7 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
     assert chunks
     assert apply_all(chunks) == cache.resident()
     if last is not None:
-        assert snapshot[-2] == (last.seq, last.payload())
+        assert snapshot[-2] == (last.seq, last.encode_payload())
 
 
 @settings(max_examples=30, deadline=None)
@@ -145,11 +145,11 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
             publisher.publish(events)
         assert publisher._replay_buffer.next_seq == count
         deadline = time.monotonic() + 10
-        while publisher._last_applied is None or publisher._last_applied.seq < count - 1:
+        while publisher._last_applied_entry is None or publisher._last_applied_entry.seq < count - 1:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert publisher.stats.broken_invariants == 0
-        assert set(publisher._resident_set._blocks) == cache.resident()
+        assert set(publisher._resident_set._block_by_key) == cache.resident()
         assert publisher.stats.published_batches == count
     finally:
         publisher.close()
@@ -182,9 +182,9 @@ def test_events_are_made_once_and_on_the_publishers_thread() -> None:
     publisher.close()
     assert {reader for step in steps for reader in step.readers} == {"kv-events-3"}
     assert [len(step.readers) for step in steps] == [1] * len(steps)
-    payloads = [entry.payload() for entry in publisher._replay_buffer.entries_from(0)]
+    payloads = [entry.encode_payload() for entry in publisher._replay_buffer.list_entries_from(0)]
     assert [decode_batch(payload).batch.events for payload in payloads] == [list(step) for step in steps]
-    assert set(publisher._resident_set._blocks) == {(0, GPU, name) for name in range(1, 200)}
+    assert set(publisher._resident_set._block_by_key) == {(0, GPU, name) for name in range(1, 200)}
 
 
 def test_every_start_has_its_own_epoch() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events import block_hash, block_hashes, hash_keys, wire_keys
-from events.hashing import ROOT, pack_token_ids, unpack_token_ids
+from events import hash_block, hash_blocks, make_hash_keys, make_wire_keys
+from events.hashing import ROOT_HASH, pack_token_ids, unpack_token_ids
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 key_tuples = st.lists(st.text(max_size=4), max_size=2).map(tuple)
@@ -25,11 +25,11 @@ GOLDEN: list[tuple[int | None, list[int], tuple[str, ...], int]] = [
 
 @pytest.mark.parametrize(("parent", "token_ids", "keys", "expected"), GOLDEN)
 def test_golden_vectors(parent: int | None, token_ids: list[int], keys: tuple[str, ...], expected: int) -> None:
-    assert block_hash(parent, token_ids, keys) == expected
+    assert hash_block(parent, token_ids, keys) == expected
 
 
 def test_the_root_is_pinned() -> None:
-    assert ROOT == 0x203505AC4341EA2C
+    assert ROOT_HASH == 0x203505AC4341EA2C
 
 
 @given(tokens, st.integers(1, 7), key_tuples, key_tuples, st.one_of(st.none(), st.integers(0, 2**64 - 1)))
@@ -39,10 +39,10 @@ def test_runs_equal_single_blocks(
     expected: list[int] = []
     head = parent
     for start in range(0, len(token_ids) - size + 1, size):
-        head = block_hash(head, token_ids[start : start + size], other if expected else first)
+        head = hash_block(head, token_ids[start : start + size], other if expected else first)
         expected.append(head)
-    assert block_hashes(parent, token_ids, size, first, other) == expected
-    assert block_hashes(parent, array("I", token_ids), size, first, other) == expected
+    assert hash_blocks(parent, token_ids, size, first, other) == expected
+    assert hash_blocks(parent, array("I", token_ids), size, first, other) == expected
 
 
 @given(
@@ -54,13 +54,13 @@ def test_runs_equal_single_blocks(
 def test_different_inputs_have_different_names(inputs: list[tuple[int | None, list[int], tuple[str, ...]]]) -> None:
     """Framing: tokens cannot pass for keys, nor two keys for one."""
     distinct = {(parent, tuple(token_ids), keys) for parent, token_ids, keys in inputs}
-    assert len({block_hash(parent, token_ids, keys) for parent, token_ids, keys in distinct}) == len(distinct)
+    assert len({hash_block(parent, token_ids, keys) for parent, token_ids, keys in distinct}) == len(distinct)
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32]])
 def test_token_ids_out_of_range(bad: list[int]) -> None:
     with pytest.raises(ValueError, match=r"\[0, 2\^32\)"):
-        block_hash(None, bad)
+        hash_block(None, bad)
 
 
 @given(tokens)
@@ -71,8 +71,8 @@ def test_packed_token_ids_are_read_back(token_ids: list[int]) -> None:
 
 
 def test_keys_of_a_request() -> None:
-    assert hash_keys("a", "b", first_block=True) == ("lora:a", "salt:b")
-    assert hash_keys("a", "b", first_block=False) == ("lora:a",)
-    assert hash_keys("a", None, True) != hash_keys(None, "a", True)
-    assert wire_keys("a", "b", first_block=True) == ("a", "b")
-    assert wire_keys(None, "b", first_block=False) is None
+    assert make_hash_keys("a", "b", is_first_block=True) == ("lora:a", "salt:b")
+    assert make_hash_keys("a", "b", is_first_block=False) == ("lora:a",)
+    assert make_hash_keys("a", None, True) != make_hash_keys(None, "a", True)
+    assert make_wire_keys("a", "b", is_first_block=True) == ("a", "b")
+    assert make_wire_keys(None, "b", is_first_block=False) is None

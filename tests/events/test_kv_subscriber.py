@@ -21,8 +21,8 @@ from events import (
     BlockStored,
     EventPublisher,
     KVEventsConfig,
-    block_hash,
     decode_batch,
+    hash_block,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def publisher() -> Iterator[EventPublisher]:
 
 
 def make_stored(key: int) -> BlockStored:
-    return BlockStored([block_hash(None, [key])], None, [key], 1, None, GPU, None, [None], 0, FULL_ATTENTION)
+    return BlockStored([hash_block(None, [key])], None, [key], 1, None, GPU, None, [None], 0, FULL_ATTENTION)
 
 
 def command(publisher: EventPublisher, *options: str) -> list[str]:
@@ -61,7 +61,7 @@ def run(publisher: EventPublisher, *options: str) -> list[dict[str, object]]:
 def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Path) -> None:
     for key in range(3):
         publisher.publish([make_stored(key)])
-    publisher.publish([BlockRemoved([block_hash(None, [1])], GPU, 0)])
+    publisher.publish([BlockRemoved([hash_block(None, [1])], GPU, 0)])
     record = tmp_path / "capture.frames.jsonl.gz"
     lines = run(publisher, "--from-start", "--batches", "4", "--type", "removed", "--record", str(record))
     assert [(line["seq"], line["type"]) for line in lines] == [(3, "BlockRemoved")]

@@ -35,7 +35,7 @@ def _publisher(socket_name: str) -> Iterator[str]:
 @contextmanager
 def _bound_feed() -> Iterator[str]:
     context: zmq.Context[Any] = zmq.Context()
-    bound = Subscription(context, None, bind=True)
+    bound = Subscription(context, None, is_bound=True)
     bound.open("tcp://127.0.0.1:*")
     try:
         yield cast(bytes, bound.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

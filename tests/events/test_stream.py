@@ -219,7 +219,7 @@ def test_resume_continues_from_the_saved_position() -> None:
     assert position is not None
     for key in range(10, 14):
         world.publisher.toggle(key)
-    second = StreamState(StreamConfig(start_mode=StartMode.LIVE), resume=position)
+    second = StreamState(StreamConfig(start_mode=StartMode.LIVE), resume_position=position)
     (request,) = second.on_connected(0.0)
     assert isinstance(request, RequestReplay)
     instructions: list[Instruction] = []
@@ -381,7 +381,7 @@ def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: 
     if not can_replay:
         assert stream.phase is StreamPhase.LIVE
         assert stream.on_live_batch(9, b"9", 0.2, A) == [Apply(9, b"9", Origin.LIVE)]
-        (clear, request) = stream.on_tick(0.1 + stream.config.retry_s)
+        (clear, request) = stream.on_tick(0.1 + stream.config.snapshot_retry_s)
         assert isinstance(clear, Clear)
         assert isinstance(request, RequestSnapshot)
     assert stream.on_snapshot(99, 3, A, [], 0.3) == [], "of an older request"

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from engine.tiny.tokenizer import write_tokenizer
-from events import BlockStored, EventPublisher, KVEventsConfig, block_hashes
+from events import BlockStored, EventPublisher, KVEventsConfig, hash_blocks
 from events.sources import EventSource, encode_sources
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Worker:
         if fresh and self.fault != "no caching":
             self.cached_keys.update((world, key) for key in keys)
             tokens = ids[: len(keys) * BLOCK]
-            names = block_hashes(None, tokens, BLOCK, (world,))
+            names = hash_blocks(None, tokens, BLOCK, (world,))
             self.publishers[0].publish([BlockStored(names, None, tokens, BLOCK, lora_name=name)])
         details = None if self.fault == "reports" else {"cached_tokens": cached_tokens}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": details}

@@ -180,7 +180,7 @@ def test_whatever_line_raises_is_behind_the_guard(
             pub, lambda before=before: handler.count_applied("a") > before, f"after {name} the stream is followed"
         )
         with contextlib.suppress(KeyError):
-            feed._streams["a"].fault_count = 0
+            feed._stream_by_id["a"].fault_count = 0
     assert feed.describe_fault() is None
 
 
@@ -282,7 +282,7 @@ def test_a_stream_that_could_not_be_opened_is_tried_again(start_feed: Callable[[
     first = len(handler.instructions)
     wait_until(lambda: len(handler.instructions) > first, "tried again")
     feed.remove("a")
-    wait_until(lambda: not feed._unopened_sources, "forgotten")
+    wait_until(lambda: not feed._unopened_source_by_stream_id, "forgotten")
 
 
 def test_more_streams_than_zeromq_has_sockets_by_default(start_feed: Callable[[Any], EventFeed]) -> None:
@@ -296,8 +296,8 @@ def test_more_streams_than_zeromq_has_sockets_by_default(start_feed: Callable[[A
     feed = start_feed(handler)
     for number in range(600):
         feed.add(StreamSource(f"w{number}", f"tcp://127.0.0.1:{1 + number % 1000}"))
-    wait_until(lambda: len(feed._streams) + len(feed._unopened_sources) == 600, "all are added", 60.0)
-    assert len(feed._streams) == 600
+    wait_until(lambda: len(feed._stream_by_id) + len(feed._unopened_source_by_stream_id) == 600, "all are added", 60.0)
+    assert len(feed._stream_by_id) == 600
 
 
 # -- publishers that connect to us -------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def count_cached_tokens(index: PrefixIndex, holder: HolderId) -> int:
 
 
 def bound(feed: IndexFeed) -> Any:
-    wait_until(lambda: feed.events._subscriptions, "the socket is bound")
-    return next(iter(feed.events._subscriptions.values()))
+    wait_until(lambda: feed.events._subscription_by_socket, "the socket is bound")
+    return next(iter(feed.events._subscription_by_socket.values()))
 
 
 def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
@@ -395,8 +395,11 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
     for seq in range(3 * MAX_WAITING_MESSAGES):
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
-    wait_until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
-    assert len(feed._streams["a"].pending_work) <= MAX_WAITING_MESSAGES
+    wait_until(
+        lambda: "a" in feed._stream_by_id and feed._stream_by_id["a"].stream_state.stats.dropped_messages,
+        "it overflows",
+    )
+    assert len(feed._stream_by_id["a"].pending_work) <= MAX_WAITING_MESSAGES
     wait_until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
@@ -427,11 +430,11 @@ def test_the_bytes_that_wait_for_one_topic_are_bounded(
         return DroppedMessages in handler.kinds("a")
 
     wait_until(overflows, "it overflows")
-    assert feed._streams["a"].pending_bytes <= 11_000
+    assert feed._stream_by_id["a"].pending_bytes <= 11_000
     release.set()
     before = handler.count_applied("a")
     wait_until(lambda: [send(), handler.count_applied("a") > before + 20][1], "it is followed again")
-    wait_until(lambda: feed._streams["a"].pending_bytes == 0, "nothing waits")
+    wait_until(lambda: feed._stream_by_id["a"].pending_bytes == 0, "nothing waits")
 
 
 def test_no_socket_keeps_more_bytes_than_told(
@@ -473,7 +476,7 @@ def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
         pub.send(b"x" * 200)
     release.set()
     handler.reply = lambda stream_id, instruction: None
-    wait_until(lambda: (feed._streams["a"].state.position or (0, 0))[0] == pub.seq - 1, "all of it")
+    wait_until(lambda: (feed._stream_by_id["a"].stream_state.position or (0, 0))[0] == pub.seq - 1, "all of it")
     assert not {DroppedMessages, Gap} & handler.kinds("a")
 
 
@@ -531,7 +534,7 @@ def test_replies_wait_here_and_not_in_zeromq(
         else:
             keep_sending(pub, lambda: DroppedMessages in handler.kinds("a"), "the replies are too many")
             keep_sending(pub, lambda: replier.request_count >= 2, "it asks again")
-            assert feed._streams["a"].reply_bytes <= bytes_max + 300
+            assert feed._stream_by_id["a"].reply_bytes <= bytes_max + 300
             assert feed.describe_fault() is None
             assert not feed.fault_count
     finally:
@@ -568,7 +571,7 @@ def test_what_is_done_about_an_error_may_raise_too(
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
     keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
-    feed._streams["bad"].fault_count = 5_000
+    feed._stream_by_id["bad"].fault_count = 5_000
 
     def raises(stream_id: str, instruction: Instruction) -> None:
         if stream_id == "bad":
@@ -578,7 +581,7 @@ def test_what_is_done_about_an_error_may_raise_too(
     keep_sending(bad, lambda: feed.fault_count >= 3, "the error, and the two notices about it")
     keep_sending(good, lambda: handler.count_applied("good") > 3, "the other is followed")
     assert feed.describe_fault() is None
-    again_at = feed._streams["bad"].retry_at
+    again_at = feed._stream_by_id["bad"].retry_at
     assert again_at is not None
     assert again_at - time.monotonic() < 61
 
@@ -603,7 +606,7 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
         return handler.count_applied("w") > 3
 
     wait_until(says, "followed")
-    before = feed._streams["w"]
+    before = feed._stream_by_id["w"]
 
     def disturbs() -> bool:
         says()
@@ -612,5 +615,5 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
         return feed.ignored_message_count > 20
 
     wait_until(disturbs, "heard")
-    assert feed._streams["w"] is before
+    assert feed._stream_by_id["w"] is before
     assert handler.kinds("w") == {Apply}

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events import BlockRemoved, BlockStored, Event, EventBatch, block_hash, encode_batch
+from events import BlockRemoved, BlockStored, Event, EventBatch, encode_batch, hash_block
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, ReportedUsage, RouteRequest
@@ -137,7 +137,7 @@ class NaiveEngine:
         names: list[int] = []
         for i in range(count):
             of = ids[i * self.block_tokens : (i + 1) * self.block_tokens]
-            names.append(block_hash(names[-1] if names else None, tuple(of), ()))
+            names.append(hash_block(names[-1] if names else None, tuple(of), ()))
         return names
 
 

@@ -17,7 +17,7 @@ from workers import ForeignWorker, OurWorker, Prompt, Worker, draw_prompt
 
 from events import Apply, Clear, Instruction, RequestReplay, RequestSnapshot, StreamConfig, StreamPhase, StreamState
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.replies import ReplyMessage
+from events.replies import SeqAndPayload
 from router.index.protocol import PrefixIndex, Scope
 
 MODEL = "model"
@@ -59,7 +59,7 @@ class Link:
         self.holder = router.index.add_holder(node.name, MODEL)
         self.stream = make_stream(StreamConfig(max_recent_batches=rng.choice([2, 16, 1024]), max_early_batches=64))
         self.wire = Wire(rng)
-        self.reply: tuple[int, Iterator[ReplyMessage]] | None = None
+        self.reply: tuple[int, Iterator[SeqAndPayload]] | None = None
         self.cut_until = 0.0
 
     def perform(self, instructions: list[Instruction], now: float) -> None:

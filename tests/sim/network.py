@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replay_buffer import ReplayBuffer, ReplayEntry
-from events.replies import ReplyMessage, iter_replay, iter_snapshot
+from events.replies import SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 
@@ -27,17 +27,17 @@ class SimPublisher:
         self._shadow = ResidentSet()
         self._last: ReplayEntry | None = None
 
-    def publish(self, events: list[Event], now: float) -> ReplyMessage:
+    def publish(self, events: list[Event], now: float) -> SeqAndPayload:
         entry = self.ring.append(now, events, 0)
         if self.snapshots:
             self._shadow.apply(events)
         self._last = entry
-        return entry.seq, entry.payload()
+        return entry.seq, entry.encode_payload()
 
-    def reply(self, start_seq: int, now: float) -> Iterator[ReplyMessage]:
+    def reply(self, start_seq: int, now: float) -> Iterator[SeqAndPayload]:
         """The messages of the reply; without snapshots, a bare end marker where one is asked for."""
         if start_seq != SNAPSHOT_SEQ:
-            return iter_replay(self.ring.entries_from(start_seq))
+            return iter_replay(self.ring.list_entries_from(start_seq))
         if not self.snapshots:
             return iter([(END_SEQ, b"")])
         return iter_snapshot(self._shadow.list_blocks(), self._last, 0, now)

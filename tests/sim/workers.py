@@ -15,7 +15,7 @@ from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSp
 from engine.core import EngineCore
 from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams, Sequence
-from events import AllBlocksCleared, BlockRemoved, BlockStored, Event, block_hash
+from events import AllBlocksCleared, BlockRemoved, BlockStored, Event, hash_block
 
 BLOCK = 4
 PROMPTS = 12
@@ -166,7 +166,7 @@ class ForeignWorker:
             key = self._key(prompt, index + 1)
             parent = hashes[-1] if hashes else None
             keys = (prompt[1],) if prompt[1] and index == 0 else ()
-            hashes.append(block_hash(parent, prompt[0][index * BLOCK : (index + 1) * BLOCK], keys))
+            hashes.append(hash_block(parent, prompt[0][index * BLOCK : (index + 1) * BLOCK], keys))
             self._names[key] = hashes[-1]
         if first >= total:
             return []

@@ -236,7 +236,7 @@ def weak_hashes(patch: Patch) -> None:
         tokens = unpack_token_ids(packed)
         return [sum(tokens[i * size : (i + 1) * size]) % 4 for i in range(len(tokens) // size)]
 
-    patch.setattr("engine.cache.block_hasher.chain_hashes", bad)
+    patch.setattr("engine.cache.block_hasher.hash_packed_blocks", bad)
 
 
 def host_copy_never_made(patch: Patch) -> None:
