@@ -66,7 +66,7 @@ CHAT_COLUMNS = {
     "E2E s": ("e2e", "{:.2f}"), "E2E p50": ("e2e_p50", "{:.2f}"), "E2E p99": ("e2e_p99", "{:.1f}"),
     "TTFT ms": ("ttft_mean", "{:.0f}"), "TTFT p50": ("ttft_p50", "{:.0f}"), "TTFT p99": ("ttft_p99", "{:.0f}"),
     "TPOT ms": ("tpot_mean", "{:.1f}"), "TPOT p50": ("tpot_p50", "{:.1f}"), "TPOT p99": ("tpot_p99", "{:.1f}"),
-    "hit": ("hit", "{:.2f}"), "seat waits": ("seat_waits", "{}"), "in vain": ("avoidable_seat_waits", "{}"),
+    "hit": ("hit", "{:.2f}"), "seat waits": ("slot_wait_count", "{}"), "in vain": ("avoidable_slot_wait_count", "{}"),
     "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
 }  # fmt: skip
 KV_BYTES = 131_072
@@ -168,7 +168,9 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     workloads = workloads or [generate_tool_use("tool_use", seed=arguments.seed, max_requests=arguments.limit or 6000)]
     for workload in workloads:
         _WORKLOADS[workload.name] = workload
-        print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
+        print(
+            f"{workload.name}: {workload.description}; working set {workload.working_set_blocks:,} blocks of 512 tokens"
+        )
     settings = [
         Setting(trace, workers, cache / 100.0, load / 100.0)
         for trace in _WORKLOADS
@@ -193,7 +195,7 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
         **{name: ratios[name] for name in policies},
         "absolute": relative(scores, None),
         "settings": [{**asdict(s), "speed": speeds[s], "policies": as_json(scores[s])} for s in settings],
-        "options": {**asdict(options), "traces": {w.name: w.note for w in _WORKLOADS.values()}},
+        "options": {**asdict(options), "traces": {w.name: w.description for w in _WORKLOADS.values()}},
     }
 
 
@@ -201,17 +203,17 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
     """One workload at one rate, every policy."""
     count = arguments.limit or 6000
     shape = ChatShape(
-        prompts=arguments.system_prompts,
+        system_prompt_count=arguments.system_prompts,
         system_tokens=arguments.system_tokens,
         question_tokens=arguments.own_tokens,
         output_tokens=arguments.output_tokens,
-        rate=arguments.rate,
-        sequential_requests=count // 3 if arguments.sessions == "sequential" else 0,
-        requests=count,
+        requests_per_s=arguments.rate,
+        sequential_request_count=count // 3 if arguments.sessions == "sequential" else 0,
+        request_count=count,
     )
     workload = _WORKLOADS["chat"] = generate_chat("chat", shape, seed=arguments.seed)
-    skip = arguments.skip if arguments.skip is not None else shape.sequential_requests or count // 5
-    options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block)
+    skip = arguments.skip if arguments.skip is not None else shape.sequential_request_count or count // 5
+    options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block_size)
     settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
     policies = dict.fromkeys(["oracle", *(arguments.policy or CHAT_POLICIES)])
     scores = run_all([(policy, s, 1.0, options) for s in settings for policy in policies], arguments.jobs)
@@ -224,7 +226,7 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
     return {
         **relative(scores, "oracle"),
         "settings": [{"workers": s.workers, **asdict(shape), "policies": as_json(scores[s])} for s in settings],
-        "options": {**asdict(options), "workload": workload.note},
+        "options": {**asdict(options), "workload": workload.description},
     }
 
 

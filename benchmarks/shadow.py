@@ -111,18 +111,19 @@ def generate_users(number: int, requests_max: int, seed: int) -> Workload:
         tokens, i = len(ids) * block, len(requests)
         requests.append(SimRequest(i, user, wait_s, tokens, output_tokens, ids, last_requests[user], block, list(ids)))
         last_requests[user], turns[user] = i, ids + [next(block_ids) for _ in range(output_tokens // block)]
-        requests[-1].final_ids = list(turns[user])
+        requests[-1].final_block_ids = list(turns[user])
     workload = Workload(f"{number} users", requests, f"{requests_max} requests, generated with seed {seed}")
-    workload.working_set_blocks = len({b for r in requests for b in r.final_ids})
+    workload.working_set_blocks = len({b for r in requests for b in r.final_block_ids})
     return workload
 
 
 def keep_answers(workload: Workload) -> None:
     """Answers that nobody goes on from stay in the cache too, as in real engines; benchmarks/routing.py drops them."""
-    block_ids = count(1 + max(block for r in workload.requests for block in r.final_ids))
+    block_ids = count(1 + max(block for r in workload.requests for block in r.final_block_ids))
     for r in workload.requests:
-        r.final_ids = r.final_ids + [
-            next(block_ids) for _ in range((r.prompt_tokens + r.output_tokens - 1) // r.block - len(r.final_ids))
+        r.final_block_ids = r.final_block_ids + [
+            next(block_ids)
+            for _ in range((r.prompt_tokens + r.output_tokens - 1) // r.block_size - len(r.final_block_ids))
         ]
 
 
@@ -131,16 +132,18 @@ def observe_run(workload: Workload, result: SimulationResult) -> list[ObservedRe
     links = PrefixLinks(len(workload.requests))
     lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
     requests = []
-    for request in sorted(workload.requests, key=lambda r: result.arrived_s[r.index]):
-        i, ids, tokens = request.index, array("Q", request.ids), request.prompt_tokens
-        at_s = result.arrived_s[i]
-        record = ObservedRequest(i, at_s, ids, tokens, str(result.worker_of[i]), result.hit_tokens[i])
-        record.first_token_s, record.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
+    for request in sorted(workload.requests, key=lambda r: result.arrived_s_by_request[r.index]):
+        i, ids, tokens = request.index, array("Q", request.block_ids), request.prompt_tokens
+        at_s = result.arrived_s_by_request[i]
+        record = ObservedRequest(
+            i, at_s, ids, tokens, str(result.worker_by_request[i]), result.hit_tokens_by_request[i]
+        )
+        record.first_token_s, record.end_s = at_s + result.ttft_s_by_request[i], at_s + result.e2e_s_by_request[i]
         record.output_tokens = request.output_tokens
         record.continues = links.follow(
             PromptEnd(i, lengths[i], 0),
             ids,
-            request.full_blocks,
+            request.full_block_count,
             lambda earlier, tokens=tokens: earlier.tokens <= tokens,
         )
         requests.append(record)
@@ -152,15 +155,15 @@ def compare_run(
 ) -> dict[str, dict[str, float]]:
     requests = observe_run(workload, today)
     warming = len(requests) // 10
-    cache_tokens = None if blocks is None else blocks * workload.block
+    cache_tokens = None if blocks is None else blocks * workload.block_size
     engines = [ObservedEngine(str(i), cache_tokens) for i in range(workers)]
-    comparison = compare(requests, engines, workload.block, CoreConfig(), warming=warming)
+    comparison = compare(requests, engines, workload.block_size, CoreConfig(), warming=warming)
     scored_requests = [request.serial for request in requests[warming:]]
 
     def compute_saving(figure: str) -> tuple[float, float]:
         if figure == "tokens":
             before, after_switch = (
-                sum(workload.requests[i].prompt_tokens - r.hit_tokens[i] for i in scored_requests)
+                sum(workload.requests[i].prompt_tokens - r.hit_tokens_by_request[i] for i in scored_requests)
                 for r in (today, after)
             )
         else:

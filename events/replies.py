@@ -55,7 +55,7 @@ def iter_snapshot(
 class Reply:
     """A reply on its way to one peer."""
 
-    __slots__ = ("_messages", "_next", "identity", "progress_at")
+    __slots__ = ("_messages", "_next_message", "identity", "progress_at")
 
     def __init__(self, identity: bytes, messages: Iterator[SeqAndPayload], now: float) -> None:
         self.identity = identity

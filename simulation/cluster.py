@@ -54,16 +54,16 @@ class Router:
 class ClusterConfig:
     """One setting of the grid."""
 
-    workers: int
+    worker_count: int
     cache_blocks: int | None
     """Of each worker; None: infinite."""
     speed: float
     """Multiple of the trace's own arrival rate."""
     step_times: StepTimes
     event_delay_s: float = 0.02
-    shared_cache: bool = False
+    has_shared_cache: bool = False
     """The bounds: one cache of the summed size for all."""
-    slow_workers: dict[int, float] = field(default_factory=dict)
+    slowdown_by_worker: dict[int, float] = field(default_factory=dict)
     """worker -> how many times slower than `service`."""
     per_worker: Sequence[tuple[StepTimes, int | None]] = ()
     """Step times and cache blocks of every worker, where they differ; in place of `service` and `cache_blocks`."""
@@ -76,20 +76,20 @@ class ClusterConfig:
 class SimulationResult:
     """What came of every request, by its place in the workload."""
 
-    arrived_s: dict[int, float] = field(default_factory=dict)
+    arrived_s_by_request: dict[int, float] = field(default_factory=dict)
     """On the run's clock."""
-    ttft_s: dict[int, float] = field(default_factory=dict)
-    e2e_s: dict[int, float] = field(default_factory=dict)
-    hit_tokens: dict[int, int] = field(default_factory=dict)
-    worker_of: dict[int, int] = field(default_factory=dict)
-    prefilled_tokens: list[int] = field(default_factory=list)
+    ttft_s_by_request: dict[int, float] = field(default_factory=dict)
+    e2e_s_by_request: dict[int, float] = field(default_factory=dict)
+    hit_tokens_by_request: dict[int, int] = field(default_factory=dict)
+    worker_by_request: dict[int, int] = field(default_factory=dict)
+    prefilled_tokens_by_worker: list[int] = field(default_factory=list)
     """Tokens prefilled by each worker."""
-    seat_waits: int = 0
+    slot_wait_count: int = 0
     """Requests that waited for a seat."""
-    avoidable_seat_waits: int = 0
+    avoidable_slot_wait_count: int = 0
     """Requests that waited for a seat for longer than it takes to compute what another worker, which had one when they
     were sent, lacks of their prefix."""
-    preemptions: int = 0
+    preemption_count: int = 0
     end_s: float = 0.0
     is_overloaded: bool = False
     """Cut off because waiting grew without bound."""
@@ -102,11 +102,11 @@ class Cluster:
         self.config = config
         self.workload = workload
         self.routers = routers
-        total_cache_blocks = None if config.cache_blocks is None else config.cache_blocks * config.workers
+        total_cache_blocks = None if config.cache_blocks is None else config.cache_blocks * config.worker_count
         host_blocks = int((config.cache_blocks or 0) * config.host_memory_ratio)
         shared_cache = (
-            SimCache(total_cache_blocks, is_shared=True, host_capacity=host_blocks * config.workers)
-            if config.shared_cache
+            SimCache(total_cache_blocks, is_shared=True, host_capacity=host_blocks * config.worker_count)
+            if config.has_shared_cache
             else None
         )
         self.workers = [
@@ -114,21 +114,21 @@ class Cluster:
                 number,
                 config.per_worker[number][0]
                 if config.per_worker
-                else config.step_times.scale(config.slow_workers.get(number, 1.0)),
-                shared_cache or SimCache(self.cache_blocks(number), host_capacity=host_blocks),
+                else config.step_times.scale(config.slowdown_by_worker.get(number, 1.0)),
+                shared_cache or SimCache(self.get_cache_blocks(number), host_capacity=host_blocks),
                 config.limits,
-                workload.block,
+                workload.block_size,
             )
-            for number in range(config.workers)
+            for number in range(config.worker_count)
         ]
         self.now = 0.0
         self.result = SimulationResult()
         self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
         self._schedule_count = 0
-        self._scheduled_wakes: list[float | None] = [None] * config.workers
-        self._followers: dict[int, list[SimRequest]] = {}
-        self._scheduled_ticks: list[float | None] = [None] * len(routers)
-        if not config.shared_cache:
+        self._scheduled_wake_s_by_worker: list[float | None] = [None] * config.worker_count
+        self._followers_by_request: dict[int, list[SimRequest]] = {}
+        self._scheduled_tick_s_by_router: list[float | None] = [None] * len(routers)
+        if not config.has_shared_cache:
             for worker in self.workers:
                 worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
                 worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
@@ -136,9 +136,9 @@ class Cluster:
         for router in routers:
             router.attach(self)
 
-    def cache_blocks(self, number: int) -> int | None:
+    def get_cache_blocks(self, worker_number: int) -> int | None:
         """Of a worker; None: infinite."""
-        return self.config.per_worker[number][1] if self.config.per_worker else self.config.cache_blocks
+        return self.config.per_worker[worker_number][1] if self.config.per_worker else self.config.cache_blocks
 
     def schedule(self, time_s: float, action: Callable[[], None]) -> None:
         """Schedule; at equal times in the order of scheduling."""
@@ -147,54 +147,60 @@ class Cluster:
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
         """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
-        for time_s, request in self.workload.arrivals(self.config.speed):
+        for time_s, request in self.workload.iter_arrivals(self.config.speed):
             self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
-            if request.after is not None:
-                self._followers.setdefault(request.after, []).append(request)
-        result, heap, request_count = self.result, self._scheduled_actions, len(self.workload.requests)
+            if request.previous_index is not None:
+                self._followers_by_request.setdefault(request.previous_index, []).append(request)
+        result, action_heap, request_count = self.result, self._scheduled_actions, len(self.workload.requests)
         checked_count = 0
-        while heap and len(result.e2e_s) < request_count:  # routers may go on talking to each other
-            self.now, _, action = heapq.heappop(heap)
+        while action_heap and len(result.e2e_s_by_request) < request_count:  # routers may go on talking to each other
+            self.now, _, action = heapq.heappop(action_heap)
             action()
-            if len(result.e2e_s) - checked_count >= 256:
-                checked_count = len(result.e2e_s)
-                if ttft_limit_s is not None and self._longest_wait_s() > ttft_limit_s:
+            if len(result.e2e_s_by_request) - checked_count >= 256:
+                checked_count = len(result.e2e_s_by_request)
+                if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
                     result.is_overloaded = True
                     break
-        assert result.is_overloaded or len(result.e2e_s) == request_count, (
-            f"{request_count - len(result.e2e_s)} requests were lost"
+        assert result.is_overloaded or len(result.e2e_s_by_request) == request_count, (
+            f"{request_count - len(result.e2e_s_by_request)} requests were lost"
         )
         result.end_s = self.now
-        result.prefilled_tokens = [worker.prefilled_tokens for worker in self.workers]
-        result.seat_waits = sum(worker.seat_waits for worker in self.workers)
-        result.avoidable_seat_waits = sum(worker.avoidable_seat_waits for worker in self.workers)
-        result.preemptions = sum(worker.preemptions for worker in self.workers)
+        result.prefilled_tokens_by_worker = [worker.prefilled_tokens for worker in self.workers]
+        result.slot_wait_count = sum(worker.slot_wait_count for worker in self.workers)
+        result.avoidable_slot_wait_count = sum(worker.avoidable_slot_wait_count for worker in self.workers)
+        result.preemption_count = sum(worker.preemption_count for worker in self.workers)
         return result
 
-    def _longest_wait_s(self) -> float:
-        waiting = [self.now - w.waiting[0].routed_s for w in self.workers if w.waiting]
-        return max(waiting, default=0.0)
+    def _compute_longest_wait_s(self) -> float:
+        waits_s = [
+            self.now - worker.waiting_sequences[0].routed_at_s for worker in self.workers if worker.waiting_sequences
+        ]
+        return max(waits_s, default=0.0)
 
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
-        self.result.arrived_s[request.index] = self.now
+        self.result.arrived_s_by_request[request.index] = self.now
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
-    def _notify_router(self, index: int, call: Callable[[Router], list[tuple[int, int]]]) -> None:
+    def _notify_router(self, request_index: int, notify: Callable[[Router], list[tuple[int, int]]]) -> None:
         """The router of this request."""
-        router_index = index % len(self.routers)
-        self._forward(call(self.routers[router_index]))
+        router_index = request_index % len(self.routers)
+        self._forward(notify(self.routers[router_index]))
         self._schedule_tick(router_index)
 
     def _forward(self, forwards: list[tuple[int, int]]) -> None:
-        for index, number in forwards:
-            worker = self.workers[number]
-            self.result.worker_of[index] = number
-            sequence = SimSequence(self.workload.requests[index], self.now)
-            if worker.occupied_seats >= self.config.limits.max_sequences:
+        for request_index, worker_number in forwards:
+            worker = self.workers[worker_number]
+            self.result.worker_by_request[request_index] = worker_number
+            sequence = SimSequence(self.workload.requests[request_index], self.now)
+            if worker.occupied_slot_count >= self.config.limits.max_sequences:
                 sequence.best_alternative_s = min(
-                    (o.missing_prefill_s(sequence) for o in self.workers if o.occupied_seats < o.limits.max_sequences),
+                    (
+                        other_worker.compute_missing_prefill_s(sequence)
+                        for other_worker in self.workers
+                        if other_worker.occupied_slot_count < other_worker.limits.max_sequences
+                    ),
                     default=None,
                 )
             worker.submit(sequence, self.now)
@@ -202,15 +208,15 @@ class Cluster:
 
     def _schedule_wake(self, worker: SimWorker) -> None:
         wake_s = worker.wake_s
-        if wake_s is None or self._scheduled_wakes[worker.number] == wake_s:
+        if wake_s is None or self._scheduled_wake_s_by_worker[worker.number] == wake_s:
             return
-        self._scheduled_wakes[worker.number] = wake_s
+        self._scheduled_wake_s_by_worker[worker.number] = wake_s
         self.schedule(wake_s, lambda: self._wake(worker, wake_s))
 
     def _wake(self, worker: SimWorker, wake_s: float) -> None:
         if worker.wake_s != wake_s:
             return  # a stretch was cut: another wake-up is on its way
-        self._scheduled_wakes[worker.number] = None
+        self._scheduled_wake_s_by_worker[worker.number] = None
         step_result = worker.advance(self.now)
         self._schedule_wake(worker)
         for sequence in step_result.first_token_sequences:
@@ -219,32 +225,34 @@ class Cluster:
             self._handle_finished(worker, sequence)
 
     def _handle_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
-        index = sequence.request.index
-        self.result.ttft_s[index] = self.now - self.result.arrived_s[index]
-        self.result.hit_tokens[index] = sequence.hit_blocks * sequence.request.block
-        self._notify_router(index, lambda router: router.on_first_token(sequence.request, worker.number, self.now))
+        request_index = sequence.request.index
+        self.result.ttft_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
+        self.result.hit_tokens_by_request[request_index] = sequence.hit_blocks * sequence.request.block_size
+        self._notify_router(
+            request_index, lambda router: router.on_first_token(sequence.request, worker.number, self.now)
+        )
 
     def _handle_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
-        index = sequence.request.index
-        self.result.e2e_s[index] = self.now - self.result.arrived_s[index]
-        cached_tokens = sequence.hit_blocks * sequence.request.block
+        request_index = sequence.request.index
+        self.result.e2e_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
+        cached_tokens = sequence.hit_blocks * sequence.request.block_size
         self._notify_router(
-            index, lambda router: router.on_finished(sequence.request, worker.number, cached_tokens, self.now)
+            request_index, lambda router: router.on_finished(sequence.request, worker.number, cached_tokens, self.now)
         )
-        for follower in self._followers.pop(index, ()):
+        for follower in self._followers_by_request.pop(request_index, ()):
             self.schedule(self.now + follower.arrival_s, partial(self._arrive, follower))
 
     # Routers' clocks and ears ------------------------------------------------------------------------------------
     def _schedule_tick(self, router_index: int) -> None:
-        if self._scheduled_ticks[router_index] is not None:
+        if self._scheduled_tick_s_by_router[router_index] is not None:
             return
         delay_s = self.routers[router_index].tick_s()
         if delay_s is not None:
-            self._scheduled_ticks[router_index] = self.now + delay_s
+            self._scheduled_tick_s_by_router[router_index] = self.now + delay_s
             self.schedule(self.now + delay_s, lambda: self._tick(router_index))
 
     def _tick(self, router_index: int) -> None:
-        self._scheduled_ticks[router_index] = None
+        self._scheduled_tick_s_by_router[router_index] = None
         self._forward(self.routers[router_index].tick(self.now))
         self._schedule_tick(router_index)
 

@@ -49,7 +49,7 @@ class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("arguments: expected only beside call")
 
 
-CALL_ONCE = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
+CALL_ONE_TOOL_TURNS = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
 """What `"script": "tools"` stands for."""
 
 
@@ -78,58 +78,58 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where the numbers are from."""
 
     @property
-    def turns(self) -> tuple[ScriptTurn, ...]:
+    def script_turns(self) -> tuple[ScriptTurn, ...]:
         """Of a script by turn; empty without one."""
         if self.script == "tools":
-            return CALL_ONCE
+            return CALL_ONE_TOOL_TURNS
         return self.script if isinstance(self.script, tuple) else ()
 
-    def step_times(self, step_tokens: int, time_scale: float) -> StepTimes:
+    def make_step_times(self, step_tokens: int, time_scale: float) -> StepTimes:
         """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""
-        names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
+        field_names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
         load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
-        fields = {name: getattr(self, name) for name in names}
-        times = StepTimes(**fields, step_tokens=step_tokens, load_s_per_token=load_s)
+        value_by_field = {name: getattr(self, name) for name in field_names}
+        times = StepTimes(**value_by_field, step_tokens=step_tokens, load_s_per_token=load_s)
         return times.scale(time_scale)
 
 
-class Gpu(NamedTuple):
+class GpuPreset(NamedTuple):
     bytes_per_s: float
     bf16_per_s: float
     memory_bytes: float
 
 
-class Model(NamedTuple):
-    parameters: float
-    layers: int
+class ModelPreset(NamedTuple):
+    parameter_count: float
+    num_layers: int
     attention_width: int
     """Query heads times head size."""
     kv_bytes_per_token: int
     max_model_len: int
 
 
-GPUS = {
-    "h200": Gpu(4.8e12, 989e12, 141e9),
-    "h100": Gpu(3.35e12, 989e12, 80e9),
-    "a100": Gpu(2.04e12, 312e12, 80e9),
-    "l40s": Gpu(0.864e12, 362e12, 48e9),
-    "l4": Gpu(0.3e12, 121e12, 24e9),
+GPU_BY_NAME = {
+    "h200": GpuPreset(4.8e12, 989e12, 141e9),
+    "h100": GpuPreset(3.35e12, 989e12, 80e9),
+    "a100": GpuPreset(2.04e12, 312e12, 80e9),
+    "l40s": GpuPreset(0.864e12, 362e12, 48e9),
+    "l4": GpuPreset(0.3e12, 121e12, 24e9),
 }
-MODELS = {
-    "llama-3.1-8b": Model(8.03e9, 32, 4096, 131_072, 131_072),
-    "qwen3-0.6b": Model(0.6e9, 28, 2048, 114_688, 40_960),
-    "qwen3-8b": Model(8.19e9, 36, 4096, 147_456, 40_960),
-    "qwen3-32b": Model(32.8e9, 64, 8192, 262_144, 40_960),
+MODEL_BY_NAME = {
+    "llama-3.1-8b": ModelPreset(8.03e9, 32, 4096, 131_072, 131_072),
+    "qwen3-0.6b": ModelPreset(0.6e9, 28, 2048, 114_688, 40_960),
+    "qwen3-8b": ModelPreset(8.19e9, 36, 4096, 147_456, 40_960),
+    "qwen3-32b": ModelPreset(32.8e9, 64, 8192, 262_144, 40_960),
 }
-_decoder = msgspec.json.Decoder(SimulationSpec)
-PRESETS = tuple(f"{gpu}:{model}" for gpu in GPUS for model in MODELS)
+_SPEC_DECODER = msgspec.json.Decoder(SimulationSpec)
+PRESET_NAMES = tuple(f"{gpu}:{model}" for gpu in GPU_BY_NAME for model in MODEL_BY_NAME)
 
 
 def read_spec(spec_text: str) -> SimulationSpec:
     """SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
-    gpu, _, model = spec_text.partition(":")
-    if gpu in GPUS and model in MODELS:
-        return _make_preset_spec(gpu, model)
+    gpu_name, _, model_name = spec_text.partition(":")
+    if gpu_name in GPU_BY_NAME and model_name in MODEL_BY_NAME:
+        return _make_preset_spec(gpu_name, model_name)
     text = spec_text
     if not spec_text.lstrip().startswith("{"):
         try:
@@ -137,29 +137,29 @@ def read_spec(spec_text: str) -> SimulationSpec:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--simulate {spec_text!r}: no such file ({error}), and no preset; expected a JSON object, a file with "
-                f"one, or GPU:MODEL of {', '.join(GPUS)} and {', '.join(MODELS)}"
+                f"one, or GPU:MODEL of {', '.join(GPU_BY_NAME)} and {', '.join(MODEL_BY_NAME)}"
             ) from None
     try:
-        return decode_json(_decoder, text.encode())
+        return decode_json(_SPEC_DECODER, text.encode())
     except RequestError as error:
-        problem = error.message.removeprefix("the body: ").replace("the body is", "this is")
-        raise ConfigError(f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {problem}") from None
+        reason = error.message.removeprefix("the body: ").replace("the body is", "this is")
+        raise ConfigError(f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {reason}") from None
 
 
 def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:
-    gpu, model = GPUS[gpu_name], MODELS[model_name]
-    weight_bytes = 2 * model.parameters
+    gpu, model = GPU_BY_NAME[gpu_name], MODEL_BY_NAME[model_name]
+    weight_bytes = 2 * model.parameter_count
     kv_tokens = int((MEMORY_SHARE * gpu.memory_bytes - weight_bytes) / model.kv_bytes_per_token)
     if kv_tokens < 1:
         raise ConfigError(f"--simulate {gpu_name}:{model_name}: the weights do not fit in the memory of one such GPU")
-    bandwidth = BANDWIDTH_SHARE * gpu.bytes_per_s
+    bytes_per_s = BANDWIDTH_SHARE * gpu.bytes_per_s
     return SimulationSpec(
-        prefill_s_per_token=2 * model.parameters / (COMPUTE_SHARE * gpu.bf16_per_s),
+        prefill_s_per_token=2 * model.parameter_count / (COMPUTE_SHARE * gpu.bf16_per_s),
         # A token's scores and sums over a context of n are 4 * n * width operations a layer.
-        quadratic_tokens=model.parameters / (2 * model.layers * model.attention_width),
-        step_s=STEP_OVERHEAD_S + weight_bytes / bandwidth,
+        quadratic_tokens=model.parameter_count / (2 * model.num_layers * model.attention_width),
+        step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,
         decode_request_s=SEQUENCE_OVERHEAD_S,
-        decode_context_s=model.kv_bytes_per_token / bandwidth,
+        decode_context_s=model.kv_bytes_per_token / bytes_per_s,
         kv_tokens=kv_tokens,
         kv_bytes_per_token=model.kv_bytes_per_token,
         max_model_len=min(model.max_model_len, kv_tokens),

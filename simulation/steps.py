@@ -31,22 +31,22 @@ class StepTimes:
     load_s_per_token: float = 0.0
     """[m] a token that comes back from host memory."""
 
-    def prefill_s(self, tokens: int, context_tokens: int) -> float:
+    def compute_prefill_s(self, tokens: int, context_tokens: int) -> float:
         """A chunk of so many tokens after `context_tokens` ones."""
         return self.prefill_s_per_token * tokens * (1.0 + (context_tokens + tokens / 2.0) / self.quadratic_tokens)
 
-    def decode_s(self, sequences: float, context_tokens: float) -> float:
+    def compute_decode_s(self, sequences: float, context_tokens: float) -> float:
         """A step without prefill."""
         return self.step_s + self.decode_request_s * sequences + self.decode_context_s * context_tokens
 
-    def decode_run_s(self, steps: int, sequences: int, context_tokens: int) -> float:
+    def compute_decode_run_s(self, steps: int, sequences: int, context_tokens: int) -> float:
         """So many decode steps in a row, each of which adds a token to every context."""
         growth = self.decode_context_s * sequences * steps * (steps - 1) / 2.0
-        return steps * self.decode_s(sequences, context_tokens) + growth
+        return steps * self.compute_decode_s(sequences, context_tokens) + growth
 
     def count_started_steps(self, seconds: float, sequences: int, context_tokens: int) -> int:
         """Of such a stretch: how many steps have begun after so many seconds, at least one."""
-        first_step_s, growth = self.decode_s(sequences, context_tokens), self.decode_context_s * sequences / 2.0
+        first_step_s, growth = self.compute_decode_s(sequences, context_tokens), self.decode_context_s * sequences / 2.0
         linear = first_step_s - growth
         steps = seconds / first_step_s
         if growth > 0.0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-BLOCK = 512
+TRACE_BLOCK_SIZE = 512
 """Tokens of a simulated cache block of a trace: Mooncake's; 64-token traces are coarsened to it exactly, by every
 eighth id."""
 
@@ -23,17 +23,17 @@ class SimRequest:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    ids: list[int]
-    after: int | None = None
+    block_ids: list[int]
+    previous_index: int | None = None
     """Closed loop: sent `arrival_s` seconds (think time) after request `after` was answered."""
-    block: int = BLOCK
+    block_size: int = TRACE_BLOCK_SIZE
     """Tokens of a block."""
-    final_ids: list[int] = field(default_factory=list)
+    final_block_ids: list[int] = field(default_factory=list)
     """The full blocks of prompt and output, as far as a later request shows what the output's are called."""
 
     @property
-    def full_blocks(self) -> int:
-        return self.prompt_tokens // self.block
+    def full_block_count(self) -> int:
+        return self.prompt_tokens // self.block_size
 
 
 @dataclass(slots=True)
@@ -42,16 +42,16 @@ class Workload:
 
     name: str
     requests: list[SimRequest]
-    note: str
+    description: str
     working_set_blocks: int = 0
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Tokens of a block."""
-        return self.requests[0].block if self.requests else BLOCK
+        return self.requests[0].block_size if self.requests else TRACE_BLOCK_SIZE
 
-    def arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
+    def iter_arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
         """(time, request) of everything that does not wait for another."""
         for request in self.requests:
-            if request.after is None:
+            if request.previous_index is None:
                 yield request.arrival_s / speed, request

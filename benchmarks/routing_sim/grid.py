@@ -54,7 +54,7 @@ class Point:
     def estimate_load(self) -> tuple[float, float]:
         """(requests a second, requests at once), of all workers."""
         context = self.system_tokens + self.own_tokens + self.output_tokens
-        question_prefill_s = SERVICE.prefill_s(self.own_tokens, 0)
+        question_prefill_s = SERVICE.compute_prefill_s(self.own_tokens, 0)
         decode_s = self.output_tokens * (SERVICE.decode_request_s + SERVICE.decode_context_s * context)
         lone_answer_s = self.output_tokens * SERVICE.step_s
         shared_tokens = min(math.ceil(self.prompts / self.workers) * self.system_tokens, self.cache_tokens // 2)
@@ -73,7 +73,7 @@ class Point:
         skip = min(int(max(2.0 * running, WARM_S * rate, 500)), WARM_MAX)
         block = 32 if self.system_tokens < 4000 else 128
         shape = ChatShape(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, 0, block)
-        return ChatShape(**{**asdict(shape), "requests": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
+        return ChatShape(**{**asdict(shape), "request_count": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
 
     def __str__(self) -> str:
         load_text = f"{100 * self.load:.0f} %" if self.load else f"{self.rate:g}/s"
@@ -106,7 +106,7 @@ def play(point: Point, policies: Sequence[str], seed: int) -> dict[str, dict[str
     shape, skip = point.chat()
     workload = generate_chat(str(point), shape, seed=seed)
     limits = EngineLimits(point.seats, is_preemptive=True)
-    blocks = point.cache_tokens // shape.block
+    blocks = point.cache_tokens // shape.block_size
     options = Options(SERVICE, limits, seed=seed, skip=skip, cache_blocks=blocks)
     setting = Setting(workload.name, point.workers, 1.0, 1.0)
     return {policy: asdict(run(policy, setting, workload, 1.0, options)[1]) for policy in policies}
@@ -157,5 +157,5 @@ def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         "better_in_both": {name: v["better_in_both"] for name, v in verdicts.items() if v["better_in_both"]},
         "over_worst": {name: ratios for name, ratios in over_limits.items() if ratios},
         "worst": worst,
-        "in_vain": {name: waits for name, row in settings.items() if (waits := row[OURS]["avoidable_seat_waits"])},
+        "in_vain": {name: waits for name, row in settings.items() if (waits := row[OURS]["avoidable_slot_wait_count"])},
     }

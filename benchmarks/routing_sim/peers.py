@@ -29,7 +29,7 @@ class Residency(Router):
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
-        self.count = cluster.config.workers
+        self.count = cluster.config.worker_count
         self.resident: list[set[int]] = [set() for _ in range(self.count)]
         self.host_blocks: list[set[int]] = [set() for _ in range(self.count)]
         """Of these, in host memory."""
@@ -47,14 +47,14 @@ class Residency(Router):
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""
-        ids = request.ids[: (request.prompt_tokens - 1) // request.block]
+        ids = request.block_ids[: (request.prompt_tokens - 1) // request.block_size]
         return [prefix_len(ids, blocks) for blocks in self.resident]
 
     def credited_blocks(self, request: SimRequest) -> list[float]:
         """Cached prefix of each worker in blocks, weighted by `DEVICE_CREDIT` and `HOST_CREDIT`."""
         block_credits = []
         for count, host_blocks in zip(self.prefix_blocks(request), self.host_blocks):
-            host_count = sum(block in host_blocks for block in request.ids[:count]) if host_blocks else 0
+            host_count = sum(block in host_blocks for block in request.block_ids[:count]) if host_blocks else 0
             block_credits.append(self.DEVICE_CREDIT * (count - host_count) + self.HOST_CREDIT * host_count)
         return block_credits
 
@@ -131,7 +131,7 @@ class BoundedHash(Residency):
         )
 
     def choose(self, request: SimRequest, now: float) -> int:
-        key = xxhash.xxh3_64_intdigest(repr(request.ids[: self.KEY_BLOCKS]).encode())
+        key = xxhash.xxh3_64_intdigest(repr(request.block_ids[: self.KEY_BLOCKS]).encode())
         bound = self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.count
         start = next((i for i, (point, _) in enumerate(self.ring) if point >= key), 0)
         for step in range(len(self.ring)):
@@ -175,7 +175,7 @@ class SglangTree(Residency):
     def choose(self, request: SimRequest, now: float) -> int:
         worker = self._select_worker(request)
         tree = self.trees[worker]
-        for block in reversed(request.ids):
+        for block in reversed(request.block_ids):
             tree[block] = None
             tree.move_to_end(block)
         while self.tree_max is not None and len(tree) > self.tree_max:
@@ -186,9 +186,9 @@ class SglangTree(Residency):
         high, low = max(self.in_flight), min(self.in_flight)
         if high - low > self.BALANCE_ABS and high > self.BALANCE_REL * low:
             return argmin(self.in_flight)
-        match_lens = [prefix_len(request.ids, tree) for tree in self.trees]
+        match_lens = [prefix_len(request.block_ids, tree) for tree in self.trees]
         best = argmin([-m for m in match_lens])
-        if match_lens[best] / len(request.ids) > self.CACHE_THRESHOLD:
+        if match_lens[best] / len(request.block_ids) > self.CACHE_THRESHOLD:
             return best
         return argmin([len(tree) for tree in self.trees])
 
@@ -223,19 +223,19 @@ class Dynamo(Residency):
         prefix = self.credited_blocks(request)
         costs = []
         for w in range(self.count):
-            prefill = max((self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w], 0.0)
+            prefill = max((self.prefill_tokens[w] + request.prompt_tokens) / request.block_size - prefix[w], 0.0)
             active = self.active[w]
-            decode = len(active) + sum(1 for block in request.ids if block not in active)
-            requests = self.ACTIVE_REQUEST_TOKENS / request.block * self.in_flight[w]
+            decode = len(active) + sum(1 for block in request.block_ids if block not in active)
+            requests = self.ACTIVE_REQUEST_TOKENS / request.block_size * self.in_flight[w]
             costs.append(self.weight * prefill + decode + requests)
         return costs
 
     def choose(self, request: SimRequest, now: float) -> int:
         worker = argmin(self.costs(request), self.rng)
-        uncached_tokens = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block
+        uncached_tokens = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block_size
         self.pending[request.index] = uncached_tokens
         self.prefill_tokens[worker] += uncached_tokens
-        self.active[worker].update(request.ids)
+        self.active[worker].update(request.block_ids)
         return worker
 
     def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
@@ -244,7 +244,7 @@ class Dynamo(Residency):
 
     def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         active = self.active[worker]
-        for block in request.ids:
+        for block in request.block_ids:
             active[block] -= 1
             if not active[block]:
                 del active[block]
@@ -283,7 +283,7 @@ class LMetric(Residency):
 
     def uncached_tokens(self, request: SimRequest) -> list[int]:
         """Prompt tokens that each worker would have to prefill."""
-        return [request.prompt_tokens - prefix * request.block for prefix in self.prefix_blocks(request)]
+        return [request.prompt_tokens - prefix * request.block_size for prefix in self.prefix_blocks(request)]
 
     def costs(self, request: SimRequest) -> list[int]:
         """Cost of each worker, in tokens times requests."""
@@ -324,12 +324,12 @@ class LlmD(Residency):
         """Of every worker; the highest wins."""
         if now - self.scraped_s >= self.SCRAPE_S:
             self.scraped_s = now
-            self.waiting = [len(w.waiting) for w in self.cluster.workers]
+            self.waiting = [len(w.waiting_sequences) for w in self.cluster.workers]
             self.usage = [w.cache.usage() for w in self.cluster.workers]
         prefix = self.credited_blocks(request)
         high, low = max(self.waiting), min(self.waiting)
         return [
-            2.0 * prefix[w] / len(request.ids)
+            2.0 * prefix[w] / len(request.block_ids)
             + (1.0 - self.usage[w])
             + (1.0 if high == low else (high - self.waiting[w]) / (high - low))
             for w in range(self.count)
@@ -344,9 +344,12 @@ def remaining_work_s(worker: SimWorker, job: SimSequence) -> float:
     done_tokens = job.computed_tokens
     if done_tokens == 0:
         done_tokens = (
-            worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // worker.block) * worker.block
+            worker.cache.count_cached_prefix(
+                job.request.block_ids, (job.request.prompt_tokens - 1) // worker.block_size
+            )
+            * worker.block_size
         )
-    return worker.step_times.prefill_s(job.prefill_tokens - done_tokens, done_tokens)
+    return worker.step_times.compute_prefill_s(job.prefill_tokens - done_tokens, done_tokens)
 
 
 class LeastWork(Residency):
@@ -356,8 +359,10 @@ class LeastWork(Residency):
     def choose(self, request: SimRequest, now: float) -> int:
         costs = []
         for worker in self.cluster.workers:
-            work = sum(remaining_work_s(worker, job) for job in [*worker.prefilling, *worker.waiting])
-            costs.append(work * 1e9 + worker.running_sequences)
+            work = sum(
+                remaining_work_s(worker, job) for job in [*worker.prefilling_sequences, *worker.waiting_sequences]
+            )
+            costs.append(work * 1e9 + worker.running_sequence_count)
         return argmin(costs)
 
 
@@ -374,13 +379,13 @@ class Oracle(Residency):
     def cost(self, worker: SimWorker, request: SimRequest, now: float) -> float:
         """Seconds."""
         times, length, output_tokens = worker.step_times, request.prompt_tokens, request.output_tokens
-        hit = worker.cache.match(request.ids, (length - 1) // worker.block) * worker.block
-        prefill = times.prefill_s(length - hit, hit)
-        waiting = [*worker.prefilling, *worker.waiting]
+        hit = worker.cache.count_cached_prefix(request.block_ids, (length - 1) // worker.block_size) * worker.block_size
+        prefill = times.compute_prefill_s(length - hit, hit)
+        waiting = [*worker.prefilling_sequences, *worker.waiting_sequences]
         queue = sum(remaining_work_s(worker, job) for job in waiting)
-        remaining_lens = [entry[0] - worker.steps for entry in worker.decoding]
+        remaining_lens = [entry[0] - worker.step_count for entry in worker.decoding_heap]
         n = len(remaining_lens)
-        step = times.decode_s(n, worker.decoding_context_tokens)
+        step = times.compute_decode_s(n, worker.decoding_context_tokens)
         slow = 1.0 + step / (times.prefill_s_per_token * times.step_tokens)
         cost = slow * (queue + prefill) + len(waiting) * prefill
         missing_seats = n + len(waiting) - worker.limits.max_sequences
@@ -391,7 +396,7 @@ class Oracle(Residency):
         context = (worker.decoding_context_tokens + sum(job.prefill_tokens for job in waiting)) / max(
             len(remaining_lens), 1
         )
-        own_cost = output_tokens * times.decode_s(1, length + output_tokens / 2) + overlap_tokens * (
+        own_cost = output_tokens * times.compute_decode_s(1, length + output_tokens / 2) + overlap_tokens * (
             times.decode_request_s + times.decode_context_s * context
         )
         added_cost = (

@@ -84,8 +84,8 @@ class Score:
     tpot_p99: float = 0.0
     e2e_p50: float = 0.0
     e2e_p99: float = 0.0
-    seat_waits: int = 0
-    avoidable_seat_waits: int = 0
+    slot_wait_count: int = 0
+    avoidable_slot_wait_count: int = 0
     preemptions: int = 0
     busiest: float = 0.0
     """Share of the requests that went to the worker with the most of them."""
@@ -146,18 +146,18 @@ BOUNDS = ("INF", "POOL")
 
 def cluster_config(setting: Setting, workload: Workload, speed: float, options: Options) -> ClusterConfig:
     """Cache per worker in blocks: its part of the working set, but at least what the longest request needs."""
-    longest = max(-(-(r.prompt_tokens + r.output_tokens) // r.block) for r in workload.requests)
+    longest = max(-(-(r.prompt_tokens + r.output_tokens) // r.block_size) for r in workload.requests)
     blocks = options.cache_blocks or max(
         round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1
     )
     return ClusterConfig(
-        workers=setting.workers,
+        worker_count=setting.workers,
         cache_blocks=blocks,
         host_memory_ratio=options.host_memory,
         speed=speed,
         step_times=options.service,
         event_delay_s=options.event_delay_s,
-        slow_workers=options.slow_workers,
+        slowdown_by_worker=options.slow_workers,
         limits=options.limits,
     )
 
@@ -176,7 +176,7 @@ def run(
     config = cluster_config(setting, workload, speed, options)
     routers: list[Router]
     if policy in BOUNDS:
-        config = replace(config, shared_cache=True, cache_blocks=None if policy == "INF" else config.cache_blocks)
+        config = replace(config, has_shared_cache=True, cache_blocks=None if policy == "INF" else config.cache_blocks)
         routers = [peers.LeastWork()]
     else:
         make = factory or {**POLICIES, **EXTRA}[policy]
@@ -189,32 +189,32 @@ def run(
 def score(result: SimulationResult, workload: Workload, skip: int | None) -> Score:
     """Figures over all requests but the first `skip` (a tenth)."""
     first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
-    scored_requests = [r for r in workload.requests[first:] if r.index in result.e2e_s]
-    ttft = sorted(result.ttft_s[r.index] for r in scored_requests) or [math.inf]
-    e2e = sorted(result.e2e_s[r.index] for r in scored_requests) or [math.inf]
+    scored_requests = [r for r in workload.requests[first:] if r.index in result.e2e_s_by_request]
+    ttft = sorted(result.ttft_s_by_request[r.index] for r in scored_requests) or [math.inf]
+    e2e = sorted(result.e2e_s_by_request[r.index] for r in scored_requests) or [math.inf]
     decoding = [r for r in scored_requests if r.output_tokens > 1]
-    tpot = sorted((result.e2e_s[r.index] - result.ttft_s[r.index]) / (r.output_tokens - 1) for r in decoding) or [
-        math.inf
-    ]
-    mean_prefilled = statistics.mean(result.prefilled_tokens) if result.prefilled_tokens else 0.0
-    request_counts = Counter(result.worker_of[r.index] for r in scored_requests)
+    tpot = sorted(
+        (result.e2e_s_by_request[r.index] - result.ttft_s_by_request[r.index]) / (r.output_tokens - 1) for r in decoding
+    ) or [math.inf]
+    mean_prefilled = statistics.mean(result.prefilled_tokens_by_worker) if result.prefilled_tokens_by_worker else 0.0
+    request_counts = Counter(result.worker_by_request[r.index] for r in scored_requests)
     return Score(
-        hit=sum(result.hit_tokens[r.index] for r in scored_requests)
+        hit=sum(result.hit_tokens_by_request[r.index] for r in scored_requests)
         / max(1, sum(r.prompt_tokens for r in scored_requests)),
         ttft_mean=statistics.fmean(ttft),
         ttft_p50=_percentile(ttft, 0.5),
         ttft_p99=_percentile(ttft, 0.99),
         ttft_p999=_percentile(ttft, 0.999),
         e2e=statistics.fmean(e2e),
-        imbalance=max(result.prefilled_tokens) / mean_prefilled if mean_prefilled else 1.0,
+        imbalance=max(result.prefilled_tokens_by_worker) / mean_prefilled if mean_prefilled else 1.0,
         tpot_mean=statistics.fmean(tpot),
         tpot_p50=_percentile(tpot, 0.5),
         tpot_p99=_percentile(tpot, 0.99),
         e2e_p50=_percentile(e2e, 0.5),
         e2e_p99=_percentile(e2e, 0.99),
-        seat_waits=result.seat_waits,
-        avoidable_seat_waits=result.avoidable_seat_waits,
-        preemptions=result.preemptions,
+        slot_wait_count=result.slot_wait_count,
+        avoidable_slot_wait_count=result.avoidable_slot_wait_count,
+        preemptions=result.preemption_count,
         busiest=max(request_counts.values(), default=0) / max(len(scored_requests), 1),
     )
 
@@ -245,7 +245,9 @@ class Calibration:
     def _key(setting: Setting, workload: Workload, options: Options) -> str:
         digest = hashlib.sha256()
         for r in workload.requests:
-            digest.update(repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.after, r.ids[-1:])).encode())
+            digest.update(
+                repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.previous_index, r.block_ids[-1:])).encode()
+            )
         service = asdict(options.service)
         del service["load_s_per_token"]  # the saturation is that without host memory
         settings = (service, options.event_delay_s, LOAD_FACTOR)
@@ -263,7 +265,7 @@ def _saturation(setting: Setting, workload: Workload, options: Options) -> float
 
     work = sum(r.prompt_tokens + r.prompt_tokens**2 / (2 * options.service.quadratic_tokens) for r in workload.requests)
     work *= options.service.prefill_s_per_token
-    span = max(r.arrival_s for r in workload.requests if r.after is None) or 1.0
+    span = max(r.arrival_s for r in workload.requests if r.previous_index is None) or 1.0
     guess = setting.workers * span / work
     light_mean = mean(guess * 0.05, None)
     low, high = guess * 0.05, guess * 0.5

@@ -39,7 +39,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if is_set:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
-    if spec.turns and (reason := unsupported_reason(tokenizer)) is not None:
+    if spec.script_turns and (reason := unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     word_ids, script = sample_words(tokenizer), _encode_script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
@@ -48,7 +48,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = SimulatedAnswers(word_ids, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        step_times = spec.step_times(config.step_tokens_max, config.time_scale)
+        step_times = spec.make_step_times(config.step_tokens_max, config.time_scale)
         constrained_answers = None
         if grammars is not None:
             constrained_answers = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
@@ -86,7 +86,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
         reload_weights=_check_weights_folder,
-        script_turns=spec.turns,
+        script_turns=spec.script_turns,
     )
 
 
@@ -131,7 +131,7 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
 
 
 def _encode_script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
-    if not isinstance(spec.script, str) or spec.turns:
+    if not isinstance(spec.script, str) or spec.script_turns:
         return []
     try:
         script_lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()

@@ -38,10 +38,10 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
             decode_count += 1
             context_tokens += chunk.end
         else:
-            prefill_s += times.prefill_s(chunk.end - chunk.start, chunk.start)
+            prefill_s += times.compute_prefill_s(chunk.end - chunk.start, chunk.start)
     loaded_block_count = sum(move.direction is CopyDirection.FROM_HOST for move in plan.block_copies)
     return (
-        times.decode_s(decode_count, context_tokens)
+        times.compute_decode_s(decode_count, context_tokens)
         + prefill_s
         + times.load_s_per_token * block_size * loaded_block_count
     )

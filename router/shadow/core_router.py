@@ -69,19 +69,19 @@ class CoreRouter(Router):
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
         inner = make_index(seed=self._seed + 1)
-        self.core = RouterCore(BlockScaled(inner, cluster.workload.block), self._config, seed=self._seed)
-        for i in range(cluster.config.workers):
-            blocks = cluster.cache_blocks(i)
+        self.core = RouterCore(BlockScaled(inner, cluster.workload.block_size), self._config, seed=self._seed)
+        for i in range(cluster.config.worker_count):
+            blocks = cluster.get_cache_blocks(i)
             spec = WorkerSpec(
                 worker_id=str(i),
                 url=f"http://{i}",
                 models=(ServedModel(MODEL, MODEL),),
-                cache_tokens=None if blocks is None else blocks * cluster.workload.block,
-                host_tokens=int((blocks or 0) * cluster.config.host_memory_ratio) * cluster.workload.block,
+                cache_tokens=None if blocks is None else blocks * cluster.workload.block_size,
+                host_tokens=int((blocks or 0) * cluster.config.host_memory_ratio) * cluster.workload.block_size,
                 is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
             )
             self.core.add_worker(spec, 0.0)
-        self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
+        self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.worker_count)]
         self.siblings = [r for r in cluster.routers if isinstance(r, CoreRouter) and r is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._knows_constants:
@@ -98,7 +98,7 @@ class CoreRouter(Router):
             request_id=str(request.index),
             model=MODEL,
             scope=Scope(MODEL),
-            token_ids=request.ids,
+            token_ids=request.block_ids,
             prompt_tokens=request.prompt_tokens,
             session=str(request.session),
         )
@@ -153,7 +153,7 @@ class CoreRouter(Router):
         """The edge counts chunks as they pass, and tells now and then."""
         cluster = self.cluster
         for worker in cluster.workers:
-            for job, output_tokens in worker.progress(cluster.now):
+            for job, output_tokens in worker.list_generated_tokens(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
                     self.core.record_progress(str(job.request.index), output_tokens, cluster.now)
         cluster.schedule(cluster.now + PROGRESS_S, self._progress)

@@ -95,13 +95,13 @@ class RecordedPlacement(Router):
         """request -> of those, what none has any more."""
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        ids, max_cached_blocks = request.ids, (request.prompt_tokens - 1) // request.block
+        ids, max_cached_blocks = request.block_ids, (request.prompt_tokens - 1) // request.block_size
         worker_index = self._worker_index_by_request[request.index]
-        own_blocks = best_blocks = self.cluster.workers[worker_index].cache.match(ids, max_cached_blocks)
+        own_blocks = best_blocks = self.cluster.workers[worker_index].cache.count_cached_prefix(ids, max_cached_blocks)
         if own_blocks < max_cached_blocks:
             for worker in self.cluster.workers:
                 if worker.cache.is_resident(ids[own_blocks]):
-                    best_blocks = max(best_blocks, worker.cache.match(ids, max_cached_blocks))
+                    best_blocks = max(best_blocks, worker.cache.count_cached_prefix(ids, max_cached_blocks))
         blocks_ever_cached = best_blocks
         while blocks_ever_cached < max_cached_blocks and ids[blocks_ever_cached] in self._seen_blocks:
             blocks_ever_cached += 1
@@ -162,7 +162,7 @@ def compare(
         None if e.cache_tokens is None else max(e.cache_tokens // block, longest_request_blocks) for e in engines
     ]
     cluster = ClusterConfig(
-        workers=len(engines),
+        worker_count=len(engines),
         cache_blocks=None,
         speed=1.0,
         step_times=StepTimes(),
@@ -204,11 +204,11 @@ def compare(
     prompt_tokens = sum(observed_requests[i].prompt_tokens for i in indices)
     times = {
         "measured": [s.first_token_s - s.arrival_s for s in observed_requests[warming:] if s.first_token_s is not None],
-        "today, as played": [today_result.ttft_s[i] for i in indices],
-        "router run": [router_result.ttft_s[i] for i in indices],
+        "today, as played": [today_result.ttft_s_by_request[i] for i in indices],
+        "router run": [router_result.ttft_s_by_request[i] for i in indices],
     }
     quantiles = {name: _compute_percentiles(values) for name, values in times.items() if values}
-    waiting_request_count = sum(request.after is not None for request in waiting_workload.requests)
+    waiting_request_count = sum(request.previous_index is not None for request in waiting_workload.requests)
     lost_tokens = _count_lost_tokens(placement, observed_requests, indices, block)
     return Comparison(
         len(indices),
@@ -232,7 +232,7 @@ def _measure_decode_ratio(requests: Sequence[ObservedRequest], result: Simulatio
         for i, s in enumerate(requests)
         if s.end_s is not None and s.first_token_s is not None
     ]
-    played_s = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in decode_times)
+    played_s = sum(result.e2e_s_by_request[i] - result.ttft_s_by_request[i] for i, _ in decode_times)
     return sum(seconds for _, seconds in decode_times) / played_s if played_s > 0.0 and decode_times else 1.0
 
 
@@ -257,9 +257,9 @@ def _scale_saving(measured_value: float, today: float, ours: float) -> float:
 def _sum_simulated_totals(result: SimulationResult, workload: Workload, indices: Iterable[int]) -> ReplayTotals:
     indices, requests = list(indices), workload.requests
     return ReplayTotals(
-        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in indices)),
-        sum(result.ttft_s[i] for i in indices),
-        sum(result.e2e_s[i] for i in indices),
+        float(sum(requests[i].prompt_tokens - result.hit_tokens_by_request[i] for i in indices)),
+        sum(result.ttft_s_by_request[i] for i in indices),
+        sum(result.e2e_s_by_request[i] for i in indices),
     )
 
 
@@ -357,26 +357,26 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
             arrival_s=observed.arrival_s - (observed_requests[0].arrival_s if since_s is None else since_s),
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
-            ids=block_numbers.get_numbers(observed.block_ids),
-            after=predecessor,
-            block=block,
+            block_ids=block_numbers.get_numbers(observed.block_ids),
+            previous_index=predecessor,
+            block_size=block,
         )
         requests.append(request)
         if previous is not None and (end_s is None or end_s <= observed.arrival_s):
             earlier = requests[previous]
-            full_blocks = earlier.full_blocks
-            known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)
+            full_blocks = earlier.full_block_count
+            known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_block_count)
             if (
-                not earlier.final_ids
+                not earlier.final_block_ids
                 and known_block_count >= full_blocks
-                and earlier.ids[:full_blocks] == request.ids[:full_blocks]
+                and earlier.block_ids[:full_blocks] == request.block_ids[:full_blocks]
             ):
-                earlier.final_ids = request.ids[:known_block_count]
+                earlier.final_block_ids = request.block_ids[:known_block_count]
     for request in requests:
         # The last token is never computed.
         final_block_count = (request.prompt_tokens + request.output_tokens - 1) // block
-        known_ids = request.final_ids or request.ids[: request.full_blocks]
-        request.final_ids = known_ids + [
+        known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
+        request.final_block_ids = known_ids + [
             next(block_numbers.unused_numbers) for _ in range(final_block_count - len(known_ids))
         ]
     return Workload("seen", requests, f"{len(requests)} requests that were seen")

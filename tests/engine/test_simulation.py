@@ -28,7 +28,7 @@ from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
 from prompts import Tokenizer, TokenizerError
-from simulation.spec import PRESETS, read_spec
+from simulation.spec import PRESET_NAMES, read_spec
 from simulation.steps import StepTimes
 
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.01, "decode_request_s": 5e-5, "kv_tokens": 4096}
@@ -167,16 +167,16 @@ def test_it_takes_the_time_of_the_offline_simulator(
         ids = list(range(block, block + -(-length // 512)))
         block += len(ids)
         request = workload.SimRequest(i, i, at, length, out, ids)
-        request.final_ids = ids[: length // 512]
+        request.final_block_ids = ids[: length // 512]
         requests.append(request)
     times = StepTimes()
     limits = EngineLimits(seats, shortest_first=order == "shortest")
-    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, step_times=times, limits=limits)
+    config = cluster.ClusterConfig(worker_count=1, cache_blocks=None, speed=1.0, step_times=times, limits=limits)
     offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     clock = Clock()
     first, end = run(engine(clock, times, order=order, seats=seats), clock, arrivals)
-    assert first == pytest.approx([offline.ttft_s[i] for i in range(len(first))], rel=1e-6, abs=1e-6)
-    assert end == pytest.approx([offline.e2e_s[i] for i in range(len(end))], rel=1e-6, abs=1e-6)
+    assert first == pytest.approx([offline.ttft_s_by_request[i] for i in range(len(first))], rel=1e-6, abs=1e-6)
+    assert end == pytest.approx([offline.e2e_s_by_request[i] for i in range(len(end))], rel=1e-6, abs=1e-6)
 
 
 def test_what_scheduling_costs_does_not_add_up() -> None:
@@ -198,14 +198,14 @@ def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
     clock.now_s += 0.5  # the machine did something else
     core.step(clock.now_s)
     late = runner.simulation_lag
-    assert late.lag_s_max == pytest.approx(0.5 - times.decode_s(1, 3), rel=0.01)
+    assert late.lag_s_max == pytest.approx(0.5 - times.compute_decode_s(1, 3), rel=0.01)
     core.step(clock.now_s)  # catches up: not a moment slept
     assert runner.simulation_lag.lag_s > 1.9 * late.lag_s_max
     clock.now_s += 2 * RESYNC_LAG_S
     core.step(clock.now_s)
     before, total = clock.now_s, runner.simulation_lag.lag_s
     core.step(clock.now_s)
-    assert clock.now_s - before == pytest.approx(times.decode_s(1, 6), rel=1e-6)
+    assert clock.now_s - before == pytest.approx(times.compute_decode_s(1, 6), rel=1e-6)
     assert runner.simulation_lag.lag_s == pytest.approx(total, abs=1e-6)
     assert runner.simulation_lag.step_count == 5
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_simulated_is_named(config: dict[str, Any], words: str) -
 
 def test_presets_are_in_order() -> None:
     """The larger model is slower on the same GPU, and the slower GPU on the same model."""
-    fits = [name for name in PRESETS if name not in ("l4:qwen3-32b", "l40s:qwen3-32b")]
+    fits = [name for name in PRESET_NAMES if name not in ("l4:qwen3-32b", "l40s:qwen3-32b")]
     specs = {name: read_spec(name) for name in fits}
     for field in ("prefill_s_per_token", "step_s", "decode_context_s"):
         value = {name: getattr(spec, field) for name, spec in specs.items()}

@@ -23,7 +23,7 @@ from engine.types import Constraint, Request, SamplingParams, Sequence
 from events.config import KVEventsConfig
 from options import ConfigError
 from prompts import Tokenizer, parse_chat
-from simulation.spec import CALL_ONCE, ScriptTurn, read_spec
+from simulation.spec import CALL_ONE_TOOL_TURNS, ScriptTurn, read_spec
 
 TOKENIZER = Tokenizer.load(cached_tokenizer())
 EOS = TOKENIZER.eos_token_ids[0]
@@ -159,7 +159,7 @@ def test_tools_are_called_once_and_then_answered(grammars: GrammarCompiler, call
     talk = [ASK]
     for answer in (CALLED, SAID, CALLED):
         text, calls_made = parse_output(
-            generate_text(grammars, make_constraint(CALL_ONCE, calls, messages=talk, tools=TOOLS)), calls
+            generate_text(grammars, make_constraint(CALL_ONE_TOOL_TURNS, calls, messages=talk, tools=TOOLS)), calls
         )
         if answer is CALLED:
             ((name, arguments),) = calls_made

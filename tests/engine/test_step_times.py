@@ -31,10 +31,10 @@ def test_the_fit_finds_the_times_that_made_the_steps(bench: Any) -> None:
     )
     rng, observations = random.Random(0), []
     for length in step_times.PROMPTS:
-        seconds = times.step_s + times.prefill_s(length, 0)
+        seconds = times.step_s + times.compute_prefill_s(length, 0)
         observations.append(step_times.TimedStep((1, length, length * length, 0, 0), seconds * rng.uniform(0.99, 1.01)))
     for count, length in step_times.GROUPS:
-        seconds = times.decode_s(count, count * length)
+        seconds = times.compute_decode_s(count, count * length)
         observations.append(step_times.TimedStep((1, 0, 0, count, count * length), seconds * rng.uniform(0.99, 1.01)))
     fit = step_times.fit(observations)
     assert fit["step_s"] == pytest.approx(times.step_s, rel=0.03)

@@ -283,7 +283,9 @@ def play(
         def report_load(self) -> None:
             now = self.cluster.now
             for worker in self.cluster.workers:
-                truth = EngineLoad(worker.running_sequences, len(worker.waiting), worker.cache.usage())
+                truth = EngineLoad(
+                    worker.running_sequence_count, len(worker.waiting_sequences), worker.cache.compute_usage()
+                )
                 name = str(worker.number)
                 self.core.record_engine_load(
                     name, [say(worker.number, truth, now)], self.core.count_in_flight_by_rank(name), now
@@ -304,12 +306,14 @@ def play(
 
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, is_preemptive=True)
-    config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, step_times=service, limits=limits)
+    config = sim.cluster.ClusterConfig(worker_count=8, cache_blocks=6250, speed=1.0, step_times=service, limits=limits)
     router = ReportingRouter(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()
     mine = [r.index for r in workload.requests[count // 5 :] if r.index not in elsewhere]
-    return statistics.fmean(result.ttft_s[i] for i in mine), statistics.fmean(result.e2e_s[i] for i in mine)
+    return statistics.fmean(result.ttft_s_by_request[i] for i in mine), statistics.fmean(
+        result.e2e_s_by_request[i] for i in mine
+    )
 
 
 def test_the_truth_of_others_requests_helps(sim: Any) -> None:

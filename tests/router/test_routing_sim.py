@@ -38,7 +38,7 @@ def request(sim: Any, index: int, ids: list[int], *, at: float = 0.0, out: int =
     """A prompt of full blocks `ids`, or with a partial last one of `tail` tokens."""
     length = len(ids) * 512 - (512 - tail if tail else 0)
     sim_request = sim.workload.SimRequest(index, index, at, length, out, ids)
-    sim_request.final_ids = ids[: length // 512]
+    sim_request.final_block_ids = ids[: length // 512]
     return sim_request
 
 
@@ -104,15 +104,15 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         ids = list(range(block, block + blocks))
         block += blocks
         sim_request = workload.SimRequest(i, i, at, length, out, ids)
-        sim_request.final_ids = ids[: length // 512]
+        sim_request.final_block_ids = ids[: length // 512]
         requests.append(sim_request)
     service = StepTimes()
-    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, step_times=service)
+    config = cluster.ClusterConfig(worker_count=1, cache_blocks=None, speed=1.0, step_times=service)
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     first, end = naive_times(arrivals, service)
     for i, (at, _, _) in enumerate(arrivals):
-        assert math.isclose(result.ttft_s[i], first[i] - at, rel_tol=1e-6, abs_tol=1e-6)
-        assert math.isclose(result.e2e_s[i], end[i] - at, rel_tol=1e-6, abs_tol=1e-6)
+        assert math.isclose(result.ttft_s_by_request[i], first[i] - at, rel_tol=1e-6, abs_tol=1e-6)
+        assert math.isclose(result.e2e_s_by_request[i], end[i] - at, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> None:
@@ -125,13 +125,13 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
     cache.register([1, 2, 3], 0, 3)
     cache.release([1, 2, 3], 0)
     assert stored_blocks == [1, 2, 3]
-    assert cache.match([1, 2, 9], 5) == 2
+    assert cache.count_cached_prefix([1, 2, 9], 5) == 2
     assert cache.reserve([7, 8], 0, 2), "one page is free, one comes from the deepest cached block"
     assert removed_blocks == [3]
     assert not cache.reserve([1, 2, 5, 6], 2, 4), "two pages are taken and two would be needed beside the two hits"
     cache.register([7, 8], 0, 2)
     cache.release([7, 8], 0)
-    assert (cache.unnamed_pages, cache.reference_counts) == (0, {})
+    assert (cache.unnamed_blocks, cache.reference_count_by_block) == (0, {})
 
 
 def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
@@ -145,7 +145,7 @@ def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
         cache.register(ids, 0, len(ids))
         cache.release(ids, 0)
     assert (moves, removed_blocks, list(cache.host_blocks)) == ([([3, 2], True)], [], [3, 2])
-    assert cache.match([1, 2, 3], 5) == 3
+    assert cache.count_cached_prefix([1, 2, 3], 5) == 3
     assert cache.reserve([1, 2], 2, 3)
     assert cache.last_loaded_blocks == 1
     assert moves[1:] == [([2], False), ([8, 7], True)]
@@ -153,7 +153,7 @@ def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
     cache.register([1, 2, 7], 2, 3)
     assert moves[-1] == ([7], False), "computed although it was below: not there any more"
     cache.release([1, 2, 7], 0)
-    assert (cache.unnamed_pages, cache.reference_counts, list(cache.host_blocks)) == (0, {}, [8])
+    assert (cache.unnamed_blocks, cache.reference_count_by_block, list(cache.host_blocks)) == (0, {}, [8])
 
 
 def test_what_comes_back_takes_time(sim: Any) -> None:
@@ -162,14 +162,16 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
     for i in range(4):
         ids = [100 * (i % 2) + k for k in range(9)]
         sim_request = sim.workload.SimRequest(i, i, 10.0 * i, 9 * 512 - 2, 2, ids)
-        sim_request.final_ids = ids[:8]
+        sim_request.final_block_ids = ids[:8]
         requests.append(sim_request)
     service = StepTimes(load_s_per_token=1e-6)
-    config = sim.cluster.ClusterConfig(workers=1, cache_blocks=10, speed=1.0, step_times=service, host_memory_ratio=2.0)
+    config = sim.cluster.ClusterConfig(
+        worker_count=1, cache_blocks=10, speed=1.0, step_times=service, host_memory_ratio=2.0
+    )
     result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
-    computed_ttft_s, loaded_ttft_s = result.ttft_s[0], result.ttft_s[2]
-    assert result.hit_tokens[2] == 8 * 512
-    loaded_s = loaded_ttft_s - service.decode_s(0, 0) - service.prefill_s(510, 8 * 512)
+    computed_ttft_s, loaded_ttft_s = result.ttft_s_by_request[0], result.ttft_s_by_request[2]
+    assert result.hit_tokens_by_request[2] == 8 * 512
+    loaded_s = loaded_ttft_s - service.compute_decode_s(0, 0) - service.compute_prefill_s(510, 8 * 512)
     assert 0 < loaded_s <= 8 * 512 * 1e-6 + 1e-9
     assert loaded_ttft_s < 0.3 * computed_ttft_s
 
@@ -315,15 +317,15 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
     second = request(sim, 1, [1, 2, 3, 4], at=10.0)
     other = request(sim, 2, [1, 2, 9], at=11.0)
     workload = sim.traces.link_requests(sim.workload.Workload("t", [first, second, other], ""))
-    assert first.final_ids == [1, 2, 3], "1,024 + 600 tokens fill one more block"
+    assert first.final_block_ids == [1, 2, 3], "1,024 + 600 tokens fill one more block"
     assert second.session == first.session
-    assert other.final_ids == [1, 2, 9]
+    assert other.final_block_ids == [1, 2, 9]
     assert workload.working_set_blocks == 5
 
 
 @pytest.mark.parametrize("queue", [False, True])
 def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
-    workload = sim.traces.generate_tool_use("t", seed=3, requests_max=300)
+    workload = sim.traces.generate_tool_use("t", seed=3, max_requests=300)
     config = CoreConfig(queue=QueueConfig(fair=queue, requests_max=1_000_000, wait_s_max=1e6))
     core_routers: list[Any] = []
 
@@ -384,7 +386,7 @@ def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int, promp
                 index, number, arrival_s, len(ids) * block, answer_tokens, list(ids), before, block
             )
             ids = ids + [next(fresh) for _ in range(answer_tokens // block)]
-            sim_request.final_ids = list(ids)
+            sim_request.final_block_ids = list(ids)
             requests.append(sim_request)
             before = index
     return sim.workload.Workload("sessions", requests, "")
@@ -410,18 +412,20 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
 
     workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016, prompts=prompts)
     config = sim.cluster.ClusterConfig(
-        workers=9, cache_blocks=6000, speed=1.0, step_times=sim.runs.StepTimes(),
+        worker_count=9, cache_blocks=6000, speed=1.0, step_times=sim.runs.StepTimes(),
         limits=sim.engine.EngineLimits(256, is_preemptive=True),
     )  # fmt: skip
     cluster = sim.cluster.Cluster(config, workload, [Joining(CoreConfig())])
     result = cluster.run()
-    new_sessions = [r for r in workload.requests if r.after is None and joins_s + 60.0 <= r.arrival_s <= end_s]
-    share = sum(result.worker_of[r.index] == 8 for r in new_sessions) / len(new_sessions)
+    new_sessions = [r for r in workload.requests if r.previous_index is None and joins_s + 60.0 <= r.arrival_s <= end_s]
+    share = sum(result.worker_by_request[r.index] == 8 for r in new_sessions) / len(new_sessions)
     assert share == pytest.approx(1 / 9, rel=0.2)
     windows: dict[int, list[float]] = {}
     for request in workload.requests:
-        if result.arrived_s[request.index] < end_s:
-            windows.setdefault(int(result.arrived_s[request.index] // 30), []).append(result.ttft_s[request.index])
+        if result.arrived_s_by_request[request.index] < end_s:
+            windows.setdefault(int(result.arrived_s_by_request[request.index] // 30), []).append(
+                result.ttft_s_by_request[request.index]
+            )
     means = [sum(windows[i]) / len(windows[i]) for i in sorted(windows)]
     before = means[1 : int(joins_s // 30)]
     assert max(means[int(joins_s // 30) :]) <= max(before) * max(before) / min(before), means
@@ -439,19 +443,19 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
         rate, running = point.estimate_load()
         times, running_per_worker = sim.grid.SERVICE, running / point.workers
         context = point.system_tokens + point.own_tokens + point.output_tokens
-        step = times.decode_s(running_per_worker, running_per_worker * context)
-        prefill_share = rate / point.workers * times.prefill_s(point.own_tokens, 0)
+        step = times.compute_decode_s(running_per_worker, running_per_worker * context)
+        prefill_share = rate / point.workers * times.compute_prefill_s(point.own_tokens, 0)
         assert rate * point.output_tokens * step <= running * (1.0 - prefill_share) * 1.001, (
             "steps keep up with what comes"
         )
         shape, skip = point.chat()
-        assert shape.requests - skip >= 1500
-        assert shape.rate == rate
+        assert shape.request_count - skip >= 1500
+        assert shape.requests_per_s == rate
 
 
 def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     def row(ttft: float, tpot: float, e2e: float) -> dict[str, float]:
-        equal_metrics = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_seat_waits": 0}
+        equal_metrics = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_slot_wait_count": 0}
         return {"ttft_mean": ttft, "tpot_mean": tpot, "e2e": e2e, **equal_metrics}
 
     other_rows = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
@@ -484,14 +488,14 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
     requests = [request(sim, 0, ids, out=answer), request(sim, 1, [*ids, 99], at=0.5, out=4)]
     service = StepTimes(0.0001, 1e12, 0.01, 0.0, 0.0, 8192)
     limits = sim.engine.EngineLimits(1, is_preemptive=True)
-    config = sim.cluster.ClusterConfig(workers=2, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
+    config = sim.cluster.ClusterConfig(worker_count=2, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
     result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.seat_waits, result.avoidable_seat_waits) == (1, vain)
+    assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, vain)
     one_worker_config = sim.cluster.ClusterConfig(
-        workers=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits
+        worker_count=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits
     )
     result = sim.cluster.Cluster(one_worker_config, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.seat_waits, result.avoidable_seat_waits) == (1, 0), "nobody else has a seat"
+    assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, 0), "nobody else has a seat"
 
 
 def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:

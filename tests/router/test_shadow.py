@@ -58,10 +58,12 @@ def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
     second = observe(6, 107.0, [1, 2, 3, 4, 5], continues=5, output_tokens=10)
     early = observe(7, 102.0, [1, 2, 9], continues=5)
     requests = make_workload([first, early, second], 16, waits=True).requests
-    assert [(r.after, r.arrival_s) for r in requests] == [(None, 0.0), (None, 2.0), (0, 4.0)]
+    assert [(r.previous_index, r.arrival_s) for r in requests] == [(None, 0.0), (None, 2.0), (0, 4.0)]
     assert [r.arrival_s for r in make_workload([first, early, second], 16, waits=False).requests] == [0.0, 2.0, 7.0]
-    assert requests[0].final_ids[:4] == requests[2].ids[:4], "what the next turn shows of the answer is in the cache"
-    assert len(requests[0].final_ids) == 4
+    assert requests[0].final_block_ids[:4] == requests[2].block_ids[:4], (
+        "what the next turn shows of the answer is in the cache"
+    )
+    assert len(requests[0].final_block_ids) == 4
     assert requests[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
 
 
@@ -134,7 +136,9 @@ def test_a_slow_worker_is_found_out() -> None:
         rows.append(request)
         at += took
     step_times = learn_step_times(rows, [ObservedEngine("a"), ObservedEngine("b")])
-    assert step_times["b"].prefill_s(2000, 0) / step_times["a"].prefill_s(2000, 0) == pytest.approx(2.0, rel=0.15)
+    assert step_times["b"].compute_prefill_s(2000, 0) / step_times["a"].compute_prefill_s(2000, 0) == pytest.approx(
+        2.0, rel=0.15
+    )
 
 
 def test_what_was_lost_is_split_by_whose_doing_it_is() -> None:

@@ -231,7 +231,7 @@ def serve_prompts(
             number, (arrival_s, tokens) = todo.pop(0)
             ids = [number * 10_000 + i for i in range(tokens // 16)]
             sim_request = SimRequest(number, number, arrival_s, tokens, 1, ids)
-            sim_request.final_ids = ids
+            sim_request.final_block_ids = ids
             worker.submit(job := SimSequence(sim_request, arrival_s), arrival_s)
             if computed_on_arrival is not None:
                 computed_on_arrival[number] = job.computed_before_arrival
