@@ -55,7 +55,7 @@ class Engine:
         self.overlap = options.overlap
         self.model = build_model(HfConfig(SHAPES[options.shape], options.shape))
         self._draw_weights()
-        self.spec = self.model.cache_spec(options.block_size, self.dtype)
+        self.spec = self.model.make_cache_spec(options.block_size, self.dtype)
         self.max_len = min(self.model.config.max_positions, options.max_len)
         self.units = self._unit_count()
         self.runner = ModelRunner(
@@ -120,7 +120,7 @@ class Engine:
         """Of the weight matrices and of causal attention, for one prompt from nothing."""
         in_body = self.weight_bytes / self.dtype.itemsize - _elements(self.model.vocabulary.head.shape)
         attention = sum(
-            4 * a.config.num_heads * a.config.head_dim * tokens * tokens / 2 for _, a in self.model.attentions
+            4 * a.config.num_heads * a.config.head_dim * tokens * tokens / 2 for _, a in self.model.attention_layers
         )
         return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.vocabulary.head.shape) * sampled_tokens
 

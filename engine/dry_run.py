@@ -17,7 +17,7 @@ def describe_cache(config: EngineConfig) -> str:
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)
     model = build_model(hf_config, Shard(0, config.tensor_parallel_size))
-    spec = model.cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
+    spec = model.make_cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
     units = count_units(config, spec, device)
     tokens = units * spec.blocks_per_unit(0) * spec.block_size
     lines = [

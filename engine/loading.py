@@ -70,7 +70,7 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
     shard = None if leader is None else leader.shard
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     config = replace(config, max_num_batched_tokens=step_tokens(config, model, device))
-    spec = model.cache_spec(config.block_size, dtype)
+    spec = model.make_cache_spec(config.block_size, dtype)
     max_model_len = resolve_max_len(config, model)
     all_reduce_min = None
     if leader is not None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.readers.json_calls import NAME
+from engine.api.readers.json_calls import NAME_PATTERN
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
 from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
@@ -79,7 +79,7 @@ MARKUPS = {
     "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
     "llama3_json": ToolMarkup(_json_call("", "parameters", ""), '{"name": ', separator="; "),
     "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
-    "pythonic": ToolMarkup(_pythonic, "[", NAME, calls_begin="[", separator=", ", calls_end="]"),
+    "pythonic": ToolMarkup(_pythonic, "[", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
     "granite": ToolMarkup(_PLAIN, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
 }
 """By the name of the parser that reads them."""

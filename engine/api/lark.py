@@ -22,7 +22,7 @@ import msgspec
 from engine.api.constraint import Format, RequestedConstraint, make_scripted_constraint, parse_requested_constraint
 from engine.api.escaped_lark import UnsupportedGrammar, escape_grammar
 from engine.api.params import ModelLimits
-from engine.api.readers.json_calls import NAME
+from engine.api.readers.json_calls import NAME_PATTERN
 from engine.api.readers.markup_calls import encode_as_types
 from engine.api.schemas.inspection import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import read_added_tokens
@@ -333,7 +333,7 @@ class _LarkWriter:
             return f'({free} (", " {free})*)?'
         parts = []
         for property in properties:
-            key = property.name if NAME.fullmatch(property.name) else _quote(property.name)
+            key = property.name if NAME_PATTERN.fullmatch(property.name) else _quote(property.name)
             parts.append(
                 self._add_rule(f"{_quote(key + '=')} {self._write_python_value(property.schema, schema, options, 0)}")
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.api.detokenizer import DelimiterScanner
 from engine.api.readers.json_calls import (
-    NAME,
+    NAME_PATTERN,
     CallReader,
     CallSink,
     JsonObjectCallReader,
@@ -303,7 +303,7 @@ class ToolCallParser:
         elif char in readers:
             self._start_reader(readers[char])
             return pos
-        elif _FUNCTION_NAME in readers and NAME.match(char):
+        elif _FUNCTION_NAME in readers and NAME_PATTERN.match(char):
             self._start_reader(readers[_FUNCTION_NAME])
             return pos
         else:

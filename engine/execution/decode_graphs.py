@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.models import CausalLM
-from engine.models.layers import LayerState, Step
+from engine.models.layers import ForwardContext, LayerState
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, RaggedBatch
 from kernels.interface import DeviceBlockTable, FixedPlans, IntArray
@@ -67,7 +67,7 @@ class CudaCapture:
 class _RecordedStep:
     inputs: Tensor
     """[2, size]: token ids and positions; those of padding are of some sequence before."""
-    step: Step
+    step: ForwardContext
     replay: Replay
     hidden: Tensor
 
@@ -114,7 +114,7 @@ class DecodeGraphs:
             return None
         recorded_step.inputs[0, :count].copy_(token_ids)
         overwrite(recorded_step.inputs[1], batch.positions)
-        for plan, table, kv in zip(recorded_step.step.plans, tables, self._kv, strict=True):
+        for plan, table, kv in zip(recorded_step.step.plan_by_group, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
             self._plans.refill_state_plan(recorded_step.step.state_plan, units)
@@ -131,27 +131,27 @@ class DecodeGraphs:
         device = self._ops.device
         inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
         token_ids, positions = inputs
-        windows = self._model.windows
-        step = Step(
+        windows = self._model.window_by_group
+        step = ForwardContext(
             ops=self._ops,
-            rotary=[],
-            kv=self._kv,
-            plans=[
+            rotary_by_rope=[],
+            kv_by_group=self._kv,
+            plan_by_group=[
                 self._plans.make_fixed_decode_plan(size, self._blocks_max, kv, window)
                 for kv, window in zip(self._kv, windows, strict=True)
             ],
-            states=self._states,
+            state_by_layer=self._states,
             state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
         )
 
         def run() -> Tensor:
-            step.rotary = [rope.at(positions) for rope in self._ropes]
+            step.rotary_by_rope = [rope.look_up(positions) for rope in self._ropes]
             return self._model.forward(token_ids, step)
 
         try:
             replay, hidden = self._capture(run)
         except RuntimeError as error:  # of CUDA's; also how torch says that there is no memory
-            if self._model.shard.size > 1:
+            if self._model.shard.num_ranks > 1:
                 raise  # the other ranks record it, and would wait for this one
             reason = "no memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
             log.warning(

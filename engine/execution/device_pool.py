@@ -67,7 +67,7 @@ class DevicePool:
 
     def view_states(self, layout: StateLayout) -> list[LayerState]:
         """The recurrent states in the units; empty for a model that has none."""
-        return layout.views(self.buffer, self._stride) if self.spec.state is not None else []
+        return layout.make_layer_states(self.buffer, self._stride) if self.spec.state is not None else []
 
     def release(self) -> None:
         """Give the memory back."""

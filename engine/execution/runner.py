@@ -36,7 +36,7 @@ from engine.execution.prepared_step import (
 from engine.execution.sampler import Sampler
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
-from engine.models.layers import Step
+from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
 from kernels import Kernels, RaggedBatch, select
 from kernels.interface import FixedPlans
@@ -85,8 +85,8 @@ class ModelRunner:
         vocab_size = model.config.vocab_size
         self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
         self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks)
-        self._ropes = model.rope_tables(config.max_model_len, pool.dtype, device)
-        self._windows = model.windows
+        self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
+        self._windows = model.window_by_group
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if config.overlaps_steps else None
         """[rows]: the token drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
@@ -104,7 +104,7 @@ class ModelRunner:
             BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
             for g, kv in enumerate(pool.kv)
         ]
-        self._states = pool.view_states(model.state_layout(pool.dtype))
+        self._states = pool.view_states(model.make_state_layout(pool.dtype))
         self._graphs: DecodeGraphs | None = None
         if capture is not None and self._fixed_plans is not None:
             self._graphs = DecodeGraphs(
@@ -323,15 +323,15 @@ class ModelRunner:
         fixed_plans = self._fixed_plans
         plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_with_device_table
         positions = to_device(batch.positions, self.device)
-        layers = Step(
+        layers = ForwardContext(
             ops=self._ops,
-            rotary=[rope.at(positions) for rope in self._ropes],
-            kv=self.pool.kv,
-            plans=[
+            rotary_by_rope=[rope.look_up(positions) for rope in self._ropes],
+            kv_by_group=self.pool.kv,
+            plan_by_group=[
                 plan_attention(batch, table, kv, self._windows[g])
                 for g, (table, kv) in enumerate(zip(tables, self.pool.kv, strict=True))
             ],
-            states=self._states,
+            state_by_layer=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
         )
         return self.model.forward(step.token_ids, layers, step.selected_tokens)
@@ -344,7 +344,7 @@ class ModelRunner:
         if step.sampling_inputs is None:
             self.model.contribute_logits(sampled_hidden)
             return []
-        tokens, logprobs = self._sampler.sample(self.model.logits(sampled_hidden), step.sampling_inputs)
+        tokens, logprobs = self._sampler.sample(self.model.compute_logits(sampled_hidden), step.sampling_inputs)
         if self._last_tokens is not None:
             assert step.sampled_device_rows is not None
             self._last_tokens.index_copy_(0, step.sampled_device_rows, tokens)
@@ -360,7 +360,7 @@ class ModelRunner:
             rows = hidden[at : min(at + slab_rows, count)]
             if self.model.samples_tokens:
                 top_count = chunk.seq.request.params.prompt_logprobs or 0
-                slabs.append(token_logprobs(self.model.logits(rows), tokens[at : at + slab_rows], top_count))
+                slabs.append(token_logprobs(self.model.compute_logits(rows), tokens[at : at + slab_rows], top_count))
             else:
                 self.model.contribute_logits(rows)
         return [torch.cat(parts) for parts in zip(*slabs, strict=True)]

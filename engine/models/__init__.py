@@ -42,6 +42,6 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     model = build(config, WeightScope(shard=shard or Shard()))
-    if not model.attentions:
+    if not model.attention_layers:
         raise ModelError(f"{config.source}: no attention layer; models of recurrent layers only are not supported")
     return model

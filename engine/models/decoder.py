@@ -15,7 +15,16 @@ from torch import Tensor
 
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, Mixer, Recurrent, RMSNorm, Step
+from engine.models.layers import (
+    Attention,
+    AttentionConfig,
+    DecoderBlock,
+    ForwardContext,
+    GatedMLP,
+    Mixer,
+    RecurrentMixer,
+    RMSNorm,
+)
 from engine.models.rope import RopeConfig, RopeTable
 from engine.models.state import StateLayout
 from engine.models.vocabulary import Vocabulary
@@ -43,11 +52,11 @@ class DecoderConfig:
     def from_hf(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
         """Read it under the names most families use; the arguments are the family's defaults."""
         return DecoderConfig(
-            vocab_size=config.integer("vocab_size"),
-            hidden_size=config.integer("hidden_size"),
-            num_layers=config.integer("num_hidden_layers"),
+            vocab_size=config.get_integer("vocab_size"),
+            hidden_size=config.get_integer("hidden_size"),
+            num_layers=config.get_integer("num_hidden_layers"),
             norm_eps=config.get("rms_norm_eps", norm_eps),
-            max_positions=config.integer("max_position_embeddings"),
+            max_positions=config.get_integer("max_position_embeddings"),
             tie_embeddings=config.get("tie_word_embeddings", tie_embeddings),
         )
 
@@ -57,62 +66,75 @@ class CausalLM:
 
     def __init__(
         self,
-        root: WeightScope,
+        root_scope: WeightScope,
         prefix: str,
         config: DecoderConfig,
-        block: Callable[[WeightScope, int], DecoderBlock],
+        make_block: Callable[[WeightScope, int], DecoderBlock],
         *,
         ignored_prefixes: tuple[str, ...] = (),
         renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
         """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
-        body = root.sub(prefix)
+        body_scope = root_scope.enter_scope(prefix)
         c = self.config = config
         head_name = None if c.tie_embeddings else c.head_name
-        self.vocabulary = Vocabulary(body, root, f"{c.embedding_name}.weight", head_name, c.vocab_size, c.hidden_size)
-        layers = body.sub("layers")
-        self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
-        self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
-        self.shard = root.shard
-        self.samples_tokens = root.shard.rank == 0
+        self.vocabulary = Vocabulary(
+            body_scope, root_scope, f"{c.embedding_name}.weight", head_name, c.vocab_size, c.hidden_size
+        )
+        layers_scope = body_scope.enter_scope("layers")
+        self.blocks = [make_block(layers_scope.enter_scope(i), i) for i in range(c.num_layers)]
+        self.norm = RMSNorm(body_scope, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
+        self.shard = root_scope.shard
+        self.samples_tokens = root_scope.shard.rank == 0
         """Whether this rank has whole logits to sample from."""
-        self.weights: list[Weight] = root.weights
+        self.weights: list[Weight] = root_scope.weights
         self.ignored_prefixes = ((c.head_name,) if c.tie_embeddings else ()) + ignored_prefixes
         """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed_prefixes = renamed_prefixes or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
-        self.attentions = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Attention)]
-        self._groups = _group_layers([attention.config for _, attention in self.attentions])
-        for group, members in enumerate(self._groups):
-            for layer, member in enumerate(members):
-                self.attentions[member][1].group, self.attentions[member][1].layer = group, layer
-        self.recurrents = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Recurrent)]
-        for index, (_, recurrent) in enumerate(self.recurrents):
-            recurrent.index = index
-        self._last_mixer_index = max(i for i, _ in (*self.attentions, *self.recurrents))
+        self.attention_layers = [
+            (i, decoder_block.mixer)
+            for i, decoder_block in enumerate(self.blocks)
+            if isinstance(decoder_block.mixer, Attention)
+        ]
+        self._layers_by_group = _group_layers([attention.config for _, attention in self.attention_layers])
+        for group_index, layer_indices in enumerate(self._layers_by_group):
+            for group_layer_index, layer_index in enumerate(layer_indices):
+                (
+                    self.attention_layers[layer_index][1].group_index,
+                    self.attention_layers[layer_index][1].group_layer_index,
+                ) = group_index, group_layer_index
+        self.recurrent_layers = [
+            (i, decoder_block.mixer)
+            for i, decoder_block in enumerate(self.blocks)
+            if isinstance(decoder_block.mixer, RecurrentMixer)
+        ]
+        for index, (_, recurrent) in enumerate(self.recurrent_layers):
+            recurrent.recurrent_index = index
+        self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
         """The last block in which tokens see each other: behind its mixer each row goes its own way."""
-        self._ropes: list[RopeConfig] = []
-        for _, attention in self.attentions:
+        self._rope_configs: list[RopeConfig] = []
+        for _, attention in self.attention_layers:
             if (rope := attention.config.rope) is not None:
-                if rope not in self._ropes:
-                    self._ropes.append(rope)
-                attention.rope_index = self._ropes.index(rope)
+                if rope not in self._rope_configs:
+                    self._rope_configs.append(rope)
+                attention.rope_index = self._rope_configs.index(rope)
 
     @property
-    def windows(self) -> list[int | None]:
+    def window_by_group(self) -> list[int | None]:
         """The sliding window of each group's attention."""
-        return [self.attentions[members[0]][1].config.window for members in self._groups]
+        return [self.attention_layers[layer_indices[0]][1].config.window for layer_indices in self._layers_by_group]
 
-    def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
+    def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
         """What the model keeps in the cache, in `dtype`."""
         groups: list[GroupSpec] = []
-        for members in self._groups:
-            config = self.attentions[members[0]][1].config
+        for layer_indices in self._layers_by_group:
+            config = self.attention_layers[layer_indices[0]][1].config
             window = config.window if groups else None
             groups.append(
                 GroupSpec(
                     kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
-                    layer_indices=tuple(self.attentions[member][0] for member in members),
+                    layer_indices=tuple(self.attention_layers[layer_index][0] for layer_index in layer_indices),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
                     dtype_bytes=dtype.itemsize,
@@ -120,18 +142,18 @@ class CausalLM:
                 )
             )
         state = None
-        if self.recurrents:
-            layers = tuple(layer for layer, _ in self.recurrents)
-            state = StateSpec(layers, self.state_layout(dtype).state_bytes)
+        if self.recurrent_layers:
+            layers = tuple(layer for layer, _ in self.recurrent_layers)
+            state = StateSpec(layers, self.make_state_layout(dtype).state_bytes)
         return CacheSpec(block_size, tuple(groups), state)
 
-    def state_layout(self, dtype: torch.dtype) -> StateLayout:
-        return StateLayout.from_shapes([recurrent.state_shape for _, recurrent in self.recurrents], dtype)
+    def make_state_layout(self, dtype: torch.dtype) -> StateLayout:
+        return StateLayout.from_shapes([recurrent.state_shape for _, recurrent in self.recurrent_layers], dtype)
 
-    def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
-        return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
+    def make_rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
+        return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
-    def forward(self, token_ids: Tensor, step: Step, selected_tokens: Tensor | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor, step: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
         `selected_tokens`: the rows that are returned, and computed where tokens no longer see each other; None: all.
@@ -147,16 +169,16 @@ class CausalLM:
         assert residual is not None
         return self.norm.add(x, residual, step)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `contribute_logits` meanwhile."""
         assert self.samples_tokens, "whole logits are on rank 0 alone"
-        logits = self.vocabulary.logits(hidden)
+        logits = self.vocabulary.compute_logits(hidden)
         assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def contribute_logits(self, hidden: Tensor) -> None:
         """This rank's part of what `logits` puts together on rank 0, of the same rows."""
-        assert self.vocabulary.logits(hidden) is None, "rank 0 makes logits"
+        assert self.vocabulary.compute_logits(hidden) is None, "rank 0 makes logits"
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
@@ -168,22 +190,23 @@ def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
     return [layers_by_key[key] for key in sorted_keys]
 
 
-def attention_config(
+def read_attention_config(
     config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, rotary_fraction: float = 1.0
 ) -> AttentionConfig:
     """Attention under the names most families use; `theta` and `rotary_fraction` are the family's rotary defaults."""
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.optional_integer("num_key_value_heads") or heads
-    if heads % kv_heads:
+    num_heads = config.get_integer("num_attention_heads")
+    num_kv_heads = config.get_optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
         raise ModelError(
-            f"{config.source}: num_key_value_heads {kv_heads}: expected a divisor of num_attention_heads {heads}"
+            f"{config.source}: num_key_value_heads {num_kv_heads}: "
+            f"expected a divisor of num_attention_heads {num_heads}"
         )
-    head_dim = config.optional_integer("head_dim") or decoder.hidden_size // heads
+    head_dim = config.get_optional_integer("head_dim") or decoder.hidden_size // num_heads
     bias = config.get("attention_bias", False)
     return AttentionConfig(
         hidden_size=decoder.hidden_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rope=RopeConfig.from_hf(config, head_dim, theta=theta, rotary_fraction=rotary_fraction),
         qkv_bias=bias,
@@ -196,7 +219,7 @@ MakeMixer = Callable[[WeightScope], Mixer]
 """From the scope of a block."""
 
 
-def alternating_decoder(
+def build_alternating_decoder(
     root: WeightScope,
     decoder: DecoderConfig,
     mixers: Sequence[MakeMixer],
@@ -225,27 +248,31 @@ def alternating_decoder(
     return CausalLM(root, "model", decoder, block, ignored_prefixes=ignored_prefixes, renamed_prefixes=renamed_prefixes)
 
 
-def dense_decoder(
+def build_dense_decoder(
     root: WeightScope,
     config: HfConfig,
     decoder: DecoderConfig,
     attention: AttentionConfig,
     *,
-    windows: Sequence[int | None] | None = None,
+    window_by_layer: Sequence[int | None] | None = None,
     mlps: Sequence[MakeMixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
     """The plain family: every block is attention and a gated MLP, under Llama's names.
 
-    `windows` gives each layer's sliding window; `mlps` replaces the gated MLPs.
+    `window_by_layer` gives each layer's sliding window; `mlps` replaces the gated MLPs.
     """
-    config.expect("hidden_act", "silu", "silu")
+    config.require_supported("hidden_act", "silu", "silu")
 
     def attend(window: int | None) -> MakeMixer:
-        return lambda scope: Attention(scope.sub("self_attn"), replace(attention, window=window))
+        return lambda scope: Attention(scope.enter_scope("self_attn"), replace(attention, window=window))
 
     if mlps is None:
-        size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
-        mlps = [lambda scope: GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, bias)] * decoder.num_layers
-    windows = [attention.window] * decoder.num_layers if windows is None else windows
-    return alternating_decoder(root, decoder, list(map(attend, windows)), mlps, residual_scale=residual_scale)
+        intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
+        mlps = [
+            lambda scope: GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size, bias)
+        ] * decoder.num_layers
+    window_by_layer = [attention.window] * decoder.num_layers if window_by_layer is None else window_by_layer
+    return build_alternating_decoder(
+        root, decoder, list(map(attend, window_by_layer)), mlps, residual_scale=residual_scale
+    )

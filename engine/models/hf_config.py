@@ -46,12 +46,12 @@ class HfConfig:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def sub(self, key: str) -> HfConfig:
+    def get_object(self, key: str) -> HfConfig:
         """The nested object `key`, as a multi-modal checkpoint holds its text model's config."""
-        inner = self.values.get(key)
-        if not isinstance(inner, dict):
-            raise ModelError(f"{self.source}: {key}: expected an object, got {inner!r}")
-        return HfConfig(inner, f"{self.source}: {key}")
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.source}: {key}: expected an object, got {value!r}")
+        return HfConfig(value, f"{self.source}: {key}")
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, of the default's type; the default where it is absent or null."""
@@ -64,17 +64,17 @@ class HfConfig:
             raise ModelError(f"{self.source}: {key}: expected {type(default).__name__}, got {value!r}")
         return value
 
-    def integer(self, key: str) -> int:
+    def get_integer(self, key: str) -> int:
         """A positive integer that must be there."""
         value = self.values.get(key)
         if type(value) is not int or value < 1:
             raise ModelError(f"{self.source}: {key}: expected a positive integer, got {value!r}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key)
+    def get_optional_integer(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.get_integer(key)
 
-    def strings(self, key: str) -> list[str] | None:
+    def get_strings(self, key: str) -> list[str] | None:
         value = self.values.get(key)
         if value is None:
             return None
@@ -82,7 +82,7 @@ class HfConfig:
             raise ModelError(f"{self.source}: {key}: expected a list of strings, got {value!r}")
         return value
 
-    def expect(self, key: str, default: T, *supported_values: T) -> None:
+    def require_supported(self, key: str, default: T, *supported_values: T) -> None:
         """Refuse a checkpoint whose `key` has a value that the model here does not implement."""
         value = self.get(key, default)
         if value not in supported_values:
@@ -94,16 +94,18 @@ class HfConfig:
         """The dtype the checkpoint was saved for, e.g. 'bfloat16'; None where it does not say."""
         value = self.values.get("dtype") or self.values.get("torch_dtype")
         if value is None and isinstance(self.values.get("text_config"), dict):
-            return self.sub("text_config").dtype
+            return self.get_object("text_config").dtype
         return None if value is None else str(value).removeprefix("torch.")
 
 
-def layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
+def read_layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
     """What `choices` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
-    kinds = config.strings(key) or default
-    if not kinds or (default and len(kinds) != len(default)):
+    kind_names = config.get_strings(key) or default
+    if not kind_names or (default and len(kind_names) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"
-        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(kinds)}")
-    if unknown := sorted(set(kinds) - set(choices)):
-        raise ModelError(f"{config.source}: {key}: {unknown[0]!r} is not supported; expected {', '.join(choices)}")
-    return [choices[kind] for kind in kinds]
+        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(kind_names)}")
+    if unknown_names := sorted(set(kind_names) - set(choices)):
+        raise ModelError(
+            f"{config.source}: {key}: {unknown_names[0]!r} is not supported; expected {', '.join(choices)}"
+        )
+    return [choices[kind] for kind in kind_names]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from engine.models.rope import RopeConfig
-from engine.models.shard import DimShard, Extent, Shard, size_of
+from engine.models.shard import DimShard, Extent, Shard, get_held_size
 from engine.models.weights import Weight, WeightScope
 from kernels import Kernels, PagedKV
 
@@ -22,9 +22,9 @@ from kernels import Kernels, PagedKV
 class LayerState:
     """One recurrent layer's state in every unit of the pool, as strided views."""
 
-    tail: Tensor
+    conv_tail: Tensor
     """[units, width - 1, channels] in the model's dtype: the last inputs of the convolution."""
-    recurrent: Tensor
+    recurrent_state: Tensor
     """[units, ...] in fp32; of zero size in a layer that only convolves."""
 
 
@@ -32,22 +32,22 @@ class LayerState:
 class StateShape:
     """What one recurrent layer keeps of a sequence."""
 
-    tail: tuple[int, int]
-    recurrent: tuple[int, ...] = ()
+    conv_tail: tuple[int, int]
+    recurrent_state: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardContext:
     """One step's batch, as the layers see it."""
 
     ops: Kernels
-    rotary: list[tuple[Tensor, Tensor]]
+    rotary_by_rope: list[tuple[Tensor, Tensor]]
     """(cos, signed sin) of the batch's positions for each of the model's rope settings."""
-    kv: list[PagedKV]
+    kv_by_group: list[PagedKV]
     """The KV of each attention group."""
-    plans: list[Any]
+    plan_by_group: list[Any]
     """The attention plan of each group."""
-    states: list[LayerState]
+    state_by_layer: list[LayerState]
     """The state of each recurrent layer."""
     state_plan: Any
     """Where the batch's states are; None on a model without state."""
@@ -56,14 +56,14 @@ class Step:
 class Mixer(Protocol):
     """What a block applies: attention, a recurrent layer, an MLP."""
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor: ...
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor: ...
 
 
 @runtime_checkable
-class Recurrent(Mixer, Protocol):
+class RecurrentMixer(Mixer, Protocol):
     """A mixer that keeps a state of fixed size instead of KV."""
 
-    index: int
+    recurrent_index: int
     """Its place in `Step.states`, given by the model."""
 
     @property
@@ -76,13 +76,15 @@ class Linear:
     Where the inputs are cut, each rank has the products of its own inputs, and they are added over the ranks.
     """
 
-    def __init__(self, scope: WeightScope, outputs: Mapping[str, Extent], inputs: Extent, bias: bool = False) -> None:
+    def __init__(
+        self, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, bias: bool = False
+    ) -> None:
         weights, biases, row_offset = [], [], 0
-        for name, rows in outputs.items():
-            target_index = (slice(row_offset, row_offset + size_of(rows)),)
-            weights.append(scope.checkpoint_tensor(f"{name}.weight", (rows, inputs), target_index))
-            biases.append(scope.checkpoint_tensor(f"{name}.bias", (rows,), target_index))
-            row_offset += size_of(rows)
+        for name, rows in rows_by_projection.items():
+            target_index = (slice(row_offset, row_offset + get_held_size(rows)),)
+            weights.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), target_index))
+            biases.append(scope.describe_tensor(f"{name}.bias", (rows,), target_index))
+            row_offset += get_held_size(rows)
         self.weight = scope.declare_combined((row_offset, inputs), weights)
         self.weight.is_linear = True
         self.bias = scope.declare_combined((row_offset,), biases) if bias else None
@@ -99,7 +101,7 @@ class Linear:
         return linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.weight.linear(x, None if self.bias is None else self.bias.tensor)
+        out = self.weight.multiply(x, None if self.bias is None else self.bias.tensor)
         return out if self.all_reduce_sum is None else self.all_reduce_sum(out)
 
 
@@ -107,14 +109,14 @@ class RMSNorm:
     """Root mean square norm; `zero_centred` families store the gain minus one."""
 
     def __init__(self, scope: WeightScope, name: str, size: int, eps: float, zero_centred: bool = False) -> None:
-        self.weight = scope.weight(f"{name}.weight", (size,))
+        self.weight = scope.declare_weight(f"{name}.weight", (size,))
         self.eps = eps
         self.zero_centred = zero_centred
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
         return step.ops.rms_norm(x, self.weight.tensor, self.eps, self.zero_centred)
 
-    def add(self, x: Tensor, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual); `residual` is consumed."""
         return step.ops.add_rms_norm(x, residual, self.weight.tensor, self.eps, self.zero_centred)
 
@@ -140,12 +142,12 @@ class AttentionConfig:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
-def share_heads(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
+def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
     """The attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
-    queries = shard.split(config.num_heads, "attention heads", config.head_dim)
-    keys = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
-    heads, kv_heads = queries.size // config.head_dim, keys.size // config.head_dim
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads), queries, keys
+    query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
+    key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
+    num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
+    return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads), query_shard, key_shard
 
 
 class Attention:
@@ -156,28 +158,30 @@ class Attention:
 
         `self.config` is that of the heads which this rank holds.
         """
-        c, queries, keys = share_heads(scope.shard, config)
+        c, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = c
-        projection_rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv = Linear(scope, projection_rows, c.hidden_size, c.qkv_bias) if projection is None else projection
-        self.output = Linear(scope, {c.output_name: c.hidden_size}, queries, c.output_bias)
+        projection_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
+        self.qkv_projection = (
+            Linear(scope, projection_rows, c.hidden_size, c.qkv_bias) if projection is None else projection
+        )
+        self.output_projection = Linear(scope, {c.output_name: c.hidden_size}, query_shard, c.output_bias)
         self.qk_norm = None if c.qk_norm_eps is None else _declare_head_norms(scope, c)
         self.scale = c.head_dim**-0.5 if c.scale is None else c.scale
-        self.qk_heads = c.num_heads + c.num_kv_heads
-        self.qk_width = queries.size + keys.size
+        self.num_qk_heads = c.num_heads + c.num_kv_heads
+        self.qk_width = query_shard.held_size + key_shard.held_size
         self.rope_index = 0
-        self.group = 0
-        self.layer = 0
+        self.group_index = 0
+        self.group_layer_index = 0
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        return self.output(self.attend(self.qkv(x), step))
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        return self.output_projection(self.attend(self.qkv_projection(x), step))
 
-    def attend(self, qkv: Tensor, step: Step) -> Tensor:
+    def attend(self, qkv: Tensor, step: ForwardContext) -> Tensor:
         """Everything between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
-        c, tokens = self.config, qkv.shape[0]
-        qk = qkv[:, : self.qk_width].view(tokens, self.qk_heads, c.head_dim)
-        v = qkv[:, self.qk_width :].view(tokens, c.num_kv_heads, c.head_dim)
-        rotary = None if c.rope is None else step.rotary[self.rope_index]
+        c, num_tokens = self.config, qkv.shape[0]
+        qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, c.head_dim)
+        v = qkv[:, self.qk_width :].view(num_tokens, c.num_kv_heads, c.head_dim)
+        rotary = None if c.rope is None else step.rotary_by_rope[self.rope_index]
         if self.qk_norm is not None:
             assert c.qk_norm_eps is not None
             if rotary is None:
@@ -187,27 +191,35 @@ class Attention:
         elif rotary is not None:
             qk = step.ops.rotate(qk, *rotary)
         q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
-        out = step.ops.attention(q, k, v, step.kv[self.group], self.layer, step.plans[self.group], self.scale)
-        return out.reshape(tokens, -1)
+        out = step.ops.attention(
+            q,
+            k,
+            v,
+            step.kv_by_group[self.group_index],
+            self.group_layer_index,
+            step.plan_by_group[self.group_index],
+            self.scale,
+        )
+        return out.reshape(num_tokens, -1)
 
 
 def _declare_head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
     """The gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
-    heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
+    num_heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
     return scope.declare_combined(
-        (heads, c.head_dim),
+        (num_heads, c.head_dim),
         [
-            scope.checkpoint_tensor(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
-            scope.checkpoint_tensor(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, heads),)),
+            scope.describe_tensor(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
+            scope.describe_tensor(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, num_heads),)),
         ],
     )
 
 
-def silu_and_mul(x: Tensor, step: Step) -> Tensor:
+def silu_and_mul(x: Tensor, step: ForwardContext) -> Tensor:
     return step.ops.silu_and_mul(x)
 
 
-def gelu_tanh_and_mul(x: Tensor, step: Step) -> Tensor:
+def gelu_tanh_and_mul(x: Tensor, step: ForwardContext) -> Tensor:
     return step.ops.gelu_tanh_and_mul(x)
 
 
@@ -220,18 +232,18 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        activation: Callable[[Tensor, Step], Tensor] = silu_and_mul,
+        activation: Callable[[Tensor, ForwardContext], Tensor] = silu_and_mul,
         inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
         output: str = "down_proj",
     ) -> None:
-        inner = scope.shard.split(intermediate_size, "MLP channels")
-        projection_rows = {name: DimShard.concatenate([inner] * (2 // len(inputs))) for name in inputs}
-        self.gate_up = Linear(scope, projection_rows, hidden_size, bias)
-        self.down = Linear(scope, {output: hidden_size}, inner, bias)
+        inner_shard = scope.shard.split(intermediate_size, "MLP channels")
+        projection_rows = {name: DimShard.concatenate([inner_shard] * (2 // len(inputs))) for name in inputs}
+        self.gate_up_projection = Linear(scope, projection_rows, hidden_size, bias)
+        self.down_projection = Linear(scope, {output: hidden_size}, inner_shard, bias)
         self.activation = activation
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        return self.down(self.activation(self.gate_up(x), step))
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        return self.down_projection(self.activation(self.gate_up_projection(x), step))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +263,7 @@ class DecoderBlock:
     residual_scale: float = 1.0
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: Step, selected_tokens: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, step: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`selected_tokens`: the rows that go on behind the mixer; None: all."""
         if residual is None:
@@ -266,7 +278,7 @@ class DecoderBlock:
         x, residual = self.mlp_norm.add(x, residual, step)
         return self._branch(self.mlp, self.post_mlp_norm, x, step), residual
 
-    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: Step) -> Tensor:
+    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: ForwardContext) -> Tensor:
         x = mixer(x, step)
         if post_norm is not None:
             x = post_norm(x, step)

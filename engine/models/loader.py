@@ -19,9 +19,9 @@ from torch import Tensor
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.weights import CheckpointTensor, Weight
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-NAMES_SHOWN = 8
+DTYPE_BY_NAME = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
+SHOWN_NAME_COUNT = 8
 
 log = logging.getLogger("engine.loader")
 
@@ -31,10 +31,10 @@ def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
     name = dtype_name
     if dtype_name == "auto":
         name = config.dtype or "float32"
-    if name not in DTYPES:
+    if name not in DTYPE_BY_NAME:
         source = "--dtype" if dtype_name != "auto" else f"{config.source}: dtype"
-        raise ModelError(f"{source}: {name!r} is not supported; expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+        raise ModelError(f"{source}: {name!r} is not supported; expected one of {', '.join(DTYPE_BY_NAME)}")
+    return DTYPE_BY_NAME[name]
 
 
 def load_model(
@@ -53,12 +53,12 @@ def load_model(
 
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the model's weights from the folder's safetensors."""
-    targets: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
+    targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
     for weight in model.weights:
         weight.allocate(dtype, device)
         for part in weight.parts:
-            targets.setdefault(part.name, []).append((weight, part))
-    missing_names = set(targets)
+            targets_by_name.setdefault(part.name, []).append((weight, part))
+    missing_names = set(targets_by_name)
     unused_names: list[str] = []
     shard_paths = _list_shard_paths(folder)
     for shard_number, path in enumerate(shard_paths, 1):
@@ -67,9 +67,9 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
             with safe_open(path, framework="pt") as tensors:
                 for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     name = _rename_tensor(str(stored_name), model)
-                    if name in targets:
+                    if name in targets_by_name:
                         missing_names.discard(name)
-                        _copy_tensor(tensors.get_tensor(stored_name), targets[name], path)
+                        _copy_tensor(tensors.get_tensor(stored_name), targets_by_name[name], path)
                     elif not name.startswith(tuple(model.ignored_prefixes)):
                         unused_names.append(stored_name)
         except SafetensorError as error:
@@ -100,14 +100,14 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:
-    index_path = folder / INDEX_FILE
+    index_path = folder / INDEX_FILE_NAME
     if index_path.exists():
         try:
             names = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index_path}: expected an object with weight_map: {error!r}") from error
     else:
-        names = [SINGLE_FILE]
+        names = [SINGLE_FILE_NAME]
     paths = [folder / name for name in names]
     for path in paths:
         if not path.is_file():
@@ -135,5 +135,5 @@ def _copy_tensor(tensor: Tensor, targets: list[tuple[Weight, CheckpointTensor]],
 
 def _format_names(names: Iterable[str]) -> str:
     sorted_names = sorted(names)
-    omitted_count = len(sorted_names) - NAMES_SHOWN
-    return ", ".join(sorted_names[:NAMES_SHOWN]) + (f" and {omitted_count} more" if omitted_count > 0 else "")
+    omitted_count = len(sorted_names) - SHOWN_NAME_COUNT
+    return ", ".join(sorted_names[:SHOWN_NAME_COUNT]) + (f" and {omitted_count} more" if omitted_count > 0 else "")

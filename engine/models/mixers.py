@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import Linear, StateShape, Step
+from engine.models.layers import ForwardContext, Linear, StateShape
 from engine.models.shard import DimShard, Shard
 from engine.models.weights import Weight, WeightScope
 
 
 def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
     """A depthwise convolution's [channels, 1, width] as [channels, width]."""
-    part = scope.checkpoint_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
+    part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
     return scope.declare_combined((channels, width), [part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig:
     hidden_size: int
-    key_heads: int
-    value_heads: int
+    num_key_heads: int
+    num_value_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
@@ -36,53 +36,67 @@ class GatedDeltaNet:
 
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
         shard = scope.shard
-        keys = shard.split_shared(config.key_heads, "key heads of a delta net", config.key_dim)
-        values = shard.split(config.value_heads, "value heads of a delta net", config.value_dim)
-        heads = shard.split(config.value_heads, "value heads of a delta net")
-        c = self.config = replace(config, key_heads=keys.size // config.key_dim, value_heads=heads.size)
-        self.index = 0
-        self.keys, self.values = keys.size, values.size
-        channels = DimShard.concatenate([keys, keys, values])
-        self.channels = channels.size
-        self.sizes = [channels.size, values.size, heads.size, heads.size]
-        projection_rows = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-        self.inputs = Linear(scope, projection_rows, c.hidden_size)
-        self.conv = _declare_conv_weight(scope, "conv1d", channels, c.conv_width)
-        self.rate_log = scope.weight("A_log", (heads,), torch.float32)
-        self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
-        self.norm = scope.weight("norm.weight", (c.value_dim,))
-        self.output = Linear(scope, {"out_proj": c.hidden_size}, values)
+        key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
+        value_shard = shard.split(config.num_value_heads, "value heads of a delta net", config.value_dim)
+        head_shard = shard.split(config.num_value_heads, "value heads of a delta net")
+        c = self.config = replace(
+            config, num_key_heads=key_shard.held_size // config.key_dim, num_value_heads=head_shard.held_size
+        )
+        self.recurrent_index = 0
+        self.key_channels, self.value_channels = key_shard.held_size, value_shard.held_size
+        channel_shard = DimShard.concatenate([key_shard, key_shard, value_shard])
+        self.conv_channels = channel_shard.held_size
+        self.projection_sizes = [
+            channel_shard.held_size,
+            value_shard.held_size,
+            head_shard.held_size,
+            head_shard.held_size,
+        ]
+        projection_rows = {
+            "in_proj_qkv": channel_shard,
+            "in_proj_z": value_shard,
+            "in_proj_b": head_shard,
+            "in_proj_a": head_shard,
+        }
+        self.input_projection = Linear(scope, projection_rows, c.hidden_size)
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, c.conv_width)
+        self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
+        self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
+        self.norm = scope.declare_weight("norm.weight", (c.value_dim,))
+        self.output_projection = Linear(scope, {"out_proj": c.hidden_size}, value_shard)
 
     @property
     def state_shape(self) -> StateShape:
         c = self.config
-        return StateShape((c.conv_width - 1, self.channels), (c.value_heads, c.key_dim, c.value_dim))
+        return StateShape((c.conv_width - 1, self.conv_channels), (c.num_value_heads, c.key_dim, c.value_dim))
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        c, tokens, state = self.config, x.shape[0], step.states[self.index]
-        mixed, gate, rate, dt = torch.split(self.inputs(x), self.sizes, -1)
-        mixed = step.ops.causal_conv(mixed, self.conv.tensor, None, state.tail, step.state_plan, True)
-        q, k, v = torch.split(mixed, [self.keys, self.keys, self.values], -1)
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        c, num_tokens, state = self.config, x.shape[0], step.state_by_layer[self.recurrent_index]
+        mixed, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
+        mixed = step.ops.causal_conv(mixed, self.conv.tensor, None, state.conv_tail, step.state_plan, True)
+        q, k, v = torch.split(mixed, [self.key_channels, self.key_channels, self.value_channels], -1)
         log_decay = -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor)
         out = step.ops.gated_delta(
-            q.view(tokens, c.key_heads, c.key_dim),
-            k.view(tokens, c.key_heads, c.key_dim),
-            v.view(tokens, c.value_heads, c.value_dim),
+            q.view(num_tokens, c.num_key_heads, c.key_dim),
+            k.view(num_tokens, c.num_key_heads, c.key_dim),
+            v.view(num_tokens, c.num_value_heads, c.value_dim),
             log_decay,
             rate.sigmoid(),
-            state.recurrent,
+            state.recurrent_state,
             step.state_plan,
         )
-        gate = gate.view(tokens, c.value_heads, c.value_dim)
-        return self.output(step.ops.norm_then_gate(out, gate, self.norm.tensor, c.norm_eps).reshape(tokens, -1))
+        gate = gate.view(num_tokens, c.num_value_heads, c.value_dim)
+        return self.output_projection(
+            step.ops.norm_then_gate(out, gate, self.norm.tensor, c.norm_eps).reshape(num_tokens, -1)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
     hidden_size: int
-    heads: int
+    num_heads: int
     head_dim: int
-    groups: int
+    num_groups: int
     state_dim: int
     conv_width: int
     norm_eps: float
@@ -92,7 +106,7 @@ class Mamba2Config:
 
     @property
     def inner_size(self) -> int:
-        return self.heads * self.head_dim
+        return self.num_heads * self.head_dim
 
 
 class Mamba2:
@@ -100,75 +114,82 @@ class Mamba2:
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
         shard = scope.shard
-        inner = shard.split(config.heads, "Mamba heads", config.head_dim)
-        heads = shard.split(config.heads, "Mamba heads")
-        groups = shard.split_shared(config.groups, "Mamba groups", config.state_dim)
-        c = self.config = replace(config, heads=heads.size, groups=groups.size // config.state_dim)
-        self.index = 0
-        channels = DimShard.concatenate([inner, groups, groups])
-        self.channels = channels.size
-        self.sizes = [inner.size, channels.size, heads.size]
-        self.inputs = Linear(
-            scope, {"in_proj": DimShard.concatenate([inner, channels, heads])}, c.hidden_size, c.proj_bias
+        inner_shard = shard.split(config.num_heads, "Mamba heads", config.head_dim)
+        head_shard = shard.split(config.num_heads, "Mamba heads")
+        group_shard = shard.split_shared(config.num_groups, "Mamba groups", config.state_dim)
+        c = self.config = replace(
+            config, num_heads=head_shard.held_size, num_groups=group_shard.held_size // config.state_dim
         )
-        self.conv = _declare_conv_weight(scope, "conv1d", channels, c.conv_width)
-        self.conv_bias = scope.weight("conv1d.bias", (channels,)) if c.conv_bias else None
-        self.rate_log = scope.weight("A_log", (heads,), torch.float32)
-        self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
-        self.skip = scope.weight("D", (heads,), torch.float32)
-        self.norm = scope.weight("norm.weight", (inner,))
-        self.output = Linear(scope, {"out_proj": c.hidden_size}, inner, c.proj_bias)
-        self.shared_norm = _SharedNorm(scope.shard, config) if config.groups % shard.size else None
+        self.recurrent_index = 0
+        channel_shard = DimShard.concatenate([inner_shard, group_shard, group_shard])
+        self.conv_channels = channel_shard.held_size
+        self.projection_sizes = [inner_shard.held_size, channel_shard.held_size, head_shard.held_size]
+        self.input_projection = Linear(
+            scope,
+            {"in_proj": DimShard.concatenate([inner_shard, channel_shard, head_shard])},
+            c.hidden_size,
+            c.proj_bias,
+        )
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, c.conv_width)
+        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if c.conv_bias else None
+        self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
+        self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
+        self.skip = scope.declare_weight("D", (head_shard,), torch.float32)
+        self.norm = scope.declare_weight("norm.weight", (inner_shard,))
+        self.output_projection = Linear(scope, {"out_proj": c.hidden_size}, inner_shard, c.proj_bias)
+        self.shared_norm = _CrossRankGroupNorm(scope.shard, config) if config.num_groups % shard.num_ranks else None
 
     @property
     def state_shape(self) -> StateShape:
         c = self.config
-        return StateShape((c.conv_width - 1, self.channels), (c.heads, c.head_dim, c.state_dim))
+        return StateShape((c.conv_width - 1, self.conv_channels), (c.num_heads, c.head_dim, c.state_dim))
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        c, tokens, state = self.config, x.shape[0], step.states[self.index]
-        gate, mixed, dt = torch.split(self.inputs(x), self.sizes, -1)
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        c, num_tokens, state = self.config, x.shape[0], step.state_by_layer[self.recurrent_index]
+        gate, mixed, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
-        mixed = step.ops.causal_conv(mixed, self.conv.tensor, bias, state.tail, step.state_plan, True)
-        inputs, b, c_ = torch.split(mixed, [c.inner_size, c.groups * c.state_dim, c.groups * c.state_dim], -1)
+        mixed = step.ops.causal_conv(mixed, self.conv.tensor, bias, state.conv_tail, step.state_plan, True)
+        inputs, input_map, output_map = torch.split(
+            mixed, [c.inner_size, c.num_groups * c.state_dim, c.num_groups * c.state_dim], -1
+        )
         out = step.ops.state_space(
-            inputs.view(tokens, c.heads, c.head_dim),
+            inputs.view(num_tokens, c.num_heads, c.head_dim),
             F.softplus(dt.float() + self.dt_bias.tensor).clamp(*c.dt_limits),
             -self.rate_log.tensor.exp(),
-            b.view(tokens, c.groups, c.state_dim),
-            c_.view(tokens, c.groups, c.state_dim),
+            input_map.view(num_tokens, c.num_groups, c.state_dim),
+            output_map.view(num_tokens, c.num_groups, c.state_dim),
             self.skip.tensor,
-            state.recurrent,
+            state.recurrent_state,
             step.state_plan,
         )
-        out = out.reshape(tokens, -1)
+        out = out.reshape(num_tokens, -1)
         if self.shared_norm is not None:
-            return self.output(self.shared_norm(out, gate, self.norm.tensor))
-        return self.output(step.ops.gate_then_norm(out, gate, self.norm.tensor, c.norm_eps, c.groups))
+            return self.output_projection(self.shared_norm(out, gate, self.norm.tensor))
+        return self.output_projection(step.ops.gate_then_norm(out, gate, self.norm.tensor, c.norm_eps, c.num_groups))
 
 
-class _SharedNorm:
+class _CrossRankGroupNorm:
     """`gate_then_norm` of groups whose channels lie on several ranks: the sums of squares are added over the ranks."""
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
-        assert shard.size % config.groups == 0, (shard.size, config.groups)
+        assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)
         self.all_reduce_sum = shard.all_reduce_sum
-        self.groups = config.groups
-        self.group = shard.rank // (shard.size // config.groups)
-        self.group_channels = config.inner_size // config.groups
+        self.num_groups = config.num_groups
+        self.group_index = shard.rank // (shard.num_ranks // config.num_groups)
+        self.group_channels = config.inner_size // config.num_groups
         self.eps = config.norm_eps
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """x, gate: [tokens, channels of this rank], which are all of one group."""
         assert self.all_reduce_sum is not None
         gated_values = x.float() * F.silu(gate.float())
-        squares = gated_values.new_zeros(x.shape[0], self.groups)
-        squares[:, self.group] = gated_values.square().sum(-1)
-        variance = self.all_reduce_sum(squares)[:, self.group, None] / self.group_channels
+        squares = gated_values.new_zeros(x.shape[0], self.num_groups)
+        squares[:, self.group_index] = gated_values.square().sum(-1)
+        variance = self.all_reduce_sum(squares)[:, self.group_index, None] / self.group_channels
         return (gated_values * torch.rsqrt(variance + self.eps) * weight.float()).to(x.dtype)
 
 
-def dt_limits(config: HfConfig) -> tuple[float, float]:
+def read_dt_limits(config: HfConfig) -> tuple[float, float]:
     """`time_step_limit`; transformers 5 writes infinity as an object."""
     value = config.values.get("time_step_limit", (0.0, float("inf")))
     try:
@@ -182,21 +203,21 @@ class ShortConv:
     """LFM2's mixer: a gated short convolution, out(C * conv(B * x))."""
 
     def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, bias: bool) -> None:
-        self.index = 0
+        self.recurrent_index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
-        self.channels, self.conv_width = channels.size, conv_width
-        self.inputs = Linear(scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias)
+        self.conv_channels, self.conv_width = channels.held_size, conv_width
+        self.input_projection = Linear(scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias)
         self.conv = _declare_conv_weight(scope, "conv", channels, conv_width)
-        self.conv_bias = scope.weight("conv.bias", (channels,)) if bias else None
-        self.output = Linear(scope, {"out_proj": hidden_size}, channels, bias)
+        self.conv_bias = scope.declare_weight("conv.bias", (channels,)) if bias else None
+        self.output_projection = Linear(scope, {"out_proj": hidden_size}, channels, bias)
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape((self.conv_width - 1, self.channels))
+        return StateShape((self.conv_width - 1, self.conv_channels))
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        before, after, value = self.inputs(x).chunk(3, -1)
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        input_gate, output_gate, value = self.input_projection(x).chunk(3, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
-        tail = step.states[self.index].tail
-        mixed = step.ops.causal_conv(before * value, self.conv.tensor, bias, tail, step.state_plan, False)
-        return self.output(after * mixed)
+        conv_tail = step.state_by_layer[self.recurrent_index].conv_tail
+        mixed = step.ops.causal_conv(input_gate * value, self.conv.tensor, bias, conv_tail, step.state_plan, False)
+        return self.output_projection(output_gate * mixed)

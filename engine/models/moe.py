@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers import Step
+from engine.models.layers import ForwardContext
 from engine.models.weights import WeightScope
 
 
@@ -18,25 +18,27 @@ class RoutedMLP:
     def __init__(
         self, scope: WeightScope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
     ) -> None:
-        self.router = scope.weight("gate.weight", (num_experts, hidden_size))
+        self.router_weight = scope.declare_weight("gate.weight", (num_experts, hidden_size))
         self.top_k = top_k
         self.renormalise = renormalise
         self.all_reduce_sum = scope.shard.all_reduce_sum
         channels = scope.shard.split(expert_size, "channels of an expert")
         gate_up_parts, down_parts = [], []
         for index in range(num_experts):
-            expert = scope.sub("experts").sub(index)
-            for name, start in (("gate_proj", 0), ("up_proj", channels.size)):
-                target_index = (index, slice(start, start + channels.size))
-                gate_up_parts.append(expert.checkpoint_tensor(f"{name}.weight", (channels, hidden_size), target_index))
-            down_parts.append(expert.checkpoint_tensor("down_proj.weight", (hidden_size, channels), (index,)))
-        self.gate_up = scope.declare_combined((num_experts, 2 * channels.size, hidden_size), gate_up_parts)
-        self.down = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
+            expert = scope.enter_scope("experts").enter_scope(index)
+            for name, start in (("gate_proj", 0), ("up_proj", channels.held_size)):
+                target_index = (index, slice(start, start + channels.held_size))
+                gate_up_parts.append(expert.describe_tensor(f"{name}.weight", (channels, hidden_size), target_index))
+            down_parts.append(expert.describe_tensor("down_proj.weight", (hidden_size, channels), (index,)))
+        self.gate_up_weight = scope.declare_combined((num_experts, 2 * channels.held_size, hidden_size), gate_up_parts)
+        self.down_weight = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        probabilities = F.linear(x, self.router.tensor).float().softmax(-1)
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        probabilities = F.linear(x, self.router_weight.tensor).float().softmax(-1)
         weights, expert_ids = probabilities.topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        output = step.ops.experts(x, self.gate_up.tensor, self.down.tensor, expert_ids, weights.to(x.dtype))
+        output = step.ops.experts(
+            x, self.gate_up_weight.tensor, self.down_weight.tensor, expert_ids, weights.to(x.dtype)
+        )
         return output if self.all_reduce_sum is None else self.all_reduce_sum(output)

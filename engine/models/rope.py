@@ -53,77 +53,87 @@ class RopeConfig:
             source=config.source,
         )
 
-    def frequencies(self) -> tuple[Tensor, float]:
+    def compute_frequencies(self) -> tuple[Tensor, float]:
         """(inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
-        inverse = 1.0 / self.theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim)
-        kind = self.scaling.get("rope_type", self.scaling.get("type", "default"))
-        if kind == "default":
-            return inverse, 1.0
-        if kind == "linear":
-            return inverse / self._number("factor"), 1.0
-        if kind == "llama3":
-            return self._llama3(inverse), 1.0
-        if kind == "yarn":
-            return self._yarn(inverse)
+        inverse_frequencies = 1.0 / self.theta ** (
+            torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
+        )
+        rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
+        if rope_type == "default":
+            return inverse_frequencies, 1.0
+        if rope_type == "linear":
+            return inverse_frequencies / self._get_number("factor"), 1.0
+        if rope_type == "llama3":
+            return self._scale_llama3(inverse_frequencies), 1.0
+        if rope_type == "yarn":
+            return self._scale_yarn(inverse_frequencies)
         raise ModelError(
-            f"{self.source}: rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn"
+            f"{self.source}: rope scaling {rope_type!r} is not supported; expected default, linear, llama3 or yarn"
         )
 
-    def _number(self, key: str, default: float | None = None) -> float:
+    def _get_number(self, key: str, default: float | None = None) -> float:
         value = self.scaling.get(key, default)
         if not isinstance(value, (int, float)):
             raise ModelError(f"{self.source}: rope scaling {key}: expected a number, got {value!r}")
         return float(value)
 
-    def _llama3(self, inverse: Tensor) -> Tensor:
-        factor, low, high = self._number("factor"), self._number("low_freq_factor"), self._number("high_freq_factor")
-        original_positions = self._number("original_max_position_embeddings")
-        wavelength = 2 * math.pi / inverse
-        smooth = ((original_positions / wavelength - low) / (high - low)).clamp(0, 1)
-        return inverse * ((1 - smooth) / factor + smooth)
+    def _scale_llama3(self, inverse_frequencies: Tensor) -> Tensor:
+        factor, low_frequency_factor, high_frequency_factor = (
+            self._get_number("factor"),
+            self._get_number("low_freq_factor"),
+            self._get_number("high_freq_factor"),
+        )
+        original_positions = self._get_number("original_max_position_embeddings")
+        wavelength = 2 * math.pi / inverse_frequencies
+        smooth = (
+            (original_positions / wavelength - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
+        ).clamp(0, 1)
+        return inverse_frequencies * ((1 - smooth) / factor + smooth)
 
-    def _yarn(self, inverse: Tensor) -> tuple[Tensor, float]:
-        factor = self._number("factor")
-        original_positions = self._number("original_max_position_embeddings", float(self.original_positions))
-        fast_rotations, slow_rotations = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
+    def _scale_yarn(self, inverse_frequencies: Tensor) -> tuple[Tensor, float]:
+        factor = self._get_number("factor")
+        original_positions = self._get_number("original_max_position_embeddings", float(self.original_positions))
+        fast_rotations, slow_rotations = self._get_number("beta_fast", 32.0), self._get_number("beta_slow", 1.0)
 
-        def dim_at_rotations(rotations: float) -> float:
+        def find_dim(rotations: float) -> float:
             """The dim whose frequency makes so many turns over the original context."""
             return (
                 self.rotary_dim * math.log(original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
             )
 
-        low, high = dim_at_rotations(fast_rotations), dim_at_rotations(slow_rotations)
+        low_dim, high_dim = find_dim(fast_rotations), find_dim(slow_rotations)
         if self.scaling.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+            low_dim, high_dim = math.floor(low_dim), math.ceil(high_dim)
+        low_dim, high_dim = max(low_dim, 0), min(high_dim, self.rotary_dim - 1)
+        ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low_dim) / max(high_dim - low_dim, 0.001)
         interpolation_share = ramp.clamp(0, 1)
-        frequencies = inverse / factor * interpolation_share + inverse * (1 - interpolation_share)
+        frequencies = inverse_frequencies / factor * interpolation_share + inverse_frequencies * (
+            1 - interpolation_share
+        )
 
-        def magnitude(scale: float, weight: float = 1.0) -> float:
+        def compute_magnitude(scale: float, weight: float = 1.0) -> float:
             return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
-        attention = self.scaling.get("attention_factor")
-        if attention is None:
+        attention_factor = self.scaling.get("attention_factor")
+        if attention_factor is None:
             mscale, all_dims = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
             if mscale and all_dims:
-                attention = magnitude(factor, float(mscale)) / magnitude(factor, float(all_dims))
+                attention_factor = compute_magnitude(factor, float(mscale)) / compute_magnitude(factor, float(all_dims))
             else:
-                attention = magnitude(factor)
-        return frequencies, float(attention)
+                attention_factor = compute_magnitude(factor)
+        return frequencies, float(attention_factor)
 
 
 class RopeTable:
     """cos and signed sin of the positions [0, max_positions): what `Kernels.rotate` takes, row by row."""
 
     def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        inverse, factor = config.frequencies()
+        inverse, factor = config.compute_frequencies()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         self.cos = torch.cat((cos, cos), -1).to(device, dtype)  # [positions, rotary_dim]
         self.signed_sin = torch.cat((-sin, sin), -1).to(device, dtype)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def look_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of each position: [tokens, rotary_dim] each."""
         return self.cos.index_select(0, positions), self.signed_sin.index_select(0, positions)

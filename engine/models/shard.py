@@ -21,7 +21,7 @@ from engine.models.hf_config import ModelError
 class DimShard:
     """The part of one dimension of a tensor that a rank holds: half-open ranges of it, in the order they are held."""
 
-    total: int
+    total_size: int
     ranges: tuple[tuple[int, int], ...]
 
     @staticmethod
@@ -35,16 +35,16 @@ class DimShard:
                     ranges[-1] = (ranges[-1][0], offset + end)
                 else:
                     ranges.append((offset + start, offset + end))
-            offset += part.total
+            offset += part.total_size
         return DimShard(offset, tuple(ranges))
 
     @property
-    def size(self) -> int:
+    def held_size(self) -> int:
         return sum(end - start for start, end in self.ranges)
 
     @property
     def is_whole(self) -> bool:
-        return self.ranges == ((0, self.total),)
+        return self.ranges == ((0, self.total_size),)
 
     def slice_tensor(self, tensor: Tensor, dim: int) -> Tensor:
         """What is held of `tensor`."""
@@ -55,12 +55,12 @@ Extent = int | DimShard
 """A dimension of a tensor: whole, or cut."""
 
 
-def total_of(extent: Extent) -> int:
-    return extent.total if isinstance(extent, DimShard) else extent
+def get_total_size(extent: Extent) -> int:
+    return extent.total_size if isinstance(extent, DimShard) else extent
 
 
-def size_of(extent: Extent) -> int:
-    return extent.size if isinstance(extent, DimShard) else extent
+def get_held_size(extent: Extent) -> int:
+    return extent.held_size if isinstance(extent, DimShard) else extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Shard:
     """Rank `rank` of `size`."""
 
     rank: int = 0
-    size: int = 1
+    num_ranks: int = 1
     all_reduce_sum: Callable[[Tensor], Tensor] | None = None
     """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
     gather: Callable[[Tensor], Tensor | None] | None = None
@@ -76,28 +76,28 @@ class Shard:
 
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """This rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be shared."""
-        if count % self.size:
+        if count % self.num_ranks:
             raise ModelError(
-                f"--tensor-parallel-size {self.size}: expected a divisor of the model's {unit_name} ({count})"
+                f"--tensor-parallel-size {self.num_ranks}: expected a divisor of the model's {unit_name} ({count})"
             )
-        share = count // self.size
+        share = count // self.num_ranks
         return DimShard(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
 
     def split_padded(self, count: int) -> DimShard:
         """This rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
-        start, end = (min(rank * self.padded_share(count), count) for rank in (self.rank, self.rank + 1))
+        start, end = (min(rank * self.compute_padded_share(count), count) for rank in (self.rank, self.rank + 1))
         return DimShard(count, ((start, end),))
 
-    def padded_share(self, count: int) -> int:
+    def compute_padded_share(self, count: int) -> int:
         """The rows that a rank has of so many, if it is not one of the last."""
-        return -(-count // self.size)
+        return -(-count // self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """As `split`; of fewer things than ranks, each is held by several neighbouring ranks.
 
         For key heads or groups that are shared by consecutive query heads: a rank gets what its own heads need.
         """
-        if self.size % count:
+        if self.num_ranks % count:
             return self.split(count, unit_name, width)
-        index = self.rank // (self.size // count)
+        index = self.rank // (self.num_ranks // count)
         return DimShard(count * width, ((index * width, (index + 1) * width),))

@@ -21,8 +21,8 @@ class StateLayout:
 
     shapes: tuple[StateShape, ...]
     tail_dtype: torch.dtype
-    recurrent_starts: tuple[int, ...]
-    tail_starts: tuple[int, ...]
+    recurrent_state_starts: tuple[int, ...]
+    conv_tail_starts: tuple[int, ...]
     state_bytes: int
 
     @staticmethod
@@ -30,31 +30,35 @@ class StateLayout:
         recurrent_starts, tail_starts, offset = [], [], 0
         for shape in shapes:
             recurrent_starts.append(offset)
-            if shape.recurrent:
-                offset += _align(math.prod(shape.recurrent) * RECURRENT_DTYPE.itemsize)
+            if shape.recurrent_state:
+                offset += _round_up_to_alignment(math.prod(shape.recurrent_state) * RECURRENT_DTYPE.itemsize)
         for shape in shapes:
             tail_starts.append(offset)
-            offset += _align(math.prod(shape.tail) * tail_dtype.itemsize)
+            offset += _round_up_to_alignment(math.prod(shape.conv_tail) * tail_dtype.itemsize)
         return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), offset)
 
-    def views(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
+    def make_layer_states(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
         """Each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
         return [
             LayerState(
-                tail=_view(buffer, unit_bytes, tail_start, shape.tail, self.tail_dtype),
-                recurrent=_view(buffer, unit_bytes, recurrent_start, shape.recurrent or (0,), RECURRENT_DTYPE),
+                conv_tail=_make_strided_view(buffer, unit_bytes, tail_start, shape.conv_tail, self.tail_dtype),
+                recurrent_state=_make_strided_view(
+                    buffer, unit_bytes, recurrent_start, shape.recurrent_state or (0,), RECURRENT_DTYPE
+                ),
             )
             for shape, recurrent_start, tail_start in zip(
-                self.shapes, self.recurrent_starts, self.tail_starts, strict=True
+                self.shapes, self.recurrent_state_starts, self.conv_tail_starts, strict=True
             )
         ]
 
 
-def _align(size_bytes: int) -> int:
+def _round_up_to_alignment(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _view(buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _make_strided_view(
+    buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """[units, *shape] of `dtype`, `start_bytes` into each unit."""
     assert unit_bytes % ALIGNMENT_BYTES == 0
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -17,16 +17,22 @@ class Vocabulary:
     """The rows of this rank: of the embedding, and of the head, which may be the same."""
 
     def __init__(
-        self, body: WeightScope, root: WeightScope, embedding: str, head: str | None, vocab_size: int, hidden_size: int
+        self,
+        body_scope: WeightScope,
+        root_scope: WeightScope,
+        embedding_name: str,
+        head_name: str | None,
+        vocab_size: int,
+        hidden_size: int,
     ) -> None:
         """`head`: the name of its weight under `root`; None where it is the embedding."""
-        self._shard: Shard = root.shard
+        self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
         rows = self._shard.split_padded(vocab_size)
         ((self._first_token, self._end_token),) = rows.ranges
-        self.embedding: Weight = body.weight(embedding, (rows, hidden_size))
-        self.head = self.embedding if head is None else root.weight(head, (rows, hidden_size))
-        self.head.is_linear, self.head.is_embedding = True, head is None
+        self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
+        self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
+        self.head.is_linear, self.head.is_embedding = True, head_name is None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], on every rank."""
@@ -37,11 +43,11 @@ class Vocabulary:
         rows = (token_ids - self._first_token).masked_fill(is_foreign, 0)
         return all_reduce_sum(F.embedding(rows, self.embedding.tensor).masked_fill(is_foreign[:, None], 0.0))
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] -> [rows, vocab] on rank 0, None on the others; all of them must be called alike."""
-        logits = self.head.linear(hidden)
+        logits = self.head.multiply(hidden)
         if self._shard.gather is None:
             return logits
-        padding = self._shard.padded_share(self.vocab_size) - logits.shape[1]
+        padding = self._shard.compute_padded_share(self.vocab_size) - logits.shape[1]
         all_logits = self._shard.gather(F.pad(logits, (0, padding)) if padding else logits)
         return None if all_logits is None else all_logits[:, : self.vocab_size]

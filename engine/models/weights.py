@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.shard import DimShard, Extent, Shard, size_of, total_of
+from engine.models.shard import DimShard, Extent, Shard, get_held_size, get_total_size
 from kernels.cpu.packed import PackedMatrix, pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
@@ -82,7 +82,7 @@ class Weight:
         """Until it is loaded again."""
         self._tensor = self._packed_matrix = None
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed_matrix is not None:
             return packed_linear(x, self._packed_matrix, bias)
@@ -101,10 +101,10 @@ class WeightScope:
     weights: list[Weight] = field(default_factory=list)
     shard: Shard = field(default_factory=Shard)
 
-    def sub(self, name: str | int) -> WeightScope:
+    def enter_scope(self, name: str | int) -> WeightScope:
         return WeightScope(f"{self.prefix}{name}.", self.weights, self.shard)
 
-    def checkpoint_tensor(
+    def describe_tensor(
         self,
         name: str,
         shape: tuple[Extent, ...],
@@ -113,18 +113,18 @@ class WeightScope:
     ) -> CheckpointTensor:
         """`transform` gets the sliced tensor."""
         return CheckpointTensor(
-            self.prefix + name, tuple(map(total_of, shape)), target_index, _slice_and_transform(shape, transform)
+            self.prefix + name, tuple(map(get_total_size, shape)), target_index, _slice_and_transform(shape, transform)
         )
 
-    def weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
+    def declare_weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
         """Declare a weight that is one tensor of the checkpoint, unchanged but for the slice."""
-        return self.declare_combined(shape, [self.checkpoint_tensor(name, shape)], dtype)
+        return self.declare_combined(shape, [self.describe_tensor(name, shape)], dtype)
 
     def declare_combined(
         self, shape: tuple[Extent, ...], parts: list[CheckpointTensor], dtype: torch.dtype | None = None
     ) -> Weight:
         """Declare a weight that is put together from several tensors of the checkpoint."""
-        weight = Weight(tuple(map(size_of, shape)), tuple(parts), dtype)
+        weight = Weight(tuple(map(get_held_size, shape)), tuple(parts), dtype)
         self.weights.append(weight)
         return weight
 

@@ -68,7 +68,7 @@ class Follower:
         self._config = config
         self.device = rank_device(config, self._shard.rank)
         self._model, self._dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
-        self._spec = self._model.cache_spec(config.block_size, self._dtype)
+        self._spec = self._model.make_cache_spec(config.block_size, self._dtype)
         return RankLoaded()
 
     def size_cache(self) -> None:

@@ -48,7 +48,7 @@ class Driver:
         self.rng = random.Random(seed)
         device = torch.device(device)
         self.model, model_dtype = load_model(folder, dtype=dtype, device=device)
-        self.spec = self.model.cache_spec(block_size, model_dtype)
+        self.spec = self.model.make_cache_spec(block_size, model_dtype)
         self.runner = ModelRunner(
             self.model,
             DevicePool(self.spec, num_units, device=device, dtype=model_dtype),
@@ -108,7 +108,7 @@ class Driver:
     def logits_of(self, seq: Sequence) -> torch.Tensor:
         """Logits of the positions the last step computed for the sequence: [tokens, vocab]."""
         at = next(i for i, chunk in enumerate(self.forwarded_chunks) if chunk.seq is seq)
-        return self.model.logits(self.hidden_states[at]).float()
+        return self.model.compute_logits(self.hidden_states[at]).float()
 
     def run(self, seq: Sequence, output_tokens: int, cuts: Iterator[int] | None = None) -> torch.Tensor:
         """Prefill in chunks that end at `cuts`, then decode; logits of every position computed."""

@@ -187,11 +187,11 @@ def device_runner(family: str, capture: Any, shard: Shard) -> ModelRunner:
     model = build_model(HfConfig.read(cached_model(RECIPES[family])), shard)
     for weight in model.weights:
         weight.allocate(torch.bfloat16, DEVICE)
-    spec = model.cache_spec(16, torch.bfloat16)
+    spec = model.make_cache_spec(16, torch.bfloat16)
     return ModelRunner(
         model,
         DevicePool(spec, 400, device=DEVICE, dtype=torch.bfloat16),
-        RunnerConfig(max_model_len=512, eos_token_ids=(2,), overlaps_steps=shard.size == 1),
+        RunnerConfig(max_model_len=512, eos_token_ids=(2,), overlaps_steps=shard.num_ranks == 1),
         kernels=device_kernels(),
         capture=capture,
     )

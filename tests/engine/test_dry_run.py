@@ -38,7 +38,9 @@ def specs() -> dict[str, CacheSpec]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shapes = {name: module.SHAPES[name.lower()] for name in BY_HAND}
-    return {name: build_model(HfConfig(shape, name)).cache_spec(16, torch.bfloat16) for name, shape in shapes.items()}
+    return {
+        name: build_model(HfConfig(shape, name)).make_cache_spec(16, torch.bfloat16) for name, shape in shapes.items()
+    }
 
 
 def test_the_page_table_of_the_docs_is_what_the_models_say(specs: dict[str, CacheSpec]) -> None:
@@ -73,13 +75,13 @@ NEMOTRON: dict[str, Any] = {
 
 @pytest.mark.parametrize("says", [{}, {"mamba_ssm_cache_dtype": "bfloat16"}, {"mamba_ssm_cache_dtype": "float32"}])
 def test_state_is_kept_in_fp32_whatever_the_config_says(says: dict[str, str]) -> None:
-    spec = build_model(HfConfig(NEMOTRON | says)).cache_spec(16, torch.bfloat16)
+    spec = build_model(HfConfig(NEMOTRON | says)).make_cache_spec(16, torch.bfloat16)
     assert spec.state is not None
     assert spec.state.state_bytes == 4 * 32 * 128 * 4 + 3 * (128 + 2 * 128) * 2
 
 
 def test_a_dense_model_has_no_state() -> None:
-    assert build_model(HfConfig.read(cached_model(Recipe()))).cache_spec(16, torch.float32).state is None
+    assert build_model(HfConfig.read(cached_model(Recipe()))).make_cache_spec(16, torch.float32).state is None
 
 
 def test_a_model_without_attention_is_refused_with_its_name() -> None:

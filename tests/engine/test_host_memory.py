@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str, list[int]], EngineCore]:
     """What six conversations of five turns say, played in turn in a cache that holds about two of them."""
     model, dtype = load_model(cached_model(RECIPES[family]))
-    spec = model.cache_spec(4, dtype)
+    spec = model.make_cache_spec(4, dtype)
     units = sum(-(-400 // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     units += 6 if spec.state is not None else 0
     kv_cache = KVCache(spec, units, step_tokens_max=64, host_unit_count=host_units, **cache)
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_an_engine_without_a_cache(family: str, adaptive: bo
 
 def test_bad_sizes_are_refused() -> None:
     model, dtype = load_model(cached_model(RECIPES["qwen3"]))
-    spec = model.cache_spec(16, dtype)
+    spec = model.make_cache_spec(16, dtype)
     assert count_host_units(EngineConfig(), spec) == 0
     assert count_host_units(EngineConfig(host_cache_memory=1 << 24), spec) == (1 << 24) // spec.unit_bytes
     halves = EngineConfig(host_cache_memory=1 << 24, tensor_parallel_size=2)
@@ -100,7 +100,7 @@ def test_bad_sizes_are_refused() -> None:
 def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
     """An engine that sleeps gives the cache's memory back; what is moved after that lies elsewhere."""
     model, dtype = load_model(cached_model(Recipe()))
-    spec = model.cache_spec(4, dtype)
+    spec = model.make_cache_spec(4, dtype)
     runner = ModelRunner(
         model,
         DevicePool(spec, 4, device=torch.device("cpu"), dtype=dtype, host_unit_count=4),
@@ -127,7 +127,7 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
 def test_a_move_beyond_the_memory_is_not_done(way: CopyDirection, source: int, target: int) -> None:
     """Copies go by addresses, which nothing else bounds; four units hold fewer than sixteen blocks."""
     model, dtype = load_model(cached_model(Recipe()))
-    spec = model.cache_spec(4, dtype)
+    spec = model.make_cache_spec(4, dtype)
     runner = ModelRunner(
         model,
         DevicePool(spec, 4, device=torch.device("cpu"), dtype=dtype, host_unit_count=4),

@@ -65,7 +65,7 @@ def answers(
 ) -> tuple[dict[str, Any], EngineCore]:
     """What a few requests that come one after the other get, in a cache of about so many tokens."""
     model, dtype = load_model(cached_model(recipe or RECIPES[family]), device=device)
-    spec = model.cache_spec(4, dtype)
+    spec = model.make_cache_spec(4, dtype)
     units = sum(-(-token_count // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     units += 16 if spec.state is not None else 0
     cache = KVCache(spec, units, step_tokens_max=64)
@@ -317,7 +317,7 @@ def test_abort_and_reset_with_two_steps_out() -> None:
 
 def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     model, dtype = load_model(cached_model(Recipe()))
-    spec = model.cache_spec(16, dtype)
+    spec = model.make_cache_spec(16, dtype)
     runner = ModelRunner(
         model, DevicePool(spec, 8, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
     )
@@ -360,7 +360,7 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
 def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     """What it is fed is of nobody, but a token: on a GPU a place outside of memory would end the process."""
     model, dtype = load_model(cached_model(Recipe()))
-    spec = model.cache_spec(16, dtype)
+    spec = model.make_cache_spec(16, dtype)
     runner = ModelRunner(
         model, DevicePool(spec, 64, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
     )

@@ -54,7 +54,7 @@ class AttackedEngine:
         folder, dtype = cached_model(PRESETS["tiny"]), torch.float64  # in which no sum's order decides a draw
         model, _ = load_model(folder)
         load_weights(model, folder, dtype, CPU)
-        spec, ends = model.cache_spec(BLOCK, dtype), tokenizer().eos_token_ids
+        spec, ends = model.make_cache_spec(BLOCK, dtype), tokenizer().eos_token_ids
         self.runner = ModelRunner(
             model,
             DevicePool(spec, units, device=CPU, dtype=dtype),

@@ -16,7 +16,7 @@ from engine.tiny.model import Recipe, cached_model
 @pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (70, 1), (70, 4), (3, 8), (300, 4)])
 def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     model, dtype = load_model(cached_model(Recipe(family=family, layers=4)))
-    spec = model.cache_spec(16, dtype)
+    spec = model.make_cache_spec(16, dtype)
     plan, units = largest_step(spec, tokens, sequences, length_max=128)
     assert sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
     assert len(plan.chunks) == min(tokens, sequences)

@@ -35,7 +35,7 @@ GAPS = {"qwen3_5": 2e-3}
 def make_core(family: str, token_count: int, block_size: int, host_units: int = 0) -> EngineCore:
     """A core whose cache holds about so many tokens of KV, and a few states."""
     model, dtype = load_model(cached_model(RECIPES[family]))
-    spec = model.cache_spec(block_size, dtype)
+    spec = model.make_cache_spec(block_size, dtype)
     unit_count = sum(-(-token_count // (block_size * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     unit_count += 12 if spec.state is not None else 0
     cache = KVCache(spec, unit_count, step_tokens_max=64, host_unit_count=host_units)
@@ -100,7 +100,7 @@ def test_rows_that_no_token_is_drawn_from_end_at_the_last_mixer(family):
 
         return call
 
-    mixing = [i for i, _ in (*d.model.attentions, *d.model.recurrents)]
+    mixing = [i for i, _ in (*d.model.attention_layers, *d.model.recurrent_layers)]
     later_layers = d.model.blocks[max(mixing) :]
     watched_layers = 0
     for i, block in enumerate(later_layers):
@@ -134,7 +134,7 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
     model, dtype = load_model(cached_model(Recipe()))
     runner = ModelRunner(
         model,
-        DevicePool(model.cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype),
+        DevicePool(model.make_cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype),
         RunnerConfig(max_model_len=64),
     )
     plan, _ = largest_step(runner.pool.spec, 8, 2, 64)

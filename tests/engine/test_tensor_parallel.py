@@ -89,14 +89,14 @@ def make_core(model: CausalLM, spec: CacheSpec, runner: Runner) -> EngineCore:
 
 def one_rank(folder: Path, config: EngineConfig) -> EngineCore:
     model, dtype = load_model(folder, dtype=config.dtype)
-    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
     return make_core(model, spec, runner_of(model, spec, config, dtype))
 
 
 def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
     leader.load(config, folder)
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
-    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
     leader.await_loaded(CPU)
     assert size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min) == UNITS
     return make_core(model, spec, leader.make_leading_runner(runner_of(model, spec, config, dtype), UNITS, 256))
@@ -113,7 +113,7 @@ def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: tor
 def engine_config(folder: Path, dtype: str = "float32") -> EngineConfig:
     """Whose cache has UNITS units, whatever the model's blocks are."""
     model, model_dtype = load_model(folder, dtype=dtype, shard=Shard(0, 2))
-    blocks = UNITS * model.cache_spec(BLOCK_SIZE, model_dtype).blocks_per_unit(0)
+    blocks = UNITS * model.make_cache_spec(BLOCK_SIZE, model_dtype).blocks_per_unit(0)
     return EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=blocks, dtype=dtype)
 
 
@@ -242,7 +242,7 @@ def shared_size(leader: Leader) -> int:
     leader.load(config, folder)
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     leader.await_loaded(CPU)
-    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
     return size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min)
 
 
@@ -280,7 +280,7 @@ def test_shares_cover_everything(size: int, count: int) -> None:
         assert all(j.is_whole == (size == 1) for j in joined_parts)
     shared_ranges = [shard.split_shared(count, "things", 3) for shard in shards]
     assert {i for part in shared_ranges for i in part.slice_tensor(tensor, 0).tolist()} == set(range(count * 3))
-    assert {part.size for part in shared_ranges} == {3 * max(1, count // size)}
+    assert {part.held_size for part in shared_ranges} == {3 * max(1, count // size)}
 
 
 def test_plans_survive_their_messages() -> None:

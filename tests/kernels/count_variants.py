@@ -68,7 +68,7 @@ def make_runner(recipe: Recipe) -> ModelRunner:
         weight.allocate(torch.bfloat16, META)
     ops = TritonKernels.__new__(TritonKernels)
     ops.device, ops._processors = META, 132
-    spec = model.cache_spec(16, torch.bfloat16)
+    spec = model.make_cache_spec(16, torch.bfloat16)
     return ModelRunner(
         model,
         DevicePool(spec, 400, device=META, dtype=torch.bfloat16),

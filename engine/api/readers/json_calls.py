@@ -21,8 +21,8 @@ MAX_NAME_CHARS = 256
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Tool name -> parameter -> JSON types that its schema allows."""
 _SPACE = " \t\r\n"
-NAME = re.compile(r"[\w.\-/$:@]+")
-_CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
+NAME_PATTERN = re.compile(r"[\w.\-/$:@]+")
+_ESCAPE_BY_CONTROL_CHAR = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
 """Characters that JSON's strings hold as escapes only. Models write line breaks into them all the same."""
 
 
@@ -83,9 +83,9 @@ class JsonValueScanner:
     """Finds the end of one JSON value: follows strings and nesting, and checks nothing else."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_is_scalar", "is_complete")
-    _NESTED = re.compile(r'["{}\[\]]')
-    _IN_STRING = re.compile(r'["\\\x00-\x1f]')
-    _AFTER_SCALAR = re.compile(r"[,}\]\s]")
+    _NESTING_PATTERN = re.compile(r'["{}\[\]]')
+    _STRING_PATTERN = re.compile(r'["\\\x00-\x1f]')
+    _SCALAR_END_PATTERN = re.compile(r"[,}\]\s]")
 
     def __init__(self) -> None:
         self._depth = 0
@@ -106,17 +106,17 @@ class JsonValueScanner:
             return self._read_scalar(text, pos)
         if self._is_escaped:
             self._is_escaped = False
-            return pos + 1, _CONTROLS[text[pos]][1:] if text[pos] in _CONTROLS else text[
+            return pos + 1, _ESCAPE_BY_CONTROL_CHAR[text[pos]][1:] if text[pos] in _ESCAPE_BY_CONTROL_CHAR else text[
                 pos
             ]  # its backslash is written
-        match = (self._IN_STRING if self._is_in_string else self._NESTED).search(text, pos)
+        match = (self._STRING_PATTERN if self._is_in_string else self._NESTING_PATTERN).search(text, pos)
         if self._depth == 0 and not self._is_in_string and (match is None or match.start() != pos):
             self._is_scalar = True
             return self._read_scalar(text, pos)
         if match is None:
             return len(text), text[pos:]
-        if match[0] in _CONTROLS:
-            return match.end(), text[pos : match.start()] + _CONTROLS[match[0]]
+        if match[0] in _ESCAPE_BY_CONTROL_CHAR:
+            return match.end(), text[pos : match.start()] + _ESCAPE_BY_CONTROL_CHAR[match[0]]
         self._track_nesting(match[0])
         self.is_complete = self._depth <= 0 and not self._is_in_string
         return match.end(), text[pos : match.end()]
@@ -131,7 +131,7 @@ class JsonValueScanner:
             self._depth += 1 if char in "{[" else -1
 
     def _read_scalar(self, text: str, pos: int) -> tuple[int, str]:
-        match = self._AFTER_SCALAR.search(text, pos)
+        match = self._SCALAR_END_PATTERN.search(text, pos)
         self.is_complete = match is not None
         end = len(text) if match is None else match.start()
         return end, text[pos:end]
@@ -147,20 +147,20 @@ def escape_control_chars(text: str) -> str:
 class JsonObjectCallReader(CallReader):
     """`{"name": "f", "arguments": {...}}`, in any order; `parameters` is another name for the arguments."""
 
-    _ARGUMENTS = ("arguments", "parameters")
-    _KEYS = ("name", *_ARGUMENTS, "id", "type")
+    _ARGUMENT_KEYS = ("arguments", "parameters")
+    _KNOWN_KEYS = ("name", *_ARGUMENT_KEYS, "id", "type")
 
     def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
         super().__init__(sink)
         self._needs_arguments = needs_arguments
         self._seen_keys: set[str] = set()
-        self._expected = "{"
-        self._scanner: JsonValueScanner | None = None
+        self._expected_token = "{"
+        self._value_scanner: JsonValueScanner | None = None
         self._value_parts: list[str] = []
-        self._is_streaming = False
+        self._is_streaming_arguments = False
         self._key: str | None = None
         self._name = ""
-        self._arguments: str | None = None
+        self._arguments_json: str | None = None
         self._is_emitted = False
 
     @property
@@ -168,50 +168,50 @@ class JsonObjectCallReader(CallReader):
         return self._is_emitted
 
     def read(self, text: str, pos: int) -> int:
-        self._is_emitted = self._is_streaming
+        self._is_emitted = self._is_streaming_arguments
         while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
-            if self._scanner is not None:
-                end, piece = self._scanner.read(text, pos)
-                if not self._is_streaming:
+            if self._value_scanner is not None:
+                end, piece = self._value_scanner.read(text, pos)
+                if not self._is_streaming_arguments:
                     self._value_parts.append(piece)
                 else:
                     self._sink.add_arguments(piece)
-                    self._is_streaming = not self._scanner.is_complete
-                    if self._scanner.is_complete:
-                        self._scanner = None
+                    self._is_streaming_arguments = not self._value_scanner.is_complete
+                    if self._value_scanner.is_complete:
+                        self._value_scanner = None
                         return end
                 pos = end
-                if self._scanner.is_complete:
-                    self._scanner = None
+                if self._value_scanner.is_complete:
+                    self._value_scanner = None
                     self._end_value()
                 continue
             char = text[pos]
-            if char not in _SPACE and not self._accept(char):
+            if char not in _SPACE and not self._accept_char(char):
                 self.status = ReadStatus.INVALID
                 return pos
-            if self._scanner is None:  # its first character is its own
+            if self._value_scanner is None:  # its first character is its own
                 pos += 1
         return pos
 
-    def _accept(self, char: str) -> bool:
+    def _accept_char(self, char: str) -> bool:
         """Take a character of the object itself; whether it may stand there."""
-        if self._expected == "{" and char == "{":
-            self._expected = "first key"
-        elif self._expected in ("first key", "key") and char == '"':
-            self._expected = ":"
+        if self._expected_token == "{" and char == "{":
+            self._expected_token = "first key"
+        elif self._expected_token in ("first key", "key") and char == '"':
+            self._expected_token = ":"
             self._key = None
-            self._scanner = JsonValueScanner()
-        elif self._expected == ":" and char == ":":
-            self._expected = "value"
-        elif self._expected == "value" and char not in ",:}]":
-            self._expected = ","
-            self._scanner = JsonValueScanner()
-            if self._key in self._ARGUMENTS and self._name and char == "{":
+            self._value_scanner = JsonValueScanner()
+        elif self._expected_token == ":" and char == ":":
+            self._expected_token = "value"
+        elif self._expected_token == "value" and char not in ",:}]":
+            self._expected_token = ","
+            self._value_scanner = JsonValueScanner()
+            if self._key in self._ARGUMENT_KEYS and self._name and char == "{":
                 self._begin_call(self._name)
-                self._is_streaming = True
-        elif self._expected == "," and char == ",":
-            self._expected = "key"
-        elif self._expected in (",", "first key") and char == "}":
+                self._is_streaming_arguments = True
+        elif self._expected_token == "," and char == ",":
+            self._expected_token = "key"
+        elif self._expected_token in (",", "first key") and char == "}":
             return self._finish_call()
         else:
             return False
@@ -220,20 +220,20 @@ class JsonObjectCallReader(CallReader):
     def _end_value(self) -> None:
         value_json = "".join(self._value_parts)
         self._value_parts = []
-        if self._key in self._ARGUMENTS:
-            self._arguments = value_json
+        if self._key in self._ARGUMENT_KEYS:
+            self._arguments_json = value_json
         elif self._key == "name":
             self._name = _decode_string(value_json) or ""
             self.status = self.status if self._name else ReadStatus.INVALID
         elif self._key is None:
             self._key = _decode_string(value_json) or ""
-            is_valid_key = self._key in self._KEYS and self._key not in self._seen_keys
-            self._seen_keys |= {self._key} if self._key not in self._ARGUMENTS else set(self._ARGUMENTS)
+            is_valid_key = self._key in self._KNOWN_KEYS and self._key not in self._seen_keys
+            self._seen_keys |= {self._key} if self._key not in self._ARGUMENT_KEYS else set(self._ARGUMENT_KEYS)
             self.status = self.status if is_valid_key else ReadStatus.INVALID
 
     def _finish_call(self) -> bool:
         if not self.has_begun:
-            arguments = _complete_arguments(self._arguments, self._needs_arguments)
+            arguments = _complete_arguments(self._arguments_json, self._needs_arguments)
             if not self._name or arguments is None:
                 return False
             self._begin_call(self._name)
@@ -249,27 +249,27 @@ class JsonObjectCallReader(CallReader):
 class NamedCallReader(CallReader):
     """`f{...}` or `f[ARGS]{...}`."""
 
-    _ARGS, _ID = "[ARGS]", "[CALL_ID]"
+    _ARGUMENTS_MARKER, _ID_MARKER = "[ARGS]", "[CALL_ID]"
 
     def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
         self._name = ""
         self._name_parts: list[str] = []
         self._has_id = False
-        self._scanner: JsonValueScanner | None = None
+        self._arguments_scanner: JsonValueScanner | None = None
 
     def _read_part(self, text: str, pos: int) -> int | None:
-        if self._scanner is None:
+        if self._arguments_scanner is None:
             return self._read_head(text, pos)
-        end, piece = self._scanner.read(text, pos)
+        end, piece = self._arguments_scanner.read(text, pos)
         self._sink.add_arguments(piece)
-        if self._scanner.is_complete:
+        if self._arguments_scanner.is_complete:
             self.status = ReadStatus.COMPLETE
         return end
 
     def _read_head(self, text: str, pos: int) -> int | None:
         """Read the text before the arguments; None where the remaining text may be the beginning of a marker."""
-        name = None if self._name else NAME.match(text, pos)
+        name = None if self._name else NAME_PATTERN.match(text, pos)
         if name is not None:
             self._name_parts.append(name[0])
             if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
@@ -279,19 +279,19 @@ class NamedCallReader(CallReader):
             self._name = self._name or "".join(self._name_parts)
             return pos + 1
         if text[pos] == "{":
-            self._scanner = JsonValueScanner()
+            self._arguments_scanner = JsonValueScanner()
             self._name = self._name or "".join(self._name_parts)
             self._begin_call(self._name)
             return pos
-        lookahead = text[pos : pos + len(self._ID)]
-        for marker in (self._ARGS, self._ID):
+        lookahead = text[pos : pos + len(self._ID_MARKER)]
+        for marker in (self._ARGUMENTS_MARKER, self._ID_MARKER):
             if lookahead.startswith(marker):
                 self._name = self._name or "".join(self._name_parts)
-                self._has_id = marker == self._ID
+                self._has_id = marker == self._ID_MARKER
                 return pos + len(marker)
             if marker.startswith(lookahead):
                 return None
-        if self._has_id and (match := NAME.match(text, pos)):  # an id that the model gave: clients get ours
+        if self._has_id and (match := NAME_PATTERN.match(text, pos)):  # an id that the model gave: clients get ours
             return match.end()
         self.status = ReadStatus.INVALID
         return pos

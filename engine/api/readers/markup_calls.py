@@ -14,7 +14,7 @@ import msgspec
 from engine.api.detokenizer import DelimiterScanner
 from engine.api.readers.json_calls import (
     MAX_NAME_CHARS,
-    NAME,
+    NAME_PATTERN,
     CallReader,
     CallSink,
     ParameterTypes,
@@ -36,8 +36,8 @@ class XmlCallReader(CallReader):
 
     OPEN_MARKER = "<function="
     _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
-    _NAME_END = re.compile(r"[<>\n]")
-    _BETWEEN_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, "</tool_call>"))
+    _NAME_END_PATTERN = re.compile(r"[<>\n]")
+    _MARKER_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, "</tool_call>"))
     _VALUE_SCANNER = DelimiterScanner((_VALUE_END_MARKER, _PARAMETER_MARKER, _END_MARKER))
     _FOLLOWING_MARKERS = {
         _VALUE_END_MARKER: (_PARAMETER_MARKER, _END_MARKER, "</tool_call>"),
@@ -48,11 +48,11 @@ class XmlCallReader(CallReader):
     def __init__(self, sink: CallSink, types: ParameterTypes) -> None:
         super().__init__(sink)
         self._types_by_function = types
-        self._step = self._read_open_marker
+        self._read_step = self._read_open_marker
         self._name_parts: list[str] = []
         self._types_by_parameter: Mapping[str, tuple[str, ...]] = {}
-        self._key_parts: list[str] = []
-        self._seen_keys: set[str] = set()
+        self._parameter_parts: list[str] = []
+        self._seen_parameters: set[str] = set()
         """Names of the parameters that have come."""
         self._value_types: tuple[str, ...] = ()
         self._value_parts: list[str] = []
@@ -63,16 +63,16 @@ class XmlCallReader(CallReader):
         """Text since `_marker`, which may belong to the value."""
 
     def _read_part(self, text: str, pos: int) -> int | None:
-        step = self._step
+        step = self._read_step
         end = step(text, pos)
-        return None if end == pos and self._step == step else end
+        return None if end == pos and self._read_step == step else end
 
     def _read_open_marker(self, text: str, pos: int) -> int:
-        self._step = self._read_name
+        self._read_step = self._read_name
         return pos + len(self.OPEN_MARKER)
 
     def _read_name(self, text: str, pos: int) -> int:
-        match = self._NAME_END.search(text, pos)
+        match = self._NAME_END_PATTERN.search(text, pos)
         end = len(text) if match is None else match.start()
         self._name_parts.append(text[pos:end])
         if (match is not None and match[0] != ">") or sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
@@ -86,36 +86,36 @@ class XmlCallReader(CallReader):
             return end
         self._types_by_parameter = self._types_by_function[name]
         self._begin_call(name)
-        self._step = self._read_between
+        self._read_step = self._read_between_parameters
         return end + 1
 
-    def _read_between(self, text: str, pos: int) -> int:
-        match = self._BETWEEN_SCANNER.find_first(text, pos)
+    def _read_between_parameters(self, text: str, pos: int) -> int:
+        match = self._MARKER_SCANNER.find_first(text, pos)
         if match is None:
-            end = self._BETWEEN_SCANNER.find_partial(text, pos)
+            end = self._MARKER_SCANNER.find_partial(text, pos)
             self._sink.add_text(text[pos:end])
             return end
         start, marker = match
         self._sink.add_text(text[pos:start])
         if marker == self._PARAMETER_MARKER:
-            self._step, self._key_parts = self._read_key, []
+            self._read_step, self._parameter_parts = self._read_parameter_name, []
             return start + len(marker)
         self._finish_call()
         return start + (len(marker) if marker == self._END_MARKER else 0)
 
-    def _read_key(self, text: str, pos: int) -> int:
+    def _read_parameter_name(self, text: str, pos: int) -> int:
         end = text.find(">", pos)
-        self._key_parts.append(text[pos:] if end < 0 else text[pos:end])
+        self._parameter_parts.append(text[pos:] if end < 0 else text[pos:end])
         if end < 0:
             return len(text)
-        self._open_value("".join(self._key_parts).strip())
+        self._open_value("".join(self._parameter_parts).strip())
         return end + 1
 
     def _open_value(self, key: str) -> None:
-        self._sink.add_arguments((", " if self._seen_keys else "{") + _quote(key) + ": ")
-        self._seen_keys.add(key)
+        self._sink.add_arguments((", " if self._seen_parameters else "{") + _encode_json_string(key) + ": ")
+        self._seen_parameters.add(key)
         self._value_types = self._types_by_parameter.get(key, ("string",))
-        self._step, self._value_parts, self._pending_newline = self._read_value, [], ""
+        self._read_step, self._value_parts, self._pending_newline = self._read_value, [], ""
         if self._value_types == ("string",):
             self._sink.add_arguments('"')
         self._is_at_value_start = True
@@ -127,19 +127,21 @@ class XmlCallReader(CallReader):
         if match is None:
             return end
         self._marker, self._text_after_marker = match[1], []
-        self._step = self._read_next_key if self._marker == self._PARAMETER_MARKER else self._read_after_marker
+        self._read_step = (
+            self._read_next_parameter_name if self._marker == self._PARAMETER_MARKER else self._read_after_marker
+        )
         return end + len(self._marker)
 
-    def _read_next_key(self, text: str, pos: int) -> int:
+    def _read_next_parameter_name(self, text: str, pos: int) -> int:
         """Read the name in a mark that opens the next parameter, or is part of this one's value."""
-        match = self._NAME_END.search(text, pos)
+        match = self._NAME_END_PATTERN.search(text, pos)
         end = len(text) if match is None else match.start()
         self._text_after_marker.append(text[pos:end])
         if sum(map(len, self._text_after_marker)) > MAX_NAME_CHARS or (match is not None and match[0] != ">"):
             self._resume_value()
         elif match is not None:
             key = "".join(self._text_after_marker).strip()
-            if key in self._seen_keys or (self._types_by_parameter and key not in self._types_by_parameter):
+            if key in self._seen_parameters or (self._types_by_parameter and key not in self._types_by_parameter):
                 self._resume_value()
             else:
                 self._end_value()
@@ -166,12 +168,12 @@ class XmlCallReader(CallReader):
 
     def _end_value_at_marker(self) -> None:
         self._end_value()
-        self._step = self._read_between
+        self._read_step = self._read_between_parameters
         if self._marker == self._END_MARKER:
             self._finish_call()
 
     def _resume_value(self) -> None:
-        self._step = self._read_value
+        self._read_step = self._read_value
         self._append_value(self._marker + "".join(self._text_after_marker))
 
     def _append_value(self, piece: str) -> None:
@@ -187,7 +189,7 @@ class XmlCallReader(CallReader):
         self._pending_newline = "\n" if piece.endswith("\n") else ""
         piece = piece.removesuffix("\n")
         if self._value_types == ("string",):
-            self._sink.add_arguments(_quote(piece)[1:-1])
+            self._sink.add_arguments(_encode_json_string(piece)[1:-1])
         else:
             self._value_parts.append(piece)
 
@@ -198,24 +200,24 @@ class XmlCallReader(CallReader):
             self._sink.add_arguments(encode_as_types("".join(self._value_parts), self._value_types))
 
     def _finish_call(self) -> None:
-        self._sink.add_arguments("}" if self._seen_keys else "{}")
+        self._sink.add_arguments("}" if self._seen_parameters else "{}")
         self.status = ReadStatus.COMPLETE
 
     def finish(self, remaining_text: str) -> None:
         """A call that was cut: its arguments stay as open as they are."""
-        if self._step == self._read_after_marker:
+        if self._read_step == self._read_after_marker:
             self._end_value_at_marker()
             return
-        if self._step == self._read_next_key:
+        if self._read_step == self._read_next_parameter_name:
             self._resume_value()
-        if self._step == self._read_value:
+        if self._read_step == self._read_value:
             self._append_value(remaining_text)
             if self._value_types != ("string",):
                 self._sink.add_arguments("".join(self._value_parts) + self._pending_newline)
             elif self._pending_newline:
                 self._sink.add_arguments("\\n")
-        elif self._step == self._read_key:
-            self._sink.add_text(self._PARAMETER_MARKER + "".join(self._key_parts) + remaining_text)
+        elif self._read_step == self._read_parameter_name:
+            self._sink.add_text(self._PARAMETER_MARKER + "".join(self._parameter_parts) + remaining_text)
         # else `remaining_text` is the beginning of a mark
 
 
@@ -225,28 +227,32 @@ class PythonCallReader(CallReader):
     Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
     """
 
-    _PUNCTUATION = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]"), "": re.compile(r"""["'()\[\]{},=]""")}
+    _PUNCTUATION_PATTERN_BY_QUOTE = {
+        '"': re.compile(r'["\\]'),
+        "'": re.compile(r"['\\]"),
+        "": re.compile(r"""["'()\[\]{},=]"""),
+    }
     """Quotation mark ("" outside of strings) -> characters that matter there."""
-    _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
+    _ESCAPE_TABLE = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
 
     def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
         self._name_parts: list[str] = []
         self._is_in_name = True
         self._depth = 0
-        self._quote = ""
+        self._open_quote = ""
         self._is_escaped = False
-        self._key: str | None = None
+        self._argument_name: str | None = None
         """Name of the argument that is being read, once its `=` has come."""
         self._source_parts: list[str] = []
         """Text of that argument behind its `=`; before an `=`, all of its text."""
-        self._arguments: list[tuple[str | None, str]] = []
+        self._argument_sources: list[tuple[str | None, str]] = []
 
     def _read_part(self, text: str, pos: int) -> int:
         return self._read_head(text, pos) if self._is_in_name else self._read_body(text, pos)
 
     def _read_head(self, text: str, pos: int) -> int:
-        match = NAME.match(text, pos)
+        match = NAME_PATTERN.match(text, pos)
         if match is not None:
             self._name_parts.append(match[0])
             if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
@@ -264,20 +270,20 @@ class PythonCallReader(CallReader):
             self._is_escaped = False
             self._source_parts.append(text[pos])
             return pos + 1
-        match = self._PUNCTUATION[self._quote].search(text, pos)
+        match = self._PUNCTUATION_PATTERN_BY_QUOTE[self._open_quote].search(text, pos)
         end = len(text) if match is None else match.start()
         piece = text[pos:end]  # a line break in a string is none to Python's parser, but is to a model
-        self._source_parts.append(piece.translate(self._ESCAPES) if self._quote else piece)
+        self._source_parts.append(piece.translate(self._ESCAPE_TABLE) if self._open_quote else piece)
         if match is None:
             return end
         return self._read_punctuation(match[0], end)
 
     def _read_punctuation(self, char: str, pos: int) -> int:
-        if self._quote:
+        if self._open_quote:
             self._is_escaped = char == "\\"
-            self._quote = self._quote if self._is_escaped else ""
+            self._open_quote = self._open_quote if self._is_escaped else ""
         elif char in "\"'":
-            self._quote = char
+            self._open_quote = char
         elif char in "([{":
             self._depth += 1
         elif char in ")]}":
@@ -287,21 +293,23 @@ class PythonCallReader(CallReader):
         elif self._depth == 1 and char == ",":
             self._end_argument()
             return pos + 1
-        elif self._depth == 1 and char == "=" and self._key is None:
-            self._key, self._source_parts = "".join(self._source_parts), []
+        elif self._depth == 1 and char == "=" and self._argument_name is None:
+            self._argument_name, self._source_parts = "".join(self._source_parts), []
             return pos + 1
         self._source_parts.append(char)
         return pos + 1
 
     def _end_argument(self) -> None:
-        self._arguments.append((self._key, "".join(self._source_parts)))
-        self._key, self._source_parts = None, []
+        self._argument_sources.append((self._argument_name, "".join(self._source_parts)))
+        self._argument_name, self._source_parts = None, []
 
     def _finish_call(self, char: str, pos: int) -> int:
         self._end_argument()
-        if self._arguments[-1][0] is None and not self._arguments[-1][1].strip():  # f(), or a comma at the end
-            self._arguments.pop()
-        arguments = _encode_arguments(self._arguments) if char == ")" else None
+        if (
+            self._argument_sources[-1][0] is None and not self._argument_sources[-1][1].strip()
+        ):  # f(), or a comma at the end
+            self._argument_sources.pop()
+        arguments = _encode_arguments(self._argument_sources) if char == ")" else None
         if arguments is None:
             self.status = ReadStatus.INVALID
             return pos
@@ -311,7 +319,7 @@ class PythonCallReader(CallReader):
         return pos + 1
 
 
-def _quote(text: str) -> str:
+def _encode_json_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -324,15 +332,15 @@ def encode_as_types(value: str, types: tuple[str, ...]) -> str:
     lowered_text = text.lower()
     if (lowered_text == "null" or text == "None") and "null" in types:
         return "null"
-    allows_numbers = not {"integer", "number"}.isdisjoint(types)
-    if "boolean" in types and lowered_text in (("true", "false") if allows_numbers else ("true", "false", "1", "0")):
+    allows_number = not {"integer", "number"}.isdisjoint(types)
+    if "boolean" in types and lowered_text in (("true", "false") if allows_number else ("true", "false", "1", "0")):
         return "true" if lowered_text in ("true", "1") else "false"
     type_and_json = _decode_value(text, types)
     if type_and_json is None:
-        return _quote(value)
+        return _encode_json_string(value)
     type_name, text = type_and_json
-    is_allowed = type_name in types or (allows_numbers and type_name in ("integer", "number"))
-    return text if is_allowed or "string" not in types else _quote(value)
+    is_allowed = type_name in types or (allows_number and type_name in ("integer", "number"))
+    return text if is_allowed or "string" not in types else _encode_json_string(value)
 
 
 def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
@@ -356,8 +364,8 @@ class _JsonConstants(ast.NodeTransformer):
     """JSON's names for what Python calls otherwise."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        values = {"true": True, "false": False, "null": None}
-        return ast.copy_location(ast.Constant(values[node.id]), node) if node.id in values else node
+        value_by_name = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(value_by_name[node.id]), node) if node.id in value_by_name else node
 
 
 class _Literal(NamedTuple):
@@ -381,20 +389,20 @@ def _parse_literal(source: str) -> _Literal | None:
         return None
 
 
-def _encode_arguments(sources: list[tuple[str | None, str]]) -> str | None:
+def _encode_arguments(argument_sources: list[tuple[str | None, str]]) -> str | None:
     """The JSON of arguments by name, each a source of a name and of a value; None where one of them is neither."""
-    arguments: dict[str, str] = {}
-    for key_source, value_source in sources:
+    json_by_name: dict[str, str] = {}
+    for key_source, value_source in argument_sources:
         key = None if key_source is None else _parse_key(key_source.strip())
         value = _parse_literal(value_source)
-        if key is None or value is None or key in arguments:
+        if key is None or value is None or key in json_by_name:
             return None
-        arguments[key] = value.json
-    return "{" + ", ".join(f"{_quote(key)}: {value}" for key, value in arguments.items()) + "}"
+        json_by_name[key] = value.json
+    return "{" + ", ".join(f"{_encode_json_string(key)}: {value}" for key, value in json_by_name.items()) + "}"
 
 
 def _parse_key(source: str) -> str | None:
-    if NAME.fullmatch(source):
+    if NAME_PATTERN.fullmatch(source):
         return source
     value = _parse_literal(source) if source[:1] in ("'", '"') else None
     return value.value if value is not None and isinstance(value.value, str) else None

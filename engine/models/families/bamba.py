@@ -6,74 +6,76 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
 from engine.models.families import granite
-from engine.models.hf_config import HfConfig, ModelError, layer_types
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, Linear, RMSNorm, Step
-from engine.models.mixers import Mamba2, Mamba2Config, dt_limits
+from engine.models.hf_config import HfConfig, ModelError, read_layer_types
+from engine.models.layers import Attention, AttentionConfig, DecoderBlock, ForwardContext, GatedMLP, Linear, RMSNorm
+from engine.models.mixers import Mamba2, Mamba2Config, read_dt_limits
 from engine.models.weights import WeightScope
 
 BAMBA_PARTIAL_ROTARY = 0.5
-PATTERN = {"M": "mamba", "*": "attention", "-": "mlp"}
+KIND_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
 """Nemotron-H's `hybrid_override_pattern`, a letter a layer."""
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
-    config.expect("hidden_act", "silu", "silu")
+    config.require_supported("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
-    makers = _mixers(config, decoder, attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY))
+    makers = _make_mixer_makers(
+        config, decoder, read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
+    )
     attention_layers = config.values.get("attn_layer_indices") or []
     mixers = [makers["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
-    size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
+    intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
 
     def mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, bias)
+        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, bias)
 
     norms = ("input_layernorm", "pre_ff_layernorm")
-    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=norms)
+    return build_alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=norms)
 
 
 def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     """Granite-4-H without routed experts; its four multipliers are those of Granite."""
-    config.expect("hidden_act", "silu", "silu")
-    config.expect("num_local_experts", 0, 0)
-    decoder, attention, scale = granite.scaled_configs(config)
+    config.require_supported("hidden_act", "silu", "silu")
+    config.require_supported("num_local_experts", 0, 0)
+    decoder, attention, scale = granite.read_scaled_configs(config)
     if config.get("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
-    makers = _mixers(config, decoder, attention)
-    mixers = layer_types(config, "layer_types", makers, ["mamba"] * decoder.num_layers)
-    size = config.integer("shared_intermediate_size")
+    makers = _make_mixer_makers(config, decoder, attention)
+    mixers = read_layer_types(config, "layer_types", makers, ["mamba"] * decoder.num_layers)
+    intermediate_size = config.get_integer("shared_intermediate_size")
 
     def mlp(scope: WeightScope) -> GatedMLP:
-        inner = scope.sub("shared_mlp")
-        return GatedMLP(inner, decoder.hidden_size, size, inputs=("input_linear",), output="output_linear")
+        inner = scope.enter_scope("shared_mlp")
+        return GatedMLP(inner, decoder.hidden_size, intermediate_size, inputs=("input_linear",), output="output_linear")
 
-    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, residual_scale=scale)
+    return build_alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, residual_scale=scale)
 
 
-def _mixers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
+def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
     """By the names of `layer_types`; the sizes of Mamba under Bamba's and Granite's names."""
     mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
-        heads=config.integer("mamba_n_heads"),
-        head_dim=config.integer("mamba_d_head"),
-        groups=config.integer("mamba_n_groups"),
-        state_dim=config.integer("mamba_d_state"),
-        conv_width=config.integer("mamba_d_conv"),
+        num_heads=config.get_integer("mamba_n_heads"),
+        head_dim=config.get_integer("mamba_d_head"),
+        num_groups=config.get_integer("mamba_n_groups"),
+        state_dim=config.get_integer("mamba_d_state"),
+        conv_width=config.get_integer("mamba_d_conv"),
         norm_eps=decoder.norm_eps,
         conv_bias=config.get("mamba_conv_bias", True),
         proj_bias=config.get("mamba_proj_bias", False),
-        dt_limits=dt_limits(config),
+        dt_limits=read_dt_limits(config),
     )
     size, inner = mamba_config.inner_size, int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
     if size != inner:
         raise ModelError(f"{config.source}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
 
     def attend(scope: WeightScope) -> Attention:
-        return Attention(scope.sub("self_attn"), attention)
+        return Attention(scope.enter_scope("self_attn"), attention)
 
     def mamba(scope: WeightScope) -> Mamba2:
-        return Mamba2(scope.sub("mamba"), mamba_config)
+        return Mamba2(scope.enter_scope("mamba"), mamba_config)
 
     return {"linear_attention": mamba, "mamba": mamba, "full_attention": attend, "attention": attend}
 
@@ -86,44 +88,46 @@ class SquaredReluMLP:
         self.up = Linear(scope, {"up_proj": inner}, hidden_size, bias)
         self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
         return self.down(step.ops.relu_squared(self.up(x)))
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     """Nemotron-H: every layer is one branch, a Mamba-2 mixer, attention without positions, or an MLP."""
-    config.expect("mlp_hidden_act", "relu2", "relu2")
-    config.expect("mamba_hidden_act", "silu", "silu")
+    config.require_supported("mlp_hidden_act", "relu2", "relu2")
+    config.require_supported("mamba_hidden_act", "silu", "silu")
     pattern = config.get("hybrid_override_pattern", "")
-    if unknown := set(pattern) - set(PATTERN):
+    if unknown := set(pattern) - set(KIND_BY_LETTER):
         raise ModelError(f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")
     kind_names = {
         "linear_attention": "mamba",
         "full_attention": "attention",
-        **{kind: kind for kind in PATTERN.values()},
+        **{kind: kind for kind in KIND_BY_LETTER.values()},
     }
-    kinds = layer_types(config, "layers_block_type", kind_names, [PATTERN[letter] for letter in pattern])
+    layer_kinds = read_layer_types(
+        config, "layers_block_type", kind_names, [KIND_BY_LETTER[letter] for letter in pattern]
+    )
     decoder = DecoderConfig(
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer("hidden_size"),
-        num_layers=len(kinds),
+        vocab_size=config.get_integer("vocab_size"),
+        hidden_size=config.get_integer("hidden_size"),
+        num_layers=len(layer_kinds),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=config.get_integer("max_position_embeddings"),
         tie_embeddings=False,  # never, whatever the config says
         embedding_name="embeddings",
         norm_name="norm_f",
     )
     if "attention_head_dim" in config:  # the name before transformers 5
-        config = HfConfig({**config.values, "head_dim": config.integer("attention_head_dim")}, config.source)
-    attention = replace(attention_config(config, decoder), rope=None)
+        config = HfConfig({**config.values, "head_dim": config.get_integer("attention_head_dim")}, config.source)
+    attention = replace(read_attention_config(config, decoder), rope=None)
     use_bias = config.get("use_bias", False)
     mamba = Mamba2Config(
         hidden_size=decoder.hidden_size,
-        heads=config.integer("mamba_num_heads"),
-        head_dim=config.integer("mamba_head_dim"),
-        groups=config.integer("n_groups"),
-        state_dim=config.integer("ssm_state_size"),
-        conv_width=config.integer("conv_kernel"),
+        num_heads=config.get_integer("mamba_num_heads"),
+        head_dim=config.get_integer("mamba_head_dim"),
+        num_groups=config.get_integer("n_groups"),
+        state_dim=config.get_integer("ssm_state_size"),
+        conv_width=config.get_integer("conv_kernel"),
         norm_eps=decoder.norm_eps,
         conv_bias=config.get("use_conv_bias", True),
         proj_bias=use_bias,
@@ -132,7 +136,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     )
 
     def mlp(scope: WeightScope) -> SquaredReluMLP:
-        size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
+        size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
         return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
 
     makers: dict[str, MakeMixer] = {
@@ -143,7 +147,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
     def block(scope: WeightScope, index: int) -> DecoderBlock:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
-        return DecoderBlock(mixer_norm=norm, mixer=makers[kinds[index]](scope.sub("mixer")))
+        return DecoderBlock(mixer_norm=norm, mixer=makers[layer_kinds[index]](scope.enter_scope("mixer")))
 
     return CausalLM(
         root, "backbone", decoder, block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, attention_config
-from engine.models.hf_config import HfConfig, ModelError, layer_types
+from engine.models.decoder import CausalLM, DecoderConfig, read_attention_config
+from engine.models.hf_config import HfConfig, ModelError, read_layer_types
 from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm, gelu_tanh_and_mul
 from engine.models.rope import RopeConfig
 from engine.models.weights import WeightScope
@@ -23,7 +23,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-DEFAULTS = {
+DEFAULT_BY_KEY = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -36,44 +36,49 @@ DEFAULTS = {
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
     if "text_config" in config:
-        config = config.sub("text_config")
-    config = HfConfig(DEFAULTS | dict(config.values), config.source)
-    config.expect("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
-    config.expect("use_bidirectional_attention", False, False)
+        config = config.get_object("text_config")
+    config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
+    config.require_supported("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    config.require_supported("use_bidirectional_attention", False, False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in config:
             raise ModelError(f"{config.source}: {key}: {config.values[key]!r} is not supported; expected null")
     decoder = replace(
         DecoderConfig.from_hf(config, tie_embeddings=True),
         zero_centred_norm=True,
-        embedding_scale=math.sqrt(config.integer("hidden_size")),
+        embedding_scale=math.sqrt(config.get_integer("hidden_size")),
     )
     full = replace(
-        attention_config(config, decoder),
+        read_attention_config(config, decoder),
         qk_norm_eps=decoder.norm_eps,
         scale=config.get("query_pre_attn_scalar", 256.0) ** -0.5,
     )
-    kinds = {
+    attention_by_kind = {
         "sliding_attention": replace(
-            full, rope=_rope(config, full.head_dim, "sliding_attention"), window=config.integer("sliding_window")
+            full,
+            rope=_make_rope_config(config, full.head_dim, "sliding_attention"),
+            window=config.get_integer("sliding_window"),
         ),
-        "full_attention": replace(full, rope=_rope(config, full.head_dim, "full_attention")),
+        "full_attention": replace(full, rope=_make_rope_config(config, full.head_dim, "full_attention")),
     }
-    every = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
-    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
-    attention = layer_types(config, "layer_types", kinds, default)
-    size = config.integer("intermediate_size")
+    full_attention_interval = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
+    default = [
+        "sliding_attention" if (i + 1) % full_attention_interval else "full_attention"
+        for i in range(decoder.num_layers)
+    ]
+    attention_by_layer = read_layer_types(config, "layer_types", attention_by_kind, default)
+    intermediate_size = config.get_integer("intermediate_size")
     return CausalLM(
         root,
         "model",
         decoder,
-        lambda scope, index: _block(scope, decoder, attention[index], size),
+        lambda scope, index: _build_block(scope, decoder, attention_by_layer[index], intermediate_size),
         ignored_prefixes=VISION_PREFIXES,
         renamed_prefixes=TEXT_PREFIXES,
     )
 
 
-def _rope(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
+def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
     """A layer kind's rotary setting: its own set in transformers 5; before that, scaling is of the full layers only."""
     if "rope_parameters" in config:
         theta = GLOBAL_THETA if layer_type == "full_attention" else LOCAL_THETA
@@ -83,15 +88,15 @@ def _rope(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
     return RopeConfig(head_dim, config.get("rope_local_base_freq", LOCAL_THETA), source=config.source)
 
 
-def _block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
+def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
     def norm(name: str) -> RMSNorm:
         return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, zero_centred=True)
 
     return DecoderBlock(
         mixer_norm=norm("input_layernorm"),
-        mixer=Attention(scope.sub("self_attn"), attention),
+        mixer=Attention(scope.enter_scope("self_attn"), attention),
         post_mixer_norm=norm("post_attention_layernorm"),
         mlp_norm=norm("pre_feedforward_layernorm"),
-        mlp=GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, activation=gelu_tanh_and_mul),
+        mlp=GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, activation=gelu_tanh_and_mul),
         post_mlp_norm=norm("post_feedforward_layernorm"),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
-from engine.models.hf_config import HfConfig, layer_types
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
+from engine.models.hf_config import HfConfig, read_layer_types
 from engine.models.layers import Attention, GatedMLP
 from engine.models.mixers import ShortConv
 from engine.models.weights import WeightScope
@@ -20,29 +20,31 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         DecoderConfig.from_hf(config), norm_eps=eps, tie_embeddings=tie_embeddings, norm_name="embedding_norm"
     )
     attention = replace(
-        attention_config(config, decoder, theta=ROPE_THETA),
+        read_attention_config(config, decoder, theta=ROPE_THETA),
         qk_norm_eps=eps,
         output_name="out_proj",
         norm_names=("q_layernorm", "k_layernorm"),
     )
-    width, bias, size = config.integer("conv_L_cache"), config.get("conv_bias", False), _mlp_size(config)
+    width, bias, size = config.get_integer("conv_L_cache"), config.get("conv_bias", False), _compute_mlp_size(config)
     makers: dict[str, MakeMixer] = {
-        "conv": lambda scope: ShortConv(scope.sub("conv"), decoder.hidden_size, width, bias),
-        "full_attention": lambda scope: Attention(scope.sub("self_attn"), attention),
+        "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, width, bias),
+        "full_attention": lambda scope: Attention(scope.enter_scope("self_attn"), attention),
     }
     attention_layers = config.values.get("full_attn_idxs") or range(decoder.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
     def mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
+        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
-    mixers = layer_types(config, "layer_types", makers, default)
-    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm"))
+    mixers = read_layer_types(config, "layer_types", makers, default)
+    return build_alternating_decoder(
+        root, decoder, mixers, [mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
+    )
 
 
-def _mlp_size(config: HfConfig) -> int:
+def _compute_mlp_size(config: HfConfig) -> int:
     """The MLP's width; older configs call the number it is derived from `block_ff_dim`."""
-    size = config.integer("intermediate_size" if "intermediate_size" in config else "block_ff_dim")
+    size = config.get_integer("intermediate_size" if "intermediate_size" in config else "block_ff_dim")
     if not config.get("block_auto_adjust_ff_dim", True):
         return size
     multiple = config.get("block_multiple_of", 256)

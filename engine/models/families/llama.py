@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, attention_config, dense_decoder
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_dense_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import GatedMLP
 from engine.models.moe import RoutedMLP
@@ -16,43 +16,47 @@ MISTRAL_WINDOW = 4096
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
     decoder = DecoderConfig.from_hf(config)
-    return dense_decoder(root, config, decoder, attention_config(config, decoder))
+    return build_dense_decoder(root, config, decoder, read_attention_config(config, decoder))
 
 
 def build_mistral(config: HfConfig, root: WeightScope) -> CausalLM:
     """A sliding window on every layer."""
     decoder = DecoderConfig.from_hf(config)
-    window = config.optional_integer("sliding_window") if "sliding_window" in config.values else MISTRAL_WINDOW
-    return dense_decoder(root, config, decoder, replace(attention_config(config, decoder), window=window))
+    window = config.get_optional_integer("sliding_window") if "sliding_window" in config.values else MISTRAL_WINDOW
+    return build_dense_decoder(root, config, decoder, replace(read_attention_config(config, decoder), window=window))
 
 
 def build_qwen2(config: HfConfig, root: WeightScope) -> CausalLM:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
     decoder = DecoderConfig.from_hf(config)
-    attention = replace(attention_config(config, decoder), qkv_bias=True, output_bias=False)
-    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
+    attention = replace(read_attention_config(config, decoder), qkv_bias=True, output_bias=False)
+    return build_dense_decoder(
+        root, config, decoder, attention, window_by_layer=_read_window_by_layer(config, decoder.num_layers)
+    )
 
 
 def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
     """A norm on every query and key head (Qwen3 technical report, 2025)."""
     decoder = DecoderConfig.from_hf(config)
-    attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
-    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
+    attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
+    return build_dense_decoder(
+        root, config, decoder, attention, window_by_layer=_read_window_by_layer(config, decoder.num_layers)
+    )
 
 
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     """Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
     decoder = DecoderConfig.from_hf(config)
-    attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
-    experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
-    size, top_k = config.integer("moe_intermediate_size"), config.integer("num_experts_per_tok")
+    attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
+    num_experts = config.get_integer("num_experts" if "num_experts" in config else "num_local_experts")
+    expert_size, top_k = config.get_integer("moe_intermediate_size"), config.get_integer("num_experts_per_tok")
     renormalise = config.get("norm_topk_prob", False)
 
     def make_routed_mlp(scope: WeightScope) -> RoutedMLP:
-        return RoutedMLP(scope.sub("mlp"), decoder.hidden_size, size, experts, top_k, renormalise)
+        return RoutedMLP(scope.enter_scope("mlp"), decoder.hidden_size, expert_size, num_experts, top_k, renormalise)
 
     def make_dense_mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.sub("mlp"), decoder.hidden_size, config.integer("intermediate_size"))
+        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, config.get_integer("intermediate_size"))
 
     dense_layers = set(config.values.get("mlp_only_layers") or [])
     sparse_interval = config.get("decoder_sparse_step", 1)
@@ -60,15 +64,17 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
         make_dense_mlp if i in dense_layers or (i + 1) % sparse_interval else make_routed_mlp
         for i in range(decoder.num_layers)
     ]
-    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers), mlps=mlps)
+    return build_dense_decoder(
+        root, config, decoder, attention, window_by_layer=_read_window_by_layer(config, decoder.num_layers), mlps=mlps
+    )
 
 
-def _windows(config: HfConfig, num_layers: int) -> list[int | None]:
+def _read_window_by_layer(config: HfConfig, num_layers: int) -> list[int | None]:
     """Each layer's sliding window, as Qwen2 and Qwen3 configs say it."""
-    window = config.optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
+    window = config.get_optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
     if window is None:
         return [None] * num_layers
-    kinds = config.strings("layer_types")
+    kinds = config.get_strings("layer_types")
     if kinds is None:
         full_layers = config.get("max_window_layers", num_layers)
         kinds = ["full_attention" if i < full_layers else "sliding_attention" for i in range(num_layers)]

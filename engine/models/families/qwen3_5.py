@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
-from engine.models.hf_config import HfConfig, layer_types
-from engine.models.layers import Attention, AttentionConfig, GatedMLP, Linear, Step, share_heads
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
+from engine.models.hf_config import HfConfig, read_layer_types
+from engine.models.layers import Attention, AttentionConfig, ForwardContext, GatedMLP, Linear, shard_attention
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
 from engine.models.shard import Extent
 from engine.models.weights import Weight, WeightScope
@@ -25,20 +25,20 @@ class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate that is projected beside the queries."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig) -> None:
-        super().__init__(scope, config, _queries_keys_values_gates(scope, config))
+        super().__init__(scope, config, _declare_projection(scope, config))
         self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        projections = self.qkv(x)
+    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+        projections = self.qkv_projection(x)
         attention = self.attend(projections[:, : self.qkv_width], step)
-        return self.output(attention * projections[:, self.qkv_width :].sigmoid())
+        return self.output_projection(attention * projections[:, self.qkv_width :].sigmoid())
 
 
-def _queries_keys_values_gates(scope: WeightScope, config: AttentionConfig) -> Linear:
+def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
     """q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last."""
-    c, _, key_rows = share_heads(scope.shard, config)
+    c, _, key_rows = shard_attention(scope.shard, config)
     pairs = scope.shard.split(config.num_heads, "attention heads", 2 * c.head_dim)
-    query_rows, kv_rows = c.num_heads * c.head_dim, key_rows.size
+    query_rows, kv_rows = c.num_heads * c.head_dim, key_rows.held_size
     gate_start = query_rows + 2 * kv_rows
 
     def take_half(half_index: int) -> Callable[[Tensor], Tensor]:
@@ -49,10 +49,10 @@ def _queries_keys_values_gates(scope: WeightScope, config: AttentionConfig) -> L
         q_shape: tuple[Extent, ...] = (pairs, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
         parts = [
-            scope.checkpoint_tensor(q_name, q_shape, (slice(0, query_rows),), take_half(0)),
-            scope.checkpoint_tensor(f"k_proj.{kind}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
-            scope.checkpoint_tensor(f"v_proj.{kind}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
-            scope.checkpoint_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_half(1)),
+            scope.describe_tensor(q_name, q_shape, (slice(0, query_rows),), take_half(0)),
+            scope.describe_tensor(f"k_proj.{kind}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
+            scope.describe_tensor(f"v_proj.{kind}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
+            scope.describe_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_half(1)),
         ]
         return scope.declare_combined((gate_start + query_rows, *columns), parts)
 
@@ -64,34 +64,39 @@ def _queries_keys_values_gates(scope: WeightScope, config: AttentionConfig) -> L
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
-        config = config.sub("text_config")
-    config.expect("hidden_act", "silu", "silu")
-    config.expect("attn_output_gate", True, True)
+        config = config.get_object("text_config")
+    config.require_supported("hidden_act", "silu", "silu")
+    config.require_supported("attn_output_gate", True, True)
     decoder = replace(DecoderConfig.from_hf(config, tie_embeddings=tie_embeddings), zero_centred_norm=True)
-    attention = replace(attention_config(config, decoder, rotary_fraction=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps)
-    delta = DeltaNetConfig(
+    attention = replace(
+        read_attention_config(config, decoder, rotary_fraction=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps
+    )
+    delta_net_config = DeltaNetConfig(
         hidden_size=decoder.hidden_size,
-        key_heads=config.integer("linear_num_key_heads"),
-        value_heads=config.integer("linear_num_value_heads"),
-        key_dim=config.integer("linear_key_head_dim"),
-        value_dim=config.integer("linear_value_head_dim"),
-        conv_width=config.integer("linear_conv_kernel_dim"),
+        num_key_heads=config.get_integer("linear_num_key_heads"),
+        num_value_heads=config.get_integer("linear_num_value_heads"),
+        key_dim=config.get_integer("linear_key_head_dim"),
+        value_dim=config.get_integer("linear_value_head_dim"),
+        conv_width=config.get_integer("linear_conv_kernel_dim"),
         norm_eps=decoder.norm_eps,
     )
     makers: dict[str, MakeMixer] = {
-        "linear_attention": lambda scope: GatedDeltaNet(scope.sub("linear_attn"), delta),
-        "full_attention": lambda scope: GatedAttention(scope.sub("self_attn"), attention),
+        "linear_attention": lambda scope: GatedDeltaNet(scope.enter_scope("linear_attn"), delta_net_config),
+        "full_attention": lambda scope: GatedAttention(scope.enter_scope("self_attn"), attention),
     }
-    interval, size = config.get("full_attention_interval", FULL_ATTENTION_EVERY), config.integer("intermediate_size")
+    interval, intermediate_size = (
+        config.get("full_attention_interval", FULL_ATTENTION_EVERY),
+        config.get_integer("intermediate_size"),
+    )
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(decoder.num_layers)]
 
     def mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.sub("mlp"), decoder.hidden_size, size)
+        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size)
 
-    return alternating_decoder(
+    return build_alternating_decoder(
         root,
         decoder,
-        layer_types(config, "layer_types", makers, default),
+        read_layer_types(config, "layer_types", makers, default),
         [mlp] * decoder.num_layers,
         ignored_prefixes=("model.visual.", "mtp."),
         renamed_prefixes={"model.language_model.": "model."},

@@ -89,7 +89,7 @@ def test_rope_scaling_that_is_not_supported(folder: Path) -> None:
     edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
     model, dtype = load_model(folder)
     with pytest.raises(ModelError, match="rope scaling 'longrope' is not supported; expected default, linear"):
-        model.rope_tables(16, dtype, torch.device("cpu"))
+        model.make_rope_tables(16, dtype, torch.device("cpu"))
 
 
 def test_untied_head_must_be_there(folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_tied_checkpoint_may_carry_its_head(folder: Path) -> None:
     vocabulary = load_model(folder)[0].vocabulary
     assert torch.equal(vocabulary.embedding.tensor, expected.embedding.tensor)
     hidden_states = torch.randn(3, expected.embedding.tensor.shape[1])
-    assert torch.equal(vocabulary.logits(hidden_states), expected.logits(hidden_states))
+    assert torch.equal(vocabulary.compute_logits(hidden_states), expected.compute_logits(hidden_states))
 
 
 def test_integer_tensors_are_refused(folder: Path) -> None:

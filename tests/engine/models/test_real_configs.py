@@ -101,17 +101,17 @@ def test_size_is_the_published_one(name: str) -> None:
 
 def test_cache_of_a_windowed_model() -> None:
     """Mistral keeps its whole KV in a full-attention group; Gemma has a group of each kind, full attention first."""
-    (group,) = load_published("Mistral-7B-v0.1").cache_spec(16, torch.bfloat16).groups
+    (group,) = load_published("Mistral-7B-v0.1").make_cache_spec(16, torch.bfloat16).groups
     assert (group.kind, group.sliding_window) == ("full_attention", None)
-    assert load_published("Mistral-7B-v0.1").windows == [4096]
-    full, sliding = load_published("gemma-3-4b-it").cache_spec(16, torch.bfloat16).groups
+    assert load_published("Mistral-7B-v0.1").window_by_group == [4096]
+    full, sliding = load_published("gemma-3-4b-it").make_cache_spec(16, torch.bfloat16).groups
     assert (full.kind, full.layer_indices) == ("full_attention", (5, 11, 17, 23, 29))
     assert (sliding.kind, sliding.sliding_window, len(sliding.layer_indices)) == ("sliding_window", 1024, 29)
 
 
 def test_cache_of_a_hybrid_model() -> None:
     """Nemotron-H-8B: 4 attention layers of 4 KiB a token, 24 states of 4 MiB in fp32 and their tails of 60 KiB."""
-    spec = load_published("Nemotron-H-8B-Base-8K").cache_spec(16, torch.bfloat16)
+    spec = load_published("Nemotron-H-8B-Base-8K").make_cache_spec(16, torch.bfloat16)
     assert [(g.layer_indices, g.token_bytes) for g in spec.groups] == [((7, 18, 29, 40), 4 * 4096)]
     assert spec.state is not None
     assert spec.state.state_bytes == 24 * (128 * 64 * 128 * 4 + 3 * 10240 * 2)
