@@ -131,7 +131,7 @@ class TritonKernels:
             PRECISION=dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
-            attention_kernels.join_splits[(count, heads)](
+            attention_kernels.combine_splits[(count, heads)](
                 out, part, part_scale, plan.splits, DIM=dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
             )
 
@@ -256,10 +256,10 @@ class TritonKernels:
             "num_stages": 3,
         }
         x = x if x.stride(1) == 1 else x.contiguous()
-        expert_kernels.expert_gate_up[(tile_row.shape[0], triton.cdiv(size, 64))](
+        expert_kernels.multiply_gate_up[(tile_row.shape[0], triton.cdiv(size, 64))](
             x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **tile
         )
-        expert_kernels.expert_down[(tile_row.shape[0], triton.cdiv(hidden, 64))](
+        expert_kernels.multiply_down[(tile_row.shape[0], triton.cdiv(hidden, 64))](
             inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **tile
         )
         return outputs.sum(1).to(x.dtype)
@@ -301,7 +301,7 @@ class TritonKernels:
 
     def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
-        count_kernels.count_rows[(len(batch.count_rows),)](
+        count_kernels.count_sampled_rows[(len(batch.count_rows),)](
             sampled_tokens, counts.tokens, counts.values, counts.lengths, logits_rows, batch.count_rows,
             counts.tokens.stride(0), ALL=batch.logits_rows is None, BLOCK=COUNT_BLOCK,
         )  # fmt: skip

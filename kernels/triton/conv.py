@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def finish(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexpr):
+def add_bias_and_silu(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexpr):
     """Add the bias and apply silu, where asked for."""
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
@@ -23,8 +23,9 @@ def finish(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexp
 
 
 @triton.jit
-def conv_step(
-    x_ptr, weight_ptr, bias_ptr, tails_ptr, units_ptr, out_ptr, x_token, tails_unit, tails_row, channels,
+def convolve_step(
+    x_ptr, weight_ptr, bias_ptr, tails_ptr, units_ptr, out_ptr, x_token_stride, tails_unit_stride, tails_row_stride,
+    channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, channel blocks): one token each; the tail moves on by one. A negative unit is padding."""
@@ -32,69 +33,69 @@ def conv_step(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     unit = tl.load(units_ptr + token).to(tl.int64)
     mask = channel < tl.where(unit >= 0, channels, 0)
-    tail = tails_ptr + unit * tails_unit + channel
-    x = tl.load(x_ptr + token * x_token + channel, mask=mask, other=0.0)
+    tail_ptrs = tails_ptr + unit * tails_unit_stride + channel
+    x = tl.load(x_ptr + token * x_token_stride + channel, mask=mask, other=0.0)
     total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(WIDTH - 1):  # each thread reads its channel's row i before it overwrites row i - 1
-        old_tail = tl.load(tail + i * tails_row, mask=mask, other=0.0)
+        old_tail = tl.load(tail_ptrs + i * tails_row_stride, mask=mask, other=0.0)
         total += old_tail.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(
             tl.float32
         )
         if i > 0:
-            tl.store(tail + (i - 1) * tails_row, old_tail, mask=mask)
-    tl.store(tail + (WIDTH - 2) * tails_row, x, mask=mask)
-    total = finish(total, bias_ptr, channel, mask, BIAS, SILU)
+            tl.store(tail_ptrs + (i - 1) * tails_row_stride, old_tail, mask=mask)
+    tl.store(tail_ptrs + (WIDTH - 2) * tails_row_stride, x, mask=mask)
+    total = add_bias_and_silu(total, bias_ptr, channel, mask, BIAS, SILU)
     tl.store(out_ptr + token * channels + channel, total.to(out_ptr.dtype.element_ty), mask=channel < channels)
 
 
 @triton.jit
-def conv_tile(
+def convolve_tile(
     x_ptr, weight_ptr, bias_ptr, tails_ptr, starts_ptr, units_ptr, tile_seq_ptr, tile_token_ptr, out_ptr,
-    x_token, tails_unit, tails_row, channels,
+    x_token_stride, tails_unit_stride, tails_row_stride, channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, channel blocks): TOKENS tokens of a sequence, from token tile_token of the batch on."""
     tile = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seq = tl.load(tile_seq_ptr + tile)
-    begin = tl.load(starts_ptr + seq)
+    first_token = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
-    tail = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit
+    tail_ptr = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit_stride
     token = tl.load(tile_token_ptr + tile) + tl.arange(0, TOKENS)
     mask = (token < end)[:, None] & (channel < channels)[None, :]
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         source = token - (WIDTH - 1) + i
-        is_current = (source >= begin)[:, None]
+        is_current = (source >= first_token)[:, None]
         row = source.to(tl.int64)[:, None]
-        x = tl.load(x_ptr + row * x_token + channel[None, :], mask=mask & is_current, other=0.0)
+        x = tl.load(x_ptr + row * x_token_stride + channel[None, :], mask=mask & is_current, other=0.0)
         old_tail = tl.load(
-            tail + (row - begin + WIDTH - 1) * tails_row + channel[None, :],
-            mask=mask & (source < begin)[:, None], other=0.0,
+            tail_ptr + (row - first_token + WIDTH - 1) * tails_row_stride + channel[None, :],
+            mask=mask & (source < first_token)[:, None], other=0.0,
         )  # fmt: skip
         weight = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
         total += tl.where(is_current, x, old_tail).to(tl.float32) * weight[None, :]
-    total = finish(total, bias_ptr, channel[None, :], (channel < channels)[None, :], BIAS, SILU)
+    total = add_bias_and_silu(total, bias_ptr, channel[None, :], (channel < channels)[None, :], BIAS, SILU)
     target = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_seq"])
-def conv_tails(
-    x_ptr, tails_ptr, starts_ptr, units_ptr, x_token, tails_unit, tails_row, channels, first_seq,
+def update_tails(
+    x_ptr, tails_ptr, starts_ptr, units_ptr, x_token_stride, tails_unit_stride, tails_row_stride, channels, first_seq,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, channel blocks): the last WIDTH - 1 inputs, old tail included, become the tail."""
     seq = first_seq + tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < channels
-    begin = tl.load(starts_ptr + seq)
-    count = tl.load(starts_ptr + seq + 1) - begin
-    tail = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit + channel
+    first_token = tl.load(starts_ptr + seq)
+    token_count = tl.load(starts_ptr + seq + 1) - first_token
+    tail_ptrs = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit_stride + channel
     for i in tl.static_range(WIDTH - 1):  # row i + count is read before any of the rows after i is written
-        source = count + i
+        source = token_count + i
         is_old = channel < tl.where(source < WIDTH - 1, channels, 0)  # all channels or none
-        old_tail = tl.load(tail + source * tails_row, mask=is_old, other=0.0)
-        row = (begin + source - (WIDTH - 1)).to(tl.int64)
-        x = tl.load(x_ptr + row * x_token + channel, mask=mask & (is_old == 0), other=0.0)
-        tl.store(tail + i * tails_row, tl.where(is_old, old_tail, x), mask=mask)
+        old_tail = tl.load(tail_ptrs + source * tails_row_stride, mask=is_old, other=0.0)
+        row = (first_token + source - (WIDTH - 1)).to(tl.int64)
+        x = tl.load(x_ptr + row * x_token_stride + channel, mask=mask & (is_old == 0), other=0.0)
+        tl.store(tail_ptrs + i * tails_row_stride, tl.where(is_old, old_tail, x), mask=mask)

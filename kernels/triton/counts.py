@@ -8,56 +8,60 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["row_capacity"])
 def penalise_rows(
-    logits_ptr, tokens_ptr, values_ptr, lengths_ptr, at_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-    logits_row, room, ALL: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, tokens_ptr, values_ptr, lengths_ptr, logits_rows_ptr, count_rows_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr,
+    logits_row_stride, row_capacity, ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """ALL: row i of the logits is the i-th; else the at_ptr[i]-th."""
-    i = tl.program_id(0).to(tl.int64)
-    at = i
+    batch_row = tl.program_id(0).to(tl.int64)
+    logits_row = batch_row
     if not ALL:
-        at = tl.load(at_ptr + i)
-    row = tl.load(rows_ptr + i)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    repetition = tl.load(repetition_ptr + i)
-    presence = tl.load(presence_ptr + i)
-    frequency = tl.load(frequency_ptr + i)
+        logits_row = tl.load(logits_rows_ptr + batch_row)
+    count_row = tl.load(count_rows_ptr + batch_row)
+    length = tl.load(lengths_ptr + count_row).to(tl.int32)
+    repetition = tl.load(repetition_ptr + batch_row)
+    presence = tl.load(presence_ptr + batch_row)
+    frequency = tl.load(frequency_ptr + batch_row)
     for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < length
-        token = tl.load(tokens_ptr + row * room + place, mask=inside, other=0)
-        value = tl.load(values_ptr + row * room + place, mask=inside, other=0)
-        logit = logits_ptr + at * logits_row + token
-        old_logit = tl.load(logit, mask=inside, other=0.0)
+        entry_index = start + tl.arange(0, BLOCK)
+        is_used = entry_index < length
+        token = tl.load(tokens_ptr + count_row * row_capacity + entry_index, mask=is_used, other=0)
+        value = tl.load(values_ptr + count_row * row_capacity + entry_index, mask=is_used, other=0)
+        logit_ptrs = logits_ptr + logits_row * logits_row_stride + token
+        old_logit = tl.load(logit_ptrs, mask=is_used, other=0.0)
         new_logit = tl.where(
             value > 0, tl.where(old_logit > 0, old_logit / repetition, old_logit * repetition), old_logit
         )
-        count = (value >> 1).to(tl.float32)
-        tl.store(logit, new_logit - (frequency * count + tl.where(count > 0, presence, 0.0)), mask=inside)
+        output_count = (value >> 1).to(tl.float32)
+        tl.store(
+            logit_ptrs, new_logit - (frequency * output_count + tl.where(output_count > 0, presence, 0.0)), mask=is_used
+        )
 
 
-@triton.jit(do_not_specialize=["room"])
-def count_rows(
-    sampled_ptr, tokens_ptr, values_ptr, lengths_ptr, at_ptr, rows_ptr, room, ALL: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["row_capacity"])
+def count_sampled_rows(
+    sampled_ptr, tokens_ptr, values_ptr, lengths_ptr, logits_rows_ptr, count_rows_ptr, row_capacity,
+    ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64)
-    at = i
+    batch_row = tl.program_id(0).to(tl.int64)
+    logits_row = batch_row
     if not ALL:
-        at = tl.load(at_ptr + i)
-    row = tl.load(rows_ptr + i)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    sampled_token = tl.load(sampled_ptr + at)
-    hits = 0
+        logits_row = tl.load(logits_rows_ptr + batch_row)
+    count_row = tl.load(count_rows_ptr + batch_row)
+    length = tl.load(lengths_ptr + count_row).to(tl.int32)
+    sampled_token = tl.load(sampled_ptr + logits_row)
+    match_count = 0
     for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < length
-        token = tl.load(tokens_ptr + row * room + place, mask=inside, other=0)
-        value = tl.load(values_ptr + row * room + place, mask=inside, other=0)
-        is_match = inside & (token == sampled_token)
-        tl.store(values_ptr + row * room + place, value + 2, mask=is_match)
-        hits += tl.sum(is_match.to(tl.int32), 0)
-    is_new = hits == 0
-    tl.store(tokens_ptr + row * room + length, sampled_token, mask=is_new)
-    tl.store(values_ptr + row * room + length, 2, mask=is_new)
-    tl.store(lengths_ptr + row, (length + 1).to(tl.int64), mask=is_new)
+        entry_index = start + tl.arange(0, BLOCK)
+        is_used = entry_index < length
+        token = tl.load(tokens_ptr + count_row * row_capacity + entry_index, mask=is_used, other=0)
+        value = tl.load(values_ptr + count_row * row_capacity + entry_index, mask=is_used, other=0)
+        is_match = is_used & (token == sampled_token)
+        tl.store(values_ptr + count_row * row_capacity + entry_index, value + 2, mask=is_match)
+        match_count += tl.sum(is_match.to(tl.int32), 0)
+    is_new = match_count == 0
+    tl.store(tokens_ptr + count_row * row_capacity + length, sampled_token, mask=is_new)
+    tl.store(values_ptr + count_row * row_capacity + length, 2, mask=is_new)
+    tl.store(lengths_ptr + count_row, (length + 1).to(tl.int64), mask=is_new)

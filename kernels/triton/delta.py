@@ -18,9 +18,10 @@ import triton.language as tl
 
 
 @triton.jit
-def delta_step(
+def advance_delta_state(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, states_ptr, units_ptr, out_ptr,
-    q_token, q_head, k_token, k_head, v_token, v_head, states_unit, heads, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, states_unit_stride,
+    heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, value heads, value blocks): one token each. A negative unit is padding."""
@@ -31,27 +32,32 @@ def delta_step(
     unit = tl.load(units_ptr + token).to(tl.int64)
     in_k = dim_k < tl.where(unit >= 0, KEY, 0)
     in_v = dim_v < tl.where(unit >= 0, VALUE, 0)
-    k = tl.load(k_ptr + token * k_token + head // GROUP * k_head + dim_k, mask=in_k, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + token * q_token + head // GROUP * q_head + dim_k, mask=in_k, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + token * v_token + head * v_head + dim_v, mask=in_v, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + token * k_token_stride + head // GROUP * k_head_stride + dim_k, mask=in_k, other=0.0).to(
+        tl.float32
+    )
+    q = tl.load(q_ptr + token * q_token_stride + head // GROUP * q_head_stride + dim_k, mask=in_k, other=0.0).to(
+        tl.float32
+    )
+    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dim_v, mask=in_v, other=0.0).to(tl.float32)
     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
     decay = tl.load(decay_ptr + token * heads + head).to(tl.float32)
     rate = tl.load(rate_ptr + token * heads + head).to(tl.float32)
-    place = states_ptr + unit * states_unit + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
+    state_ptrs = states_ptr + unit * states_unit_stride + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
     mask = in_k[:, None] & in_v[None, :]
-    state = tl.load(place, mask=mask, other=0.0).to(tl.float32) * tl.exp(decay)
+    state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(decay)
     retrieved_value = tl.sum(state * k[:, None], 0)
     state += k[:, None] * ((v - retrieved_value) * rate)[None, :]
-    tl.store(place, state.to(states_ptr.dtype.element_ty), mask=mask)
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
     out = tl.sum(state * q[:, None], 0)
     tl.store(out_ptr + (token * heads + head) * VALUE + dim_v, out.to(out_ptr.dtype.element_ty), mask=dim_v < VALUE)
 
 
 @triton.jit
-def prepare_chunks(
+def prepare_delta_chunks(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr,
-    new_v_ptr, new_k_ptr, inner_ptr, q_token, q_head, k_token, k_head, v_token, v_head, heads, scale,
+    new_v_ptr, new_k_ptr, inner_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
+    v_head_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -60,38 +66,44 @@ def prepare_chunks(
     tile = tl.program_id(0)
     head = tl.program_id(1)
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
-    at = tl.arange(0, CHUNK)
-    token = (tl.load(tile_token_ptr + tile) + at).to(tl.int64)
+    chunk_offset = tl.arange(0, CHUNK)
+    token = (tl.load(tile_token_ptr + tile) + chunk_offset).to(tl.int64)
     is_valid = token < end
-    q_at = (q_ptr + token * q_token + head // GROUP * q_head)[:, None]
-    k_at = (k_ptr + token * k_token + head // GROUP * k_head)[:, None]
-    v_at = (v_ptr + token * v_token + head * v_head)[:, None]
+    q_ptrs = (q_ptr + token * q_token_stride + head // GROUP * q_head_stride)[:, None]
+    k_ptrs = (k_ptr + token * k_token_stride + head // GROUP * k_head_stride)[:, None]
+    v_ptrs = (v_ptr + token * v_token_stride + head * v_head_stride)[:, None]
 
     system = tl.zeros((CHUNK, CHUNK), tl.float32)
     inner = tl.zeros((CHUNK, CHUNK), tl.float32)
     q_square = tl.zeros((CHUNK,), tl.float32)
     k_square = tl.zeros((CHUNK,), tl.float32)
-    for first in range(0, KEY, BLOCK):
-        dim = first + tl.arange(0, BLOCK)
+    for first_dim in range(0, KEY, BLOCK):
+        dim = first_dim + tl.arange(0, BLOCK)
         mask = is_valid[:, None] & (dim < KEY)[None, :]
-        q = tl.load(q_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(q_ptrs + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_ptrs + dim[None, :], mask=mask, other=0.0).to(tl.float32)
         system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         inner = tl.dot(q, tl.trans(k), inner, input_precision=PRECISION)
         q_square += tl.sum(q * q, 1)
         k_square += tl.sum(k * k, 1)
-    q_unit = scale / tl.sqrt(q_square + 1e-6)
-    k_unit = 1.0 / tl.sqrt(k_square + 1e-6)
+    q_scale = scale / tl.sqrt(q_square + 1e-6)
+    k_scale = 1.0 / tl.sqrt(k_square + 1e-6)
     rate = tl.load(rate_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
-    total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
-    row = at[:, None]
-    column = at[None, :]
-    pair_decay = tl.exp(tl.where(row >= column, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
-    pair_decay = pair_decay * k_unit[None, :]
-    place = token * heads + head
-    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner * pair_decay * q_unit[:, None], mask=is_valid[:, None])
+    decay_sum = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
+    row = chunk_offset[:, None]
+    column = chunk_offset[None, :]
+    pair_decay = tl.exp(
+        tl.where(row >= column, (decay_sum[:, None] - decay_sum[None, :]).to(tl.float32), float("-inf"))
+    )
+    pair_decay = pair_decay * k_scale[None, :]
+    head_row = token * heads + head
+    tl.store(
+        inner_ptr + head_row[:, None] * CHUNK + column,
+        inner * pair_decay * q_scale[:, None],
+        mask=is_valid[:, None],
+    )
 
-    system = system * pair_decay * (rate * k_unit)[:, None]
+    system = system * pair_decay * (rate * k_scale)[:, None]
     inverse = tl.where(row == column, 1.0, 0.0)
     for level in tl.static_range(LEVELS):
         same_block = row // (2 << level) == column // (2 << level)
@@ -103,25 +115,25 @@ def prepare_chunks(
             lower = tl.dot(inverse, lower, input_precision=PRECISION)
             inverse = inverse - tl.dot(lower, inverse, input_precision=PRECISION)
 
-    key_decay = rate * tl.exp(total.to(tl.float32)) * k_unit
-    for first in range(0, KEY, BLOCK):
-        dim = first + tl.arange(0, BLOCK)
+    key_decay = rate * tl.exp(decay_sum.to(tl.float32)) * k_scale
+    for first_dim in range(0, KEY, BLOCK):
+        dim = first_dim + tl.arange(0, BLOCK)
         mask = is_valid[:, None] & (dim < KEY)[None, :]
-        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * key_decay[:, None]
+        k = tl.load(k_ptrs + dim[None, :], mask=mask, other=0.0).to(tl.float32) * key_decay[:, None]
         new_k = tl.dot(inverse, k, input_precision=PRECISION)
-        tl.store(new_k_ptr + place[:, None] * KEY + dim[None, :], new_k, mask=mask)
-    for first in range(0, VALUE, BLOCK):
-        dim = first + tl.arange(0, BLOCK)
+        tl.store(new_k_ptr + head_row[:, None] * KEY + dim[None, :], new_k, mask=mask)
+    for first_dim in range(0, VALUE, BLOCK):
+        dim = first_dim + tl.arange(0, BLOCK)
         mask = is_valid[:, None] & (dim < VALUE)[None, :]
-        v = tl.load(v_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * rate[:, None]
+        v = tl.load(v_ptrs + dim[None, :], mask=mask, other=0.0).to(tl.float32) * rate[:, None]
         new_v = tl.dot(inverse, v, input_precision=PRECISION)
-        tl.store(new_v_ptr + place[:, None] * VALUE + dim[None, :], new_v, mask=mask)
+        tl.store(new_v_ptr + head_row[:, None] * VALUE + dim[None, :], new_v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_seq"])
-def scan_chunks(
+def scan_delta_chunks(
     q_ptr, k_ptr, decay_ptr, new_v_ptr, new_k_ptr, inner_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
-    q_token, q_head, k_token, k_head, states_unit, heads, scale, first_seq,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, states_unit_stride, heads, scale, first_seq,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -133,29 +145,35 @@ def scan_chunks(
     in_k = dim_k < KEY
     in_v = dim_v < VALUE
     unit = tl.load(units_ptr + seq).to(tl.int64)
-    state_at = states_ptr + unit * states_unit + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
-    state = tl.load(state_at, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+    state_ptrs = states_ptr + unit * states_unit_stride + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
+    state = tl.load(state_ptrs, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
     key_head = head // GROUP
-    at = tl.arange(0, CHUNK)
+    chunk_offset = tl.arange(0, CHUNK)
     end = tl.load(starts_ptr + seq + 1)
-    for first in range(tl.load(starts_ptr + seq), end, CHUNK):
-        token = (first + at).to(tl.int64)
+    for chunk_start in range(tl.load(starts_ptr + seq), end, CHUNK):
+        token = (chunk_start + chunk_offset).to(tl.int64)
         is_valid = token < end
         mask_k = is_valid[:, None] & in_k[None, :]
         mask_v = is_valid[:, None] & in_v[None, :]
-        place = (token * heads + head)[:, None]
-        total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
-        last = tl.min(total, 0)  # decays are not positive, so the sum only falls
-        new_k = tl.load(new_k_ptr + place * KEY + dim_k[None, :], mask=mask_k, other=0.0)
-        update = tl.load(new_v_ptr + place * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
+        head_row = (token * heads + head)[:, None]
+        decay_sum = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
+        last_decay_sum = tl.min(decay_sum, 0)  # decays are not positive, so the sum only falls
+        new_k = tl.load(new_k_ptr + head_row * KEY + dim_k[None, :], mask=mask_k, other=0.0)
+        update = tl.load(new_v_ptr + head_row * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
         update -= tl.dot(new_k, state, input_precision=PRECISION)
-        q = tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
+        q = tl.load(
+            q_ptr + token[:, None] * q_token_stride + key_head * q_head_stride + dim_k[None, :], mask_k, 0.0
+        ).to(tl.float32)
         out = tl.dot(q, state, input_precision=PRECISION)
-        out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(total.to(tl.float32)))[:, None]
-        inner = tl.load(inner_ptr + place * CHUNK + at[None, :], mask=is_valid[:, None], other=0.0)
+        out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(decay_sum.to(tl.float32)))[:, None]
+        inner = tl.load(inner_ptr + head_row * CHUNK + chunk_offset[None, :], mask=is_valid[:, None], other=0.0)
         out = tl.dot(inner, update, out, input_precision=PRECISION)
-        tl.store(out_ptr + place * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
-        k = tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
-        update = update * (tl.exp((last - total).to(tl.float32)) / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
-        state = tl.dot(tl.trans(k), update, state * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
-    tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_k[:, None] & in_v[None, :])
+        tl.store(out_ptr + head_row * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
+        k = tl.load(
+            k_ptr + token[:, None] * k_token_stride + key_head * k_head_stride + dim_k[None, :], mask_k, 0.0
+        ).to(tl.float32)
+        update = (
+            update * (tl.exp((last_decay_sum - decay_sum).to(tl.float32)) / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
+        )
+        state = tl.dot(tl.trans(k), update, state * tl.exp(last_decay_sum.to(tl.float32)), input_precision=PRECISION)
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=in_k[:, None] & in_v[None, :])

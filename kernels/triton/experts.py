@@ -37,8 +37,9 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[
 
 
 @triton.jit
-def expert_gate_up(
-    x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token, hidden, size, top_k,
+def multiply_gate_up(
+    x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token_stride, hidden, size,
+    top_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, column blocks): out[row] = silu(gate(x)) * up(x), rows sorted by expert.
@@ -54,24 +55,28 @@ def expert_gate_up(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     token = (tl.load(order_ptr + row, mask=row < end, other=0) // top_k).to(tl.int64)
-    weights = weight_ptr + expert.to(tl.int64) * 2 * size * hidden + column.to(tl.int64)[None, :] * hidden
+    weight_ptrs = weight_ptr + expert.to(tl.int64) * 2 * size * hidden + column.to(tl.int64)[None, :] * hidden
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for at in range(0, hidden, BLOCK_K):
-        k = at + inner
+    for inner_start in range(0, hidden, BLOCK_K):
+        inner_column = inner_start + inner
         x = tl.load(
-            x_ptr + token[:, None] * x_token + k[None, :], mask=(row < end)[:, None] & (k < hidden)[None, :], other=0.0
+            x_ptr + token[:, None] * x_token_stride + inner_column[None, :],
+            mask=(row < end)[:, None] & (inner_column < hidden)[None, :],
+            other=0.0,
         )
-        mask = (k < hidden)[:, None] & (column < size)[None, :]
-        gate = dot(x, tl.load(weights + k[:, None], mask=mask, other=0.0), gate, PRECISION, WIDE)
-        up = dot(x, tl.load(weights + size * hidden + k[:, None], mask=mask, other=0.0), up, PRECISION, WIDE)
+        mask = (inner_column < hidden)[:, None] & (column < size)[None, :]
+        gate = dot(x, tl.load(weight_ptrs + inner_column[:, None], mask=mask, other=0.0), gate, PRECISION, WIDE)
+        up = dot(
+            x, tl.load(weight_ptrs + size * hidden + inner_column[:, None], mask=mask, other=0.0), up, PRECISION, WIDE
+        )
     out = gate / (1.0 + tl.exp(-gate)) * up
     target = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < size)[None, :])
 
 
 @triton.jit
-def expert_down(
+def multiply_down(
     x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
@@ -87,16 +92,16 @@ def expert_down(
         return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + expert.to(tl.int64) * hidden * size + column.to(tl.int64)[None, :] * size
+    weight_ptrs = weight_ptr + expert.to(tl.int64) * hidden * size + column.to(tl.int64)[None, :] * size
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for at in range(0, size, BLOCK_K):
-        k = at + inner
+    for inner_start in range(0, size, BLOCK_K):
+        inner_column = inner_start + inner
         x = tl.load(
-            x_ptr + row.to(tl.int64)[:, None] * size + k[None, :],
-            mask=(row < end)[:, None] & (k < size)[None, :], other=0.0,
+            x_ptr + row.to(tl.int64)[:, None] * size + inner_column[None, :],
+            mask=(row < end)[:, None] & (inner_column < size)[None, :], other=0.0,
         )  # fmt: skip
-        mask = (k < size)[:, None] & (column < hidden)[None, :]
-        out = dot(x, tl.load(weights + k[:, None], mask=mask, other=0.0), out, PRECISION, WIDE)
+        mask = (inner_column < size)[:, None] & (column < hidden)[None, :]
+        out = dot(x, tl.load(weight_ptrs + inner_column[:, None], mask=mask, other=0.0), out, PRECISION, WIDE)
     choice = tl.load(order_ptr + row, mask=row < end, other=0).to(tl.int64)
     out = out * tl.load(scale_ptr + choice, mask=row < end, other=0.0).to(tl.float32)[:, None]
     target = out_ptr + choice[:, None] * hidden + column[None, :]

@@ -14,40 +14,50 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_rows(
-    x_ptr, other_ptr, weight_ptr, out_ptr, rows, inner, x_outer, x_inner, other_outer, other_inner, weight_inner, eps,
+    x_ptr, other_ptr, weight_ptr, out_ptr, rows, inner, x_outer_stride, x_inner_stride, other_outer_stride,
+    other_inner_stride, weight_inner_stride, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Root mean square norm of ROWS rows. `other` is, by MODE: "plain" nothing; "add" a residual, to which x is added,
     which is normed and keeps the sum; "before" and "after" a gate whose silu multiplies before or after the norm."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK)
-    outer = (row // inner).to(tl.int64)
-    place = row % inner
+    outer_index = (row // inner).to(tl.int64)
+    inner_index = row % inner
     mask = (row < rows)[:, None] & (dim < DIM)[None, :]
-    x = tl.load(x_ptr + outer[:, None] * x_outer + place[:, None] * x_inner + dim[None, :], mask=mask, other=0.0)
+    x = tl.load(
+        x_ptr + outer_index[:, None] * x_outer_stride + inner_index[:, None] * x_inner_stride + dim[None, :],
+        mask=mask,
+        other=0.0,
+    )
     value = x.to(tl.float32)
-    other_at = other_ptr + outer[:, None] * other_outer + place[:, None] * other_inner + dim[None, :]
+    other_ptrs = (
+        other_ptr + outer_index[:, None] * other_outer_stride + inner_index[:, None] * other_inner_stride + dim[None, :]
+    )
     if MODE == "add":
-        total = (value + tl.load(other_at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(other_at, total, mask=mask)
+        total = (value + tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(other_ptrs, total, mask=mask)
         value = total.to(tl.float32)
     if MODE == "before":
-        gate = tl.load(other_at, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)
         value = value * gate / (1.0 + tl.exp(-gate))
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps)
-    gain = tl.load(weight_ptr + place[:, None] * weight_inner + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(weight_ptr + inner_index[:, None] * weight_inner_stride + dim[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     if ZERO_CENTRED:
         gain += 1.0
     value = value * scale[:, None] * gain
     if MODE == "after":
-        gate = tl.load(other_at, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(other_ptrs, mask=mask, other=0.0).to(tl.float32)
         value = value * gate / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + row.to(tl.int64)[:, None] * DIM + dim[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def rotate_rows(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, weight_head, cos_token, sin_token, eps,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token_stride, x_head_stride, weight_head_stride,
+    cos_token_stride, sin_token_stride, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr
 ):  # fmt: skip
@@ -58,16 +68,16 @@ def rotate_rows(
     head = row % heads
     dim = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (dim < HALF)[None, :]
-    source = x_ptr + token[:, None] * x_token + head[:, None] * x_head
+    source = x_ptr + token[:, None] * x_token_stride + head[:, None] * x_head_stride
     target = out_ptr + row.to(tl.int64)[:, None] * DIM
     first = tl.load(source + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     if BLOCK_REST > 0:
-        last = 2 * HALF + tl.arange(0, BLOCK_REST)
-        tail_mask = (row < rows)[:, None] & (last < DIM)[None, :]
-        tail = tl.load(source + last[None, :], mask=tail_mask, other=0.0).to(tl.float32)
+        tail_dim = 2 * HALF + tl.arange(0, BLOCK_REST)
+        tail_mask = (row < rows)[:, None] & (tail_dim < DIM)[None, :]
+        tail = tl.load(source + tail_dim[None, :], mask=tail_mask, other=0.0).to(tl.float32)
     if NORM:
-        gains = weight_ptr + head[:, None] * weight_head
+        gains = weight_ptr + head[:, None] * weight_head_stride
         offset = 1.0 if ZERO_CENTRED else 0.0
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if BLOCK_REST > 0:
@@ -76,32 +86,34 @@ def rotate_rows(
         first = first * scale * (tl.load(gains + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
         second = second * scale * (tl.load(gains + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
         if BLOCK_REST > 0:
-            tail = tail * scale * (tl.load(gains + last[None, :], tail_mask, other=0.0).to(tl.float32) + offset)
-    cos_at = cos_ptr + token[:, None] * cos_token + dim[None, :]
-    sin_at = sin_ptr + token[:, None] * sin_token + dim[None, :]
-    low = first * tl.load(cos_at, mask=mask, other=0.0) + second * tl.load(sin_at, mask=mask, other=0.0)
-    high = second * tl.load(cos_at + HALF, mask=mask, other=0.0) + first * tl.load(sin_at + HALF, mask=mask, other=0.0)
-    tl.store(target + dim[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + HALF + dim[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)
+            tail = tail * scale * (tl.load(gains + tail_dim[None, :], tail_mask, other=0.0).to(tl.float32) + offset)
+    cos_ptrs = cos_ptr + token[:, None] * cos_token_stride + dim[None, :]
+    sin_ptrs = sin_ptr + token[:, None] * sin_token_stride + dim[None, :]
+    first_out = first * tl.load(cos_ptrs, mask=mask, other=0.0) + second * tl.load(sin_ptrs, mask=mask, other=0.0)
+    second_out = second * tl.load(cos_ptrs + HALF, mask=mask, other=0.0) + first * tl.load(
+        sin_ptrs + HALF, mask=mask, other=0.0
+    )
+    tl.store(target + dim[None, :], first_out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + HALF + dim[None, :], second_out.to(out_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
-        tl.store(target + last[None, :], tail.to(out_ptr.dtype.element_ty), mask=tail_mask)
+        tl.store(target + tail_dim[None, :], tail.to(out_ptr.dtype.element_ty), mask=tail_mask)
 
 
 @triton.jit
-def activate_rows(x_ptr, out_ptr, x_row, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows, parts): [SIZE] of each row. KIND "silu" and "gelu" (its tanh approximation): act(first half of x)
     * second half; "relu squared": relu(x) ** 2."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < SIZE
-    x = tl.load(x_ptr + row * x_row + at, mask=mask, other=0.0).to(tl.float32)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == "relu squared":
         x = tl.maximum(x, 0.0)
         out = x * x
     else:
-        up = tl.load(x_ptr + row * x_row + SIZE + at, mask=mask, other=0.0).to(tl.float32)
-        inside = x
+        up = tl.load(x_ptr + row * x_row_stride + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+        sigmoid_input = x
         if KIND == "gelu":  # x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-            inside = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        out = x / (1.0 + tl.exp(-inside)) * up
-    tl.store(out_ptr + row * SIZE + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+            sigmoid_input = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        out = x / (1.0 + tl.exp(-sigmoid_input)) * up
+    tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -18,25 +18,25 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MAX_LOGIT = tl.constexpr(3.3895313892515355e38)  # the largest bf16
-ALL = tl.constexpr(2147483647)
+KEEP_ALL = tl.constexpr(2147483647)
 
 
 @triton.jit
-def logit_tile(row_ptr, at, vocab, floor):
+def load_logits(row_ptr, token_ids, vocab, floor):
     """fp32 logits at the ids `at`; -inf past the vocabulary, for NaN, and below `floor`."""
-    x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(x >= floor, tl.minimum(x, MAX_LOGIT), float("-inf"))
+    logits = tl.load(row_ptr + token_ids, mask=token_ids < vocab, other=float("-inf")).to(tl.float32)
+    return tl.where(logits >= floor, tl.minimum(logits, MAX_LOGIT), float("-inf"))
 
 
 @triton.jit
-def order_key(x, SHIFT: tl.constexpr):
+def encode_order(x, SHIFT: tl.constexpr):
     """int32 in the order of x, for fp32 x of which the last SHIFT bits are zero."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # one zero, not two
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
-def key_value(key, SHIFT: tl.constexpr):
+def decode_order(key, SHIFT: tl.constexpr):
     """The x of an `order_key`."""
     low = (1 << SHIFT) - 1
     bits = key << SHIFT
@@ -45,7 +45,7 @@ def key_value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def pivots(low, high):
+def choose_pivots(low, high):
     """Three keys that cut [low, high) in four; low and high are int64."""
     step = tl.maximum((high - low) // 4, 1)
     first = tl.minimum(low + step, high - 1)
@@ -68,18 +68,18 @@ def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third
 
 
 @triton.jit
-def count_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens whose key is at least `key`."""
     lane = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, vocab, BLOCK, num_stages=3):
-        keys = order_key(logit_tile(row_ptr, start + lane, vocab, floor), SHIFT)
+        keys = encode_order(load_logits(row_ptr, start + lane, vocab, floor), SHIFT)
         count += ((keys >= key) & (start + lane < vocab)).to(tl.int32)
     return tl.sum(count, 0)
 
 
 @triton.jit
-def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """(edge, quota): the `target_count` first tokens are those above the edge and the first `quota` of those on it.
 
     low, high (int64): `at_low` tokens, at least `target_count`, have the key low or more, and none has high or more.
@@ -87,13 +87,13 @@ def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT:
     lane = tl.arange(0, BLOCK)
     at_high = tl.full((), 0, tl.int32)
     while (high - low > 1) & (at_low != target_count):
-        pivot_1, pivot_2, pivot_3 = pivots(low, high)
+        pivot_1, pivot_2, pivot_3 = choose_pivots(low, high)
         key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
         count_1 = tl.zeros((BLOCK,), tl.int32)
         count_2 = tl.zeros((BLOCK,), tl.int32)
         count_3 = tl.zeros((BLOCK,), tl.int32)
-        for first in tl.range(0, vocab, BLOCK, num_stages=3):
-            keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
+        for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
+            keys = encode_order(load_logits(row_ptr, tile_start + lane, vocab, floor), SHIFT)
             count_1 += (keys >= key_1).to(tl.int32)
             count_2 += (keys >= key_2).to(tl.int32)
             count_3 += (keys >= key_3).to(tl.int32)
@@ -101,25 +101,27 @@ def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT:
             low, high, pivot_1, pivot_2, pivot_3, tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0), at_low,
             at_high, target_count,
         )  # fmt: skip
-    return low, tl.where(at_low == target_count, ALL, target_count - at_high)
+    return low, tl.where(at_low == target_count, KEEP_ALL, target_count - at_high)
 
 
 @triton.jit
-def edge_of_mass(row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def find_mass_edge(
+    row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
     """(edge, weights above it): the largest edge such that those on and above it weigh at least `target_mass`."""
     lane = tl.arange(0, BLOCK)
     at_low = target_mass
     at_high = target_mass * 0.0
     while high - low > 1:
-        pivot_1, pivot_2, pivot_3 = pivots(low, high)
+        pivot_1, pivot_2, pivot_3 = choose_pivots(low, high)
         key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
         mass_1 = tl.zeros((BLOCK,), tl.float32)
         mass_2 = tl.zeros((BLOCK,), tl.float32)
         mass_3 = tl.zeros((BLOCK,), tl.float32)
-        for first in tl.range(0, vocab, BLOCK, num_stages=3):
-            x = logit_tile(row_ptr, first + lane, vocab, floor)
-            keys = order_key(x, SHIFT)
-            weight = tl.exp2((x - peak) * scale)
+        for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
+            logits = load_logits(row_ptr, tile_start + lane, vocab, floor)
+            keys = encode_order(logits, SHIFT)
+            weight = tl.exp2((logits - peak) * scale)
             mass_1 += tl.where(keys >= key_1, weight, 0.0)
             mass_2 += tl.where(keys >= key_2, weight, 0.0)
             mass_3 += tl.where(keys >= key_3, weight, 0.0)
@@ -131,32 +133,32 @@ def edge_of_mass(row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHI
 
 
 @triton.jit
-def mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """(weights of the tokens above the edge, number of tokens on it)."""
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.float32)
-    ties = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(0, vocab, BLOCK, num_stages=3):
-        x = logit_tile(row_ptr, first + lane, vocab, floor)
-        keys = order_key(x, SHIFT)
-        mass += tl.where(keys > edge, tl.exp2((x - peak) * scale), 0.0)
-        ties += (keys == edge).to(tl.int32)
-    return tl.sum(mass.to(tl.float64), 0), tl.sum(ties, 0)
+    tie_count = tl.zeros((BLOCK,), tl.int32)
+    for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
+        logits = load_logits(row_ptr, tile_start + lane, vocab, floor)
+        keys = encode_order(logits, SHIFT)
+        mass += tl.where(keys > edge, tl.exp2((logits - peak) * scale), 0.0)
+        tie_count += (keys == edge).to(tl.int32)
+    return tl.sum(mass.to(tl.float64), 0), tl.sum(tie_count, 0)
 
 
 @triton.jit
-def token_at(
+def find_token(
     row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The id where the running sum of the kept weights passes `target`; `token` if it never does."""
     lane = tl.arange(0, BLOCK)
-    running = target * 0.0
+    running_mass = target * 0.0
     ties_seen = tl.full((), 0, tl.int32)
-    first = tl.full((), 0, tl.int32)
-    while first < vocab:
-        x = logit_tile(row_ptr, first + lane, vocab, floor)
-        keys = order_key(x, SHIFT)
-        weight = tl.exp2((x - peak) * scale)
+    tile_start = tl.full((), 0, tl.int32)
+    while tile_start < vocab:
+        logits = load_logits(row_ptr, tile_start + lane, vocab, floor)
+        keys = encode_order(logits, SHIFT)
+        weight = tl.exp2((logits - peak) * scale)
         is_tie = (keys == edge).to(tl.int32)
         ties = tl.sum(is_tie, 0)
         is_kept = keys > edge
@@ -166,34 +168,36 @@ def token_at(
             is_kept = is_kept | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= quota - ties_seen))
         weight = tl.where(is_kept, weight, 0.0)
         mass = tl.sum(weight, 0).to(tl.float64)
-        if running + mass > target:
-            sums = running + tl.cumsum(weight, 0).to(tl.float64)
-            last = tl.max(tl.where(weight > 0.0, first + lane, 0), 0)  # sums of one tile may round apart
-            token = tl.minimum(tl.min(tl.where((sums > target) & (weight > 0.0), first + lane, vocab), 0), last)
-            first = first * 0 + vocab
+        if running_mass + mass > target:
+            sums = running_mass + tl.cumsum(weight, 0).to(tl.float64)
+            last_token = tl.max(tl.where(weight > 0.0, tile_start + lane, 0), 0)  # sums of one tile may round apart
+            token = tl.minimum(
+                tl.min(tl.where((sums > target) & (weight > 0.0), tile_start + lane, vocab), 0), last_token
+            )
+            tile_start = tile_start * 0 + vocab
         else:
-            running += mass
+            running_mass += mass
             ties_seen = tl.minimum(ties_seen + ties, quota)
-            first += BLOCK
+            tile_start += BLOCK
     return token
 
 
 @triton.jit
 def draw_rows(
-    logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, at_ptr, out_ptr, logits_row, vocab,
+    logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, uniforms_ptr, out_ptr, logits_row_stride, vocab,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (rows). SHIFT: bits that fp32 has more than the logits."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_row
+    row_ptr = logits_ptr + row * logits_row_stride
     lane = tl.arange(0, BLOCK)
     lane_best = tl.full((BLOCK,), float("-inf"), tl.float32)
     lane_best_id = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(0, vocab, BLOCK, num_stages=3):
-        x = logit_tile(row_ptr, first + lane, vocab, float("-inf"))
-        better = x > lane_best
-        lane_best = tl.where(better, x, lane_best)
-        lane_best_id = tl.where(better, first + lane, lane_best_id)
+    for tile_start in tl.range(0, vocab, BLOCK, num_stages=3):
+        logits = load_logits(row_ptr, tile_start + lane, vocab, float("-inf"))
+        is_better = logits > lane_best
+        lane_best = tl.where(is_better, logits, lane_best)
+        lane_best_id = tl.where(is_better, tile_start + lane, lane_best_id)
     highest = tl.max(lane_best, 0)
     token = tl.min(tl.where(lane_best == highest, lane_best_id, vocab), 0)
     temperature = tl.load(temperature_ptr + row)
@@ -201,41 +205,41 @@ def draw_rows(
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         scale = LOG2_E / temperature
-        lowest = order_key(tl.full((), float("-inf"), tl.float32), SHIFT)
+        lowest = encode_order(tl.full((), float("-inf"), tl.float32), SHIFT)
         floor = tl.full((), float("-inf"), tl.float32)
         min_p = tl.load(min_p_ptr + row)
         if min_p > 0.0:
             floor = highest + temperature * tl.log2(min_p) * LN_2
         edge = lowest.to(tl.int64)
-        end = order_key(highest, SHIFT).to(tl.int64) + 1
-        quota = tl.full((), ALL, tl.int32)
+        end = encode_order(highest, SHIFT).to(tl.int64) + 1
+        quota = tl.full((), KEEP_ALL, tl.int32)
         if top_k < vocab:
             # Every lane of the first pass has a token as large as its best: BLOCK tokens are as large as their least.
             low_value = tl.where(top_k <= BLOCK, tl.maximum(tl.min(lane_best, 0), floor), floor)
-            low = order_key(low_value, SHIFT)
-            count = count_from(row_ptr, vocab, floor, low, SHIFT, BLOCK)
+            low = encode_order(low_value, SHIFT)
+            count = count_tokens_from(row_ptr, vocab, floor, low, SHIFT, BLOCK)
             if count >= top_k:
-                edge, quota = edge_of_count(row_ptr, vocab, floor, top_k, low.to(tl.int64), end, count, SHIFT, BLOCK)
-        mass_over_edge, ties = mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
-        on_edge = tl.exp2((key_value(edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
-        total = mass_over_edge + tl.minimum(ties, quota).to(tl.float64) * on_edge
+                edge, quota = find_count_edge(row_ptr, vocab, floor, top_k, low.to(tl.int64), end, count, SHIFT, BLOCK)
+        mass_over_edge, ties = sum_mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
+        edge_weight = tl.exp2((decode_order(edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
+        total_mass = mass_over_edge + tl.minimum(ties, quota).to(tl.float64) * edge_weight
         if top_p < 1.0:
-            target_mass = top_p * total
+            target_mass = top_p * total_mass
             # All tokens lighter than this together weigh less than what may be left out.
-            negligible_mass = (1.0 - top_p) * total / (2.0 * vocab)
+            negligible_mass = (1.0 - top_p) * total_mass / (2.0 * vocab)
             low_value = highest + temperature * tl.log2(negligible_mass.to(tl.float32)) * LN_2
-            low = tl.maximum(edge, tl.minimum(order_key(low_value, SHIFT).to(tl.int64), end - 1))
-            new_edge, mass_over_edge = edge_of_mass(
+            low = tl.maximum(edge, tl.minimum(encode_order(low_value, SHIFT).to(tl.int64), end - 1))
+            new_edge, mass_over_edge = find_mass_edge(
                 row_ptr, vocab, floor, highest, scale, target_mass, low, end, SHIFT, BLOCK
             )  # fmt: skip
-            on_edge = tl.exp2((key_value(new_edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
-            new_quota = tl.maximum(tl.ceil((target_mass - mass_over_edge) / on_edge), 1.0)
+            edge_weight = tl.exp2((decode_order(new_edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
+            new_quota = tl.maximum(tl.ceil((target_mass - mass_over_edge) / edge_weight), 1.0)
             new_quota = tl.minimum(new_quota, 2147483647.0).to(tl.int32)
             quota = tl.where(new_edge == edge, tl.minimum(quota, new_quota), new_quota)
             edge = new_edge
-            total = mass_over_edge + quota.to(tl.float64) * on_edge
-        target = tl.load(at_ptr + row).to(tl.float64) * total
-        token = token_at(
-            row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), quota, target, token, SHIFT, BLOCK
+            total_mass = mass_over_edge + quota.to(tl.float64) * edge_weight
+        token_target_mass = tl.load(uniforms_ptr + row).to(tl.float64) * total_mass
+        token = find_token(
+            row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), quota, token_target_mass, token, SHIFT, BLOCK
         )  # fmt: skip
     tl.store(out_ptr + row, token.to(tl.int64))

@@ -14,44 +14,52 @@ import triton.language as tl
 
 
 @triton.jit
-def differences(total):
+def subtract_pairwise(running_sum):
     """total[i] - total[j] in fp32, of fp64 sums: as exact as fp64 ones rounded, in a quarter of the registers."""
-    high = total.to(tl.float32)
-    low = (total - high.to(tl.float64)).to(tl.float32)
+    high = running_sum.to(tl.float32)
+    low = (running_sum - high.to(tl.float64)).to(tl.float32)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
 
 
 @triton.jit
-def ssm_step(
+def advance_ssm_state(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, units_ptr, out_ptr,
-    x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads,
+    x_token_stride, x_head_stride, b_token_stride, b_group_stride, c_token_stride, c_group_stride, states_unit_stride,
+    heads,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, heads, dim blocks): one token each. A negative unit is padding."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
-    at = tl.arange(0, BLOCK_S)
+    state_dim = tl.arange(0, BLOCK_S)
     unit = tl.load(units_ptr + token).to(tl.int64)
     in_dim = dim < tl.where(unit >= 0, DIM, 0)
-    in_state = at < STATE
+    in_state = state_dim < STATE
     group = head // PER_GROUP
-    x = tl.load(x_ptr + token * x_token + head * x_head + dim, mask=in_dim, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * b_token + group * b_group + at, mask=in_state, other=0.0).to(tl.float32)
-    c = tl.load(c_ptr + token * c_token + group * c_group + at, mask=in_state, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dim, mask=in_dim, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * b_token_stride + group * b_group_stride + state_dim, mask=in_state, other=0.0).to(
+        tl.float32
+    )
+    c = tl.load(c_ptr + token * c_token_stride + group * c_group_stride + state_dim, mask=in_state, other=0.0).to(
+        tl.float32
+    )
     dt = tl.load(dt_ptr + token * heads + head).to(tl.float32)
-    fade = tl.exp(dt * tl.load(rate_ptr + head).to(tl.float32))
-    place = states_ptr + unit * states_unit + head * (DIM * STATE) + dim[:, None] * STATE + at[None, :]
+    decay = tl.exp(dt * tl.load(rate_ptr + head).to(tl.float32))
+    state_ptrs = (
+        states_ptr + unit * states_unit_stride + head * (DIM * STATE) + dim[:, None] * STATE + state_dim[None, :]
+    )
     mask = in_dim[:, None] & in_state[None, :]
-    state = tl.load(place, mask=mask, other=0.0).to(tl.float32) * fade + (x * dt)[:, None] * b[None, :]
-    tl.store(place, state.to(states_ptr.dtype.element_ty), mask=mask)
+    state = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32) * decay + (x * dt)[:, None] * b[None, :]
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
     out = tl.sum(state * c[None, :], 1) + x * tl.load(skip_ptr + head).to(tl.float32)
     tl.store(out_ptr + (token * heads + head) * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
-def ssm_scores(
-    b_ptr, c_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr, scores_ptr, b_token, b_group, c_token, c_group, groups,
+def compute_ssm_scores(
+    b_ptr, c_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr, scores_ptr, b_token_stride, b_group_stride,
+    c_token_stride, c_group_stride, groups,
     STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Grid (chunks, groups): C B^T of a chunk, which the heads of a group share; scores is [tokens, groups, CHUNK].
@@ -61,24 +69,29 @@ def ssm_scores(
     tile = tl.program_id(0)
     group = tl.program_id(1)
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
-    step = tl.arange(0, CHUNK)
-    token = (tl.load(tile_token_ptr + tile) + step).to(tl.int64)
+    chunk_offset = tl.arange(0, CHUNK)
+    token = (tl.load(tile_token_ptr + tile) + chunk_offset).to(tl.int64)
     is_valid = token < end
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for first in range(0, STATE, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        mask = is_valid[:, None] & (at < STATE)[None, :]
-        b = tl.load(b_ptr + token[:, None] * b_token + group * b_group + at[None, :], mask=mask, other=0.0)
-        c = tl.load(c_ptr + token[:, None] * c_token + group * c_group + at[None, :], mask=mask, other=0.0)
+    for first_dim in range(0, STATE, BLOCK):
+        state_dim = first_dim + tl.arange(0, BLOCK)
+        mask = is_valid[:, None] & (state_dim < STATE)[None, :]
+        b = tl.load(
+            b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :], mask=mask, other=0.0
+        )
+        c = tl.load(
+            c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :], mask=mask, other=0.0
+        )
         scores = tl.dot(c.to(tl.float32), tl.trans(b.to(tl.float32)), scores, input_precision=PRECISION)
-    target = scores_ptr + (token * groups + group)[:, None] * CHUNK + step[None, :]
+    target = scores_ptr + (token * groups + group)[:, None] * CHUNK + chunk_offset[None, :]
     tl.store(target, scores, mask=is_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["first_seq"])
-def ssm_chunks(
+def scan_ssm_chunks(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, scores_ptr, starts_ptr, units_ptr, out_ptr,
-    x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads, first_seq,
+    x_token_stride, x_head_stride, b_token_stride, b_group_stride, c_token_stride, c_group_stride, states_unit_stride,
+    heads, first_seq,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -86,40 +99,52 @@ def ssm_chunks(
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
-    at = tl.arange(0, BLOCK_S)
+    state_dim = tl.arange(0, BLOCK_S)
     in_dim = dim < DIM
-    in_state = at < STATE
+    in_state = state_dim < STATE
     group = head // PER_GROUP
     rate = tl.load(rate_ptr + head).to(tl.float32)
     skip = tl.load(skip_ptr + head).to(tl.float32)
     unit = tl.load(units_ptr + seq).to(tl.int64)
-    state_at = states_ptr + unit * states_unit + head * (DIM * STATE) + dim[:, None] * STATE + at[None, :]
-    state = tl.load(state_at, mask=in_dim[:, None] & in_state[None, :], other=0.0).to(tl.float32)
-    step = tl.arange(0, CHUNK)
-    is_causal = step[:, None] >= step[None, :]
+    state_ptrs = (
+        states_ptr + unit * states_unit_stride + head * (DIM * STATE) + dim[:, None] * STATE + state_dim[None, :]
+    )
+    state = tl.load(state_ptrs, mask=in_dim[:, None] & in_state[None, :], other=0.0).to(tl.float32)
+    chunk_offset = tl.arange(0, CHUNK)
+    is_causal = chunk_offset[:, None] >= chunk_offset[None, :]
     end = tl.load(starts_ptr + seq + 1)
-    for first in range(tl.load(starts_ptr + seq), end, CHUNK):
-        token = (first + step).to(tl.int64)
+    for chunk_start in range(tl.load(starts_ptr + seq), end, CHUNK):
+        token = (chunk_start + chunk_offset).to(tl.int64)
         is_valid = token < end
         mask_x = is_valid[:, None] & in_dim[None, :]
         mask_s = is_valid[:, None] & in_state[None, :]
         dt = tl.load(dt_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
-        total = tl.cumsum((dt * rate).to(tl.float64), 0)
-        last = tl.min(total, 0)  # decays are not positive, so the sum only falls
-        c = tl.load(c_ptr + token[:, None] * c_token + group * c_group + at[None, :], mask=mask_s, other=0.0)
+        decay_sum = tl.cumsum((dt * rate).to(tl.float64), 0)
+        last_decay_sum = tl.min(decay_sum, 0)  # decays are not positive, so the sum only falls
+        c = tl.load(
+            c_ptr + token[:, None] * c_token_stride + group * c_group_stride + state_dim[None, :],
+            mask=mask_s,
+            other=0.0,
+        )
         out = tl.dot(c.to(tl.float32), tl.trans(state), input_precision=PRECISION)
-        out = out * tl.exp(total.to(tl.float32))[:, None]
-        x = tl.load(x_ptr + token[:, None] * x_token + head * x_head + dim[None, :], mask=mask_x, other=0.0)
+        out = out * tl.exp(decay_sum.to(tl.float32))[:, None]
+        x = tl.load(
+            x_ptr + token[:, None] * x_token_stride + head * x_head_stride + dim[None, :], mask=mask_x, other=0.0
+        )
         x = x.to(tl.float32)
         scaled_x = x * dt[:, None]
-        pair_decay = tl.exp(tl.where(is_causal, differences(total), float("-inf")))
-        place = (token * (heads // PER_GROUP) + group)[:, None] * CHUNK + step[None, :]
-        chunk_scores = tl.load(scores_ptr + place, mask=is_valid[:, None], other=0.0) * pair_decay
+        pair_decay = tl.exp(tl.where(is_causal, subtract_pairwise(decay_sum), float("-inf")))
+        score_rows = (token * (heads // PER_GROUP) + group)[:, None] * CHUNK + chunk_offset[None, :]
+        chunk_scores = tl.load(scores_ptr + score_rows, mask=is_valid[:, None], other=0.0) * pair_decay
         out = tl.dot(chunk_scores, scaled_x, out, input_precision=PRECISION) + x * skip
         target = out_ptr + (token * heads + head)[:, None] * DIM + dim[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_x)
-        decayed_x = scaled_x * tl.exp((last - total).to(tl.float32))[:, None]
-        b = tl.load(b_ptr + token[:, None] * b_token + group * b_group + at[None, :], mask=mask_s, other=0.0)
-        state = state * tl.exp(last.to(tl.float32))
+        decayed_x = scaled_x * tl.exp((last_decay_sum - decay_sum).to(tl.float32))[:, None]
+        b = tl.load(
+            b_ptr + token[:, None] * b_token_stride + group * b_group_stride + state_dim[None, :],
+            mask=mask_s,
+            other=0.0,
+        )
+        state = state * tl.exp(last_decay_sum.to(tl.float32))
         state = tl.dot(tl.trans(decayed_x), b.to(tl.float32), state, input_precision=PRECISION)
-    tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.long
 
 HERE = Path(__file__).resolve().parent
 KERNELS = {
-    "activate_rows", "conv_step", "conv_tails", "conv_tile", "count_rows", "decode_attention", "delta_step",
-    "draw_rows", "expert_down", "expert_gate_up", "join_splits",
-    "norm_rows", "penalise_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
-    "scan_chunks", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
+    "activate_rows", "advance_delta_state", "advance_ssm_state", "combine_splits", "compute_ssm_scores",
+    "convolve_step", "convolve_tile", "count_sampled_rows", "decode_attention", "draw_rows", "multiply_down",
+    "multiply_gate_up", "norm_rows", "penalise_rows", "prefill_attention", "prepare_delta_chunks", "rotate_rows",
+    "scan_delta_chunks", "scan_ssm_chunks", "store_kv", "update_tails",
 }  # fmt: skip
 SPILLS_MAX = 16
 """Bytes of stack a thread: what the delta rule's scan needs with Triton 3.9; with 3.6 it needs none."""
