@@ -152,11 +152,11 @@ class Bench:
 
     def count_sampled(self, ops: Kernels, rows: int) -> KernelCase:
         counts, batch = self._token_counts(rows)
-        sampled_tokens = counts.tokens[:, -1].clone()
+        sampled_tokens = counts.token_ids[:, -1].clone()
 
         def call() -> torch.Tensor:
             ops.count_sampled(sampled_tokens, counts, batch, self.shape.penalised_tokens)
-            return counts.values
+            return counts.count_codes
 
         return KernelCase(call, rows * self.shape.penalised_tokens * 12)
 
@@ -246,6 +246,6 @@ class Bench:
 def expected(make: Callable[[Kernels], KernelCase], device: torch.device) -> torch.Tensor:
     """What the torch reference makes of the inputs that `make` makes after a seed of 0."""
     exact = ReferenceKernels(device)
-    exact.chunked_scans = True
+    exact.uses_chunked_scans = True
     torch.manual_seed(0)
     return make(exact).call().double()

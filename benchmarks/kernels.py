@@ -27,7 +27,7 @@ from device_timing import copy_rate, machine, matrix_rate, time_ms
 from harness.figures import markdown_table, write_json
 from kernel_cases import TINY, Bench, KernelCase, Shape, expected
 
-from kernels import Kernels, select
+from kernels import Kernels, select_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def main() -> None:
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    ops = select(device, options.backend)
+    ops = select_kernels(device, options.backend)
     bench = Bench(TINY if options.tiny else Shape(), device, dtype)
     rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
     results: list[Result] = []

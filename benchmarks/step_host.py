@@ -43,7 +43,7 @@ from engine.execution import runner as runner_module
 from engine.execution.decode_graphs import CudaCapture
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams
-from kernels.transfer import to_host
+from kernels.transfer import start_copy_to_host
 
 CASES = ("256x1024", "256x8192", "256x32768", "64x4096", "64x4096p", "256x1024p")
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -167,7 +167,7 @@ class ImaginaryDevice:
         from kernels.triton.backend import TritonKernels
 
         ops = TritonKernels.__new__(TritonKernels)
-        ops.device, ops._processors = torch.device("meta"), 132
+        ops.device, ops._processor_count = torch.device("meta"), 132
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
         ops.penalise = ops.count_sampled = lambda *args: None  # type: ignore[method-assign, assignment]
         return ops
@@ -213,7 +213,7 @@ class HostEngine(Engine):
             torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]
             torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
             dispatch_on_one_element()
-            runner_module.to_host = self.imaginary_device.to_host
+            runner_module.start_copy_to_host = self.imaginary_device.to_host
 
     def _kernels(self) -> Any:
         return super()._kernels() if self.imaginary_device is None else self.imaginary_device.kernels()
@@ -253,8 +253,8 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
         (sampler._penalties, "count_sampled"),
     ):
         parts.watch("penalties", owner, name)
-    begin = runner_module.to_host
-    runner_module.to_host = lambda tensors: parts.time_calls("read-back", begin(tensors))  # type: ignore[assignment]
+    begin = runner_module.start_copy_to_host
+    runner_module.start_copy_to_host = lambda tensors: parts.time_calls("read-back", begin(tensors))  # type: ignore[assignment]
     compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_draw")]
     for owner, name in compute:
         parts.watch("model", owner, name)
@@ -305,9 +305,9 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
 
         def mark_end_and_copy(tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
             engine.gaps.mark(engine.gaps.ends)
-            return to_host(tensors)
+            return start_copy_to_host(tensors)
 
-        runner_module.to_host = mark_end_and_copy
+        runner_module.start_copy_to_host = mark_end_and_copy
     for _ in range(WARM_UP_STEPS):
         core.step(0.0)
     synchronize(engine.device)
@@ -317,7 +317,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     parts = watch(engine, core)
     watched_ms, _ = time_steps(engine, core, options.rounds, parts)
     gc.unfreeze()
-    runner_module.to_host = to_host
+    runner_module.start_copy_to_host = start_copy_to_host
     per_step = parts.medians_ms()
     host = {
         n: ms

@@ -39,7 +39,7 @@ from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, build_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
-from kernels import Kernels, select
+from kernels import Kernels, select_kernels
 
 STATE_UNITS = 2
 """Units of state a sequence of the workload may hold: its own and a checkpoint."""
@@ -81,7 +81,7 @@ class Engine:
             weight.pack()
 
     def _kernels(self) -> Kernels:
-        return select(self.device, self.options.backend)
+        return select_kernels(self.device, self.options.backend)
 
     def _capture(self) -> CudaCapture | None:
         return None if self.device.type != "cuda" or self.options.enforce_eager else CudaCapture(self.device)

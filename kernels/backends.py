@@ -14,14 +14,14 @@ BACKENDS = ("auto", "triton", "flash-attn", "torch", "cpu", "reference")
 """What `select` knows. `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` is
 `triton` with the attention of prompts from FlashAttention, version 3 where it is installed, else 2."""
 
-HOPPER = 9
+HOPPER_MAJOR = 9
 """FlashAttention-3 is made for this generation."""
 
-INSTALL = "in a checkout: `BLOCKCAST_KERNELS=ON pip install --force-reinstall --no-deps .`"
+INSTALL_HINT = "in a checkout: `BLOCKCAST_KERNELS=ON pip install --force-reinstall --no-deps .`"
 log = logging.getLogger(__name__)
 
 
-def select(device: torch.device | str, backend: str = "auto") -> Kernels:
+def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
     """The kernels for a device. `auto` takes the fastest that runs there and is installed: on CUDA `flash-attn` or
     `triton`, on a CPU `cpu`.
 
@@ -31,7 +31,7 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = _fastest(device) if device.type == "cuda" else "torch"
+        backend = _choose_fastest(device) if device.type == "cuda" else "torch"
     if backend == "torch":
         if device.type != "cpu":
             log.warning(
@@ -41,13 +41,14 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
         backend = "cpu" if device.type == "cpu" and HAS_NATIVE else "reference"
         if device.type == "cpu" and not HAS_NATIVE:
             log.warning(
-                "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s", INSTALL
+                "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s",
+                INSTALL_HINT,
             )
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
         if not HAS_NATIVE:
-            raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL}")
+            raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL_HINT}")
         from kernels.cpu.backend import CpuKernels
 
         return CpuKernels(device)
@@ -65,12 +66,12 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
         from kernels.triton.backend import TritonKernels
 
         return TritonKernels(device)
-    from kernels.flash_attention import FlashAttentionKernels, prompt_attention
+    from kernels.flash_attention import FlashAttentionKernels, make_prompt_attention
 
-    return FlashAttentionKernels(device, prompt_attention(device))
+    return FlashAttentionKernels(device, make_prompt_attention(device))
 
 
-def _fastest(device: torch.device) -> str:
+def _choose_fastest(device: torch.device) -> str:
     """Of those for CUDA. FlashAttention-3 attends to prompts at about twice the rate of what Triton compiles."""
-    hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
-    return "flash-attn" if hopper and find_spec("flash_attn_interface") is not None else "triton"
+    is_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
+    return "flash-attn" if is_hopper and find_spec("flash_attn_interface") is not None else "triton"

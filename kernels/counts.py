@@ -16,11 +16,11 @@ from torch import Tensor
 class TokenCounts:
     """Of all rows."""
 
-    tokens: Tensor
+    token_ids: Tensor
     """[rows, room] int64."""
-    values: Tensor
+    count_codes: Tensor
     """[rows, room] int32."""
-    lengths: Tensor
+    used_lengths: Tensor
     """[rows] int64: how many of each are."""
 
 
@@ -40,17 +40,17 @@ class PenaltyRows:
 
 def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """Change logits [rows, vocab] fp32 in place. `width`: at least what any of the rows has in use."""
-    tokens, values, _ = _gather_rows(counts, batch, width)
+    token_ids, count_codes, _ = _gather_rows(counts, batch, width)
     row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
-    old_logits = row_logits.gather(1, tokens)
-    output_count = values >> 1
+    old_logits = row_logits.gather(1, token_ids)
+    output_count = count_codes >> 1
     new_logits = torch.where(
-        values > 0,
+        count_codes > 0,
         torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition),
         old_logits,
     )
     new_logits = new_logits - (batch.frequency * output_count + batch.presence * (output_count > 0))
-    row_logits.scatter_(1, tokens, new_logits)
+    row_logits.scatter_(1, token_ids, new_logits)
     if batch.logits_rows is not None:
         logits.index_copy_(0, batch.logits_rows, row_logits)
 
@@ -60,21 +60,25 @@ def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRow
     sampled_token = (
         sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows)
     )[:, None]
-    tokens, values, lengths = _gather_rows(counts, batch, width)
-    is_match = tokens == sampled_token
+    token_ids, count_codes, used_lengths = _gather_rows(counts, batch, width)
+    is_match = token_ids == sampled_token
     # In an empty row the first token is what another sequence left there.
-    is_present = is_match.any(1, keepdim=True) & (lengths > 0)
-    is_next_slot = (torch.arange(width, device=sampled_tokens.device) == lengths) & ~is_present
-    counts.tokens[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, sampled_token, tokens))
-    values = torch.where(is_next_slot, 2, values + 2 * is_match.int())
-    counts.values[:, :width].index_copy_(0, batch.count_rows, values)
-    counts.lengths.index_copy_(0, batch.count_rows, (lengths + ~is_present)[:, 0])
+    is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
+    is_next_slot = (torch.arange(width, device=sampled_tokens.device) == used_lengths) & ~is_present
+    counts.token_ids[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, sampled_token, token_ids))
+    count_codes = torch.where(is_next_slot, 2, count_codes + 2 * is_match.int())
+    counts.count_codes[:, :width].index_copy_(0, batch.count_rows, count_codes)
+    counts.used_lengths.index_copy_(0, batch.count_rows, (used_lengths + ~is_present)[:, 0])
 
 
 def _gather_rows(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
-    tokens = counts.tokens[:, :width].index_select(0, batch.count_rows)
-    values = counts.values[:, :width].index_select(0, batch.count_rows)
-    lengths = counts.lengths.index_select(0, batch.count_rows)[:, None]
-    is_used = torch.arange(width, device=lengths.device) < lengths
-    return torch.where(is_used, tokens, tokens[:, :1]), torch.where(is_used, values, values[:, :1]), lengths
+    token_ids = counts.token_ids[:, :width].index_select(0, batch.count_rows)
+    count_codes = counts.count_codes[:, :width].index_select(0, batch.count_rows)
+    used_lengths = counts.used_lengths.index_select(0, batch.count_rows)[:, None]
+    is_used = torch.arange(width, device=used_lengths.device) < used_lengths
+    return (
+        torch.where(is_used, token_ids, token_ids[:, :1]),
+        torch.where(is_used, count_codes, count_codes[:, :1]),
+        used_lengths,
+    )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.interface import DeviceBlockTable, PagedKV, RaggedBatch
-from kernels.transfer import to_device
+from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan
 
@@ -30,15 +30,15 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PromptBatch:
     """The sequences of a batch that have more than one query."""
 
     first_token: int
     query_starts: Tensor
     """[prompts + 1] int32, from 0."""
-    lens: Tensor
+    context_lens: Tensor
     """[prompts] int32: context lengths."""
-    pages: Tensor
+    block_start_rows: Tensor
     """[prompts, width] int32: the row where each block begins, K of layer 0."""
     max_query_len: int
     window: int | None
@@ -54,18 +54,23 @@ class Prompts:
 class PromptAttention(Protocol):
     """Causal attention of prompts whose K and V are stored already."""
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         """q: [tokens of the prompts, heads, dim]; returns the same shape."""
         ...
 
 
-def pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
+def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
     """K and V of a layer: [rows, block_size, kv_heads, dim] each, where page r begins at row r of layer 0."""
-    row, layer_offset = kv.row_elems, layer * kv.layer_rows
-    count = kv.buffer.numel() // row - layer_offset - 2 * kv.block_size + 1
-    shape = (count, kv.block_size, kv.num_kv_heads, kv.head_dim)
-    start = kv.buffer.storage_offset() + layer_offset * row
-    k, v = (kv.buffer.as_strided(shape, (row, row, kv.head_dim, 1), start + i * kv.block_size * row) for i in (0, 1))
+    elems_per_row, layer_offset = kv.elems_per_row, layer * kv.rows_per_layer
+    page_count = kv.buffer.numel() // elems_per_row - layer_offset - 2 * kv.block_size + 1
+    shape = (page_count, kv.block_size, kv.num_kv_heads, kv.head_dim)
+    start = kv.buffer.storage_offset() + layer_offset * elems_per_row
+    k, v = (
+        kv.buffer.as_strided(
+            shape, (elems_per_row, elems_per_row, kv.head_dim, 1), start + i * kv.block_size * elems_per_row
+        )
+        for i in (0, 1)
+    )
     return k, v
 
 
@@ -75,14 +80,14 @@ class FlashAttention3:
     def __init__(self) -> None:
         self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
-        k, v = pages(kv, layer)
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
+        k, v = view_overlapping_pages(kv, layer)
         out: Tensor = self._attend(
             q,
             k,
             v,
-            cache_seqlens=prompts.lens,
-            page_table=prompts.pages,
+            cache_seqlens=prompts.context_lens,
+            page_table=prompts.block_start_rows,
             cu_seqlens_q=prompts.query_starts,
             max_seqlen_q=prompts.max_query_len,
             softmax_scale=scale,
@@ -96,10 +101,10 @@ class FlashAttention3:
 class GatheredContext:
     """The contexts of prompts, one behind the other."""
 
-    prompts: Prompts
-    rows: Tensor
+    prompts: PromptBatch
+    token_rows: Tensor
     """[tokens of all contexts]: their K rows of layer 0."""
-    starts: Tensor
+    context_starts: Tensor
     """[prompts + 1] int32, from 0."""
     max_context_len: int
 
@@ -113,18 +118,18 @@ class FlashAttention2:
         self._context_by_group: dict[int, GatheredContext] = {}
         """By group: of the last step."""
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         context = self._context_by_group.get(id(kv))
         if context is None or context.prompts is not prompts:
             context = self._context_by_group[id(kv)] = self._gather(prompts, kv)
-        rows = kv.rows()[layer * kv.layer_rows :]
+        rows = kv.view_rows()[layer * kv.rows_per_layer :]
         shape = (-1, kv.num_kv_heads, kv.head_dim)
         out: Tensor = self._attend(
             q,
-            rows.index_select(0, context.rows).view(shape),
-            rows[kv.block_size :].index_select(0, context.rows).view(shape),
+            rows.index_select(0, context.token_rows).view(shape),
+            rows[kv.block_size :].index_select(0, context.token_rows).view(shape),
             cu_seqlens_q=prompts.query_starts,
-            cu_seqlens_k=context.starts,
+            cu_seqlens_k=context.context_starts,
             max_seqlen_q=prompts.max_query_len,
             max_seqlen_k=context.max_context_len,
             softmax_scale=scale,
@@ -133,21 +138,24 @@ class FlashAttention2:
         )
         return out
 
-    def _gather(self, prompts: Prompts, kv: PagedKV) -> GatheredContext:
+    def _gather(self, prompts: PromptBatch, kv: PagedKV) -> GatheredContext:
         batch, table, first_prompt = prompts.batch, prompts.table, prompts.batch.decode_count
-        lens = batch.context_lens[first_prompt:]
-        block_start_rows = kv.block_rows(
-            table.host_blocks[table.rows[first_prompt:], : -(-int(lens.max()) // kv.block_size)]
+        context_lens = batch.context_lens[first_prompt:]
+        block_start_rows = kv.compute_block_rows(
+            table.host_blocks[table.sequence_rows[first_prompt:], : -(-int(context_lens.max()) // kv.block_size)]
         )
-        rows = [
-            (row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(block_start_rows, lens.tolist())
+        token_rows = [
+            (row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n]
+            for row, n in zip(block_start_rows, context_lens.tolist())
         ]
-        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
-        device_rows, device_starts = (to_device(x, self._device) for x in (np.concatenate(rows), starts))
-        return GatheredContext(prompts, device_rows, device_starts, int(lens.max()))
+        context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
+        device_rows, device_starts = (
+            copy_to_device(x, self._device) for x in (np.concatenate(token_rows), context_starts)
+        )
+        return GatheredContext(prompts, device_rows, device_starts, int(context_lens.max()))
 
 
-def prompt_attention(device: torch.device) -> PromptAttention:
+def make_prompt_attention(device: torch.device) -> PromptAttention:
     """FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
     try:
         return FlashAttention3()
@@ -171,22 +179,22 @@ class FlashAttentionKernels(TritonKernels):
         first = batch.decode_count
         if first == len(batch.context_lens) or not _supports(kv):
             return plan
-        prompts = Prompts(
+        prompts = PromptBatch(
             first_token=int(batch.query_starts[first]),
-            query_starts=plan.starts[first:] - plan.starts[first],
-            lens=plan.lens[first:],
-            pages=plan.table[:, first:].t().contiguous(),
+            query_starts=plan.query_starts[first:] - plan.query_starts[first],
+            context_lens=plan.context_lens[first:],
+            block_start_rows=plan.block_table[:, first:].t().contiguous(),
             max_query_len=int(np.diff(batch.query_starts[first:]).max()),
             window=window,
             batch=batch,
             table=table,
         )
-        return replace(plan, prompts=prompts)
+        return replace(plan, prompt_batch=prompts)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        prompts: Prompts | None = plan.prompts
+        prompts: PromptBatch | None = plan.prompt_batch
         if prompts is None:
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)

@@ -36,7 +36,7 @@ class PagedKV:
 
     buffer: Tensor
     """The pool's buffer as the cache's dtype, one axis: [units * unit_elems]."""
-    unit_elems: int
+    elems_per_unit: int
     blocks_per_unit: int
     block_size: int
     num_layers: int
@@ -44,40 +44,40 @@ class PagedKV:
     head_dim: int
 
     def __post_init__(self) -> None:
-        assert self.unit_elems % self.row_elems == 0
-        assert self.blocks_per_unit * self.block_elems <= self.unit_elems
+        assert self.elems_per_unit % self.elems_per_row == 0
+        assert self.blocks_per_unit * self.elems_per_block <= self.elems_per_unit
 
     @property
-    def row_elems(self) -> int:
+    def elems_per_row(self) -> int:
         """Elements of one token's K (or V) in one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
-    def block_elems(self) -> int:
-        return 2 * self.num_layers * self.block_size * self.row_elems
+    def elems_per_block(self) -> int:
+        return 2 * self.num_layers * self.block_size * self.elems_per_row
 
     @property
-    def layer_rows(self) -> int:
+    def rows_per_layer(self) -> int:
         """Token rows between the K of one layer and the K of the next; V lies `block_size` rows after K."""
         return 2 * self.block_size
 
-    def rows(self) -> Tensor:
+    def view_rows(self) -> Tensor:
         """The whole buffer as token rows: [rows, kv_heads * dim]."""
-        return self.buffer.view(-1, self.row_elems)
+        return self.buffer.view(-1, self.elems_per_row)
 
-    def layer_views(self, layer: int) -> tuple[Tensor, Tensor]:
+    def view_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Strided K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each."""
-        units = self.buffer.numel() // self.unit_elems
-        shape = (units, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
-        strides = (self.unit_elems, self.block_elems, self.row_elems, self.head_dim, 1)
-        start = self.buffer.storage_offset() + layer * self.layer_rows * self.row_elems
+        unit_count = self.buffer.numel() // self.elems_per_unit
+        shape = (unit_count, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
+        strides = (self.elems_per_unit, self.elems_per_block, self.elems_per_row, self.head_dim, 1)
+        start = self.buffer.storage_offset() + layer * self.rows_per_layer * self.elems_per_row
         k = self.buffer.as_strided(shape, strides, start)
-        v = self.buffer.as_strided(shape, strides, start + self.block_size * self.row_elems)
+        v = self.buffer.as_strided(shape, strides, start + self.block_size * self.elems_per_row)
         return k, v
 
-    def block_rows(self, blocks: IntArray) -> IntArray:
+    def compute_block_rows(self, blocks: IntArray) -> IntArray:
         """Row of the first token of each block (layer 0, K), for any shape of `blocks`."""
-        unit_rows, block_rows = self.unit_elems // self.row_elems, self.block_elems // self.row_elems
+        unit_rows, block_rows = self.elems_per_unit // self.elems_per_row, self.elems_per_block // self.elems_per_row
         if self.blocks_per_unit == 1:
             return blocks * unit_rows
         return (blocks // self.blocks_per_unit) * unit_rows + (blocks % self.blocks_per_unit) * block_rows
@@ -100,22 +100,22 @@ class RaggedBatch:
     def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
         """The batch whose sequence i computes the positions [starts[i], ends[i]); one-query sequences must lead."""
         first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        lens = end_positions - first_positions
+        query_counts = end_positions - first_positions
         query_starts = np.zeros(len(starts) + 1, np.int64)
-        np.cumsum(lens, out=query_starts[1:])
-        has_one_query = lens == 1
+        np.cumsum(query_counts, out=query_starts[1:])
+        has_one_query = query_counts == 1
         decode_count = int(has_one_query.sum())
         assert has_one_query[:decode_count].all(), "sequences with one query come first"
         if decode_count == len(starts):
             return RaggedBatch(query_starts, end_positions, first_positions, decode_count)
-        offset = np.repeat(first_positions - query_starts[:-1], lens)
+        offset = np.repeat(first_positions - query_starts[:-1], query_counts)
         return RaggedBatch(query_starts, end_positions, np.arange(query_starts[-1]) + offset, decode_count)
 
     @property
     def token_count(self) -> int:
         return int(self.query_starts[-1])
 
-    def sequence_of_token(self) -> IntArray:
+    def compute_sequence_indices(self) -> IntArray:
         """[tokens]: index of the sequence each query belongs to."""
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
 
@@ -127,7 +127,7 @@ class StatePlan:
     batch: RaggedBatch
     decode_units: Tensor
     """[decode_count] int64."""
-    chunks: tuple[tuple[int, int, int], ...]
+    prompt_spans: tuple[tuple[int, int, int], ...]
     """(first token, end, unit) of every sequence with more than one query."""
 
     @staticmethod
@@ -154,29 +154,29 @@ class DeviceBlockTable:
     block_start_rows: Tensor
     """[blocks, rows] int32: the token row where each block begins, K of layer 0. Blocks first, so that what a step
     needs of a table made for longer sequences lies in one piece."""
-    rows: IntArray
+    sequence_rows: IntArray
     """[sequences]: the row of each of the step's sequences."""
 
     @staticmethod
     def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
         """Of one step's tables, [sequences, blocks]; what is no block of the pool becomes one."""
-        blocks = kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit
-        host_blocks = np.clip(block_table, 0, blocks - 1)
-        (block_start_rows,) = upload([kv.block_rows(host_blocks).T], device)
+        block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
+        host_blocks = np.clip(block_table, 0, block_count - 1)
+        (block_start_rows,) = upload([kv.compute_block_rows(host_blocks).T], device)
         return DeviceBlockTable(
             host_blocks, block_start_rows.view(host_blocks.shape[1], -1), np.arange(len(host_blocks))
         )
 
-    def width(self, batch: RaggedBatch, kv: PagedKV) -> int:
+    def count_blocks(self, batch: RaggedBatch, kv: PagedKV) -> int:
         """Blocks of the longest context."""
         return -(-int(batch.context_lens.max()) // kv.block_size)
 
-    def slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
+    def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """[tokens]: the row where the K of each query goes in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
         is_decode = batch.decode_count == len(batch.context_lens)
-        rows = self.rows if is_decode else self.rows[batch.sequence_of_token()]
-        return kv.block_rows(self.host_blocks[rows, block_index]) + offset
+        rows = self.sequence_rows if is_decode else self.sequence_rows[batch.compute_sequence_indices()]
+        return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset
 
 
 class Kernels(Protocol):
@@ -306,7 +306,7 @@ class Kernels(Protocol):
 
 
 @runtime_checkable
-class FixedPlans(Protocol):
+class FixedPlanKernels(Protocol):
     """What a backend offers besides: tables that stay on the device, and plans of fixed shape, refilled in place, so
     that a decode step can be recorded.
 

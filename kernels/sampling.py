@@ -17,9 +17,9 @@ from torch import Tensor
 
 MAX_LOGIT = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
-SPAN_WEIGHTS = 512
+WEIGHTS_PER_SPAN = 512
 """Weights that are summed up before any running sum is made."""
-CANDIDATES = 256
+MIN_CANDIDATE_COUNT = 256
 """What is kept of a row is looked for among so many likeliest tokens first."""
 
 
@@ -108,7 +108,7 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
     vocab = values.shape[1]
     has_top_k, candidate_ranks = settings.top_k < vocab, torch.arange(vocab, device=values.device)
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
-    candidate_count = min(vocab, max(CANDIDATES, 2 * int((settings.top_k * has_top_k).max())))
+    candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * int((settings.top_k * has_top_k).max())))
     while True:
         if candidate_count < vocab:
             candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
@@ -140,9 +140,11 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
     Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
     """
     weight_count = weights.shape[1]
-    span_end = weight_count // SPAN_WEIGHTS * SPAN_WEIGHTS
+    span_end = weight_count // WEIGHTS_PER_SPAN * WEIGHTS_PER_SPAN
     span_masses = (
-        weights[:, :span_end].view(len(weights), span_end // SPAN_WEIGHTS, SPAN_WEIGHTS).sum(-1, dtype=torch.float64)
+        weights[:, :span_end]
+        .view(len(weights), span_end // WEIGHTS_PER_SPAN, WEIGHTS_PER_SPAN)
+        .sum(-1, dtype=torch.float64)
     )
     running_masses = torch.cat(
         [span_masses, weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)], 1
@@ -150,7 +152,7 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
     target_mass = uniforms.double()[:, None] * running_masses[:, -1:]
     span_index = torch.searchsorted(running_masses, target_mass, right=True).clamp_(max=running_masses.shape[1] - 1)
     mass_before = torch.where(span_index > 0, running_masses.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
-    columns = span_index * SPAN_WEIGHTS + torch.arange(SPAN_WEIGHTS, device=weights.device)
+    columns = span_index * WEIGHTS_PER_SPAN + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
     span_sums = (
         weights.gather(1, columns.clamp(max=weight_count - 1))
         .double()
@@ -161,4 +163,4 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
         span_sums, span_sums[:, -1:].contiguous()
     )  # sums in another order may leave a target behind them all
     offset = torch.searchsorted(span_sums, target_mass - mass_before, right=True).minimum(last_column)
-    return (span_index * SPAN_WEIGHTS + offset)[:, 0].clamp_(max=weight_count - 1)
+    return (span_index * WEIGHTS_PER_SPAN + offset)[:, 0].clamp_(max=weight_count - 1)

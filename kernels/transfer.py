@@ -18,7 +18,7 @@ ALIGNED_INTS = 4
 """Pieces of an upload start at multiples of 16 bytes: Triton compiles anew for pointers that do not."""
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def copy_to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device, of its dtype: a copy that the host does not wait for; on a CPU the array itself."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
@@ -38,15 +38,15 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Te
     for array in arrays:
         spans.append((size, size + array.size))
         size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
-    host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
-    ints = host.numpy()
+    host_buffer = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
+    host_ints = host_buffer.numpy()
     for (start, end), array in zip(spans, arrays, strict=True):
-        ints[start:end] = array.reshape(-1)
-    device_ints = host.to(device, non_blocking=True)
+        host_ints[start:end] = array.reshape(-1)
+    device_ints = host_buffer.to(device, non_blocking=True)
     return [device_ints[start:end] for start, end in spans]
 
 
-def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
+def start_copy_to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
     """Begin to copy them to the host, behind what their device was given until now: what waits for that, as lists.
 
     What the device is given meanwhile is not waited for.
@@ -59,8 +59,8 @@ def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
     copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copy_event.record(torch.cuda.current_stream(tensors[0].device))
 
-    def read() -> list[list[Any]]:
+    def wait_and_read() -> list[list[Any]]:
         copy_event.synchronize()
         return [copy.tolist() for copy in copies]
 
-    return read
+    return wait_and_read

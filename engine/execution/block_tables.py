@@ -123,7 +123,7 @@ class BlockTables:
         self._table_states[1, outdated_rows] = block_counts
         if self._device_tables is not None:
             device_indices, device_blocks = upload(
-                [flat_indices, self._kv.block_rows(blocks)], self._device_tables.device
+                [flat_indices, self._kv.compute_block_rows(blocks)], self._device_tables.device
             )
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 

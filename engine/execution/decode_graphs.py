@@ -22,7 +22,7 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext, LayerState
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, RaggedBatch
-from kernels.interface import DeviceBlockTable, FixedPlans, IntArray
+from kernels.interface import DeviceBlockTable, FixedPlanKernels, IntArray
 from kernels.transfer import overwrite
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         """`blocks_max`: the blocks of the longest sequence. `ops` must offer plans of fixed shape."""
-        assert isinstance(ops, FixedPlans)
-        self._plans: FixedPlans = ops
+        assert isinstance(ops, FixedPlanKernels)
+        self._plans: FixedPlanKernels = ops
         self._model, self._ops = model, ops
         self._kv, self._states, self._ropes = kv, states, ropes
         self._blocks_max = blocks_max

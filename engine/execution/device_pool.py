@@ -54,7 +54,7 @@ class DevicePool:
         self.kv = [
             PagedKV(
                 buffer=self.buffer.view(dtype),
-                unit_elems=stride // dtype.itemsize,
+                elems_per_unit=stride // dtype.itemsize,
                 blocks_per_unit=spec.blocks_per_unit(g),
                 block_size=spec.block_size,
                 num_layers=len(group.layer_indices),

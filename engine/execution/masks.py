@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.grammars import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Constraint, Sequence
-from kernels.transfer import to_device
+from kernels.transfer import copy_to_device
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -148,10 +148,10 @@ class Masks:
         if masks.cpu_masks is not None:
             _apply_on_cpu(logits, masks.cpu_masks)
             return
-        device_bits = to_device(masks.bits.view(np.uint8), self._device)
+        device_bits = copy_to_device(masks.bits.view(np.uint8), self._device)
         bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
         is_forbidden = ((device_bits[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
-        logits_rows = to_device(np.array(masks.logits_rows, np.int64), self._device)
+        logits_rows = copy_to_device(np.array(masks.logits_rows, np.int64), self._device)
         logits.index_copy_(
             0, logits_rows, logits.index_select(0, logits_rows).masked_fill_(is_forbidden, float("-inf"))
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.types import SamplingParams, Sequence
 from kernels.counts import PenaltyRows, TokenCounts
 from kernels.interface import IntArray
-from kernels.transfer import to_device
+from kernels.transfer import copy_to_device
 
 PenaltyKernel = Callable[[Tensor, TokenCounts, PenaltyRows, int], None]
 INITIAL_ROW_TOKENS = 256
@@ -44,11 +44,11 @@ def penalty_rows(
     row_params = [params[i] for i in batch_rows]
 
     def column(values: list[float]) -> Tensor:
-        return to_device(np.array(values, np.float32), device)[:, None]
+        return copy_to_device(np.array(values, np.float32), device)[:, None]
 
     return PenaltyRows(
-        logits_rows=None if len(batch_rows) == len(params) else to_device(np.array(batch_rows, np.int64), device),
-        count_rows=to_device(np.array(rows, np.int64), device),
+        logits_rows=None if len(batch_rows) == len(params) else copy_to_device(np.array(batch_rows, np.int64), device),
+        count_rows=copy_to_device(np.array(rows, np.int64), device),
         repetition=column([p.repetition_penalty for p in row_params]),
         presence=column([p.presence_penalty for p in row_params]),
         frequency=column([p.frequency_penalty for p in row_params]),
@@ -97,7 +97,7 @@ class Penalties:
         places = np.concatenate([np.arange(length) for length in lengths])
         arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), places]
         arrays += [np.concatenate(tokens), np.concatenate(values)]
-        return PenaltyStep([to_device(array, self._device) for array in arrays], width, row_count)
+        return PenaltyStep([copy_to_device(array, self._device) for array in arrays], width, row_count)
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Change logits [all rows, vocab] in place."""
@@ -110,22 +110,25 @@ class Penalties:
 
     def _store_new_rows(self, step: PenaltyStep) -> None:
         counts = self._counts
-        rows, width = counts.tokens.shape
+        rows, width = counts.token_ids.shape
         if step.row_count > rows or step.width > width:
             shape = max(rows, step.row_count), width if step.width <= width else max(2 * width, step.width)
             tokens, values, row_lengths = (
-                tensor.new_zeros(shape[: tensor.dim()]) for tensor in (counts.tokens, counts.values, counts.lengths)
+                tensor.new_zeros(shape[: tensor.dim()])
+                for tensor in (counts.token_ids, counts.count_codes, counts.used_lengths)
             )
-            tokens[:rows, :width] = counts.tokens
-            values[:rows, :width] = counts.values
-            row_lengths[:rows] = counts.lengths
+            tokens[:rows, :width] = counts.token_ids
+            values[:rows, :width] = counts.count_codes
+            row_lengths[:rows] = counts.used_lengths
             counts = self._counts = TokenCounts(tokens, values, row_lengths)
         if step.new_row_tensors:
             new_rows, new_lengths, at_row, columns, tokens, new_values = step.new_row_tensors
-            counts.values[:, 0].index_fill_(0, new_rows, 0)  # the first once more is nothing, where there is no first
-            counts.lengths.index_copy_(0, new_rows, new_lengths)
-            counts.tokens.index_put_((at_row, columns), tokens)
-            counts.values.index_put_((at_row, columns), new_values.int())
+            counts.count_codes[:, 0].index_fill_(
+                0, new_rows, 0
+            )  # the first once more is nothing, where there is no first
+            counts.used_lengths.index_copy_(0, new_rows, new_lengths)
+            counts.token_ids.index_put_((at_row, columns), tokens)
+            counts.count_codes.index_put_((at_row, columns), new_values.int())
 
 
 def penalised_token_counts(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -14,7 +14,7 @@ from engine.execution.sampler import SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
 from kernels.interface import IntArray
-from kernels.transfer import to_device
+from kernels.transfer import copy_to_device
 
 Order = Items[int]
 
@@ -36,7 +36,7 @@ class BatchState:
     def from_chunks(chunks: Items[Chunk], rows: IntArray, device: torch.device) -> BatchState:
         sequences = [chunk.seq for chunk in chunks]
         has_prompt_logprobs = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
-        return BatchState(sequences, rows, rows.tolist(), to_device(rows, device), has_prompt_logprobs)
+        return BatchState(sequences, rows, rows.tolist(), copy_to_device(rows, device), has_prompt_logprobs)
 
 
 class OrderedChunks(NamedTuple):

@@ -38,9 +38,9 @@ from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
-from kernels import Kernels, RaggedBatch, select
-from kernels.interface import FixedPlans
-from kernels.transfer import to_device, to_host
+from kernels import Kernels, RaggedBatch, select_kernels
+from kernels.interface import FixedPlanKernels
+from kernels.transfer import copy_to_device, start_copy_to_host
 
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ class ModelRunner:
         self.model = model
         self.pool = pool
         self.device = device
-        self._ops = select(device) if kernels is None else kernels
+        self._ops = select_kernels(device) if kernels is None else kernels
         vocab_size = model.config.vocab_size
         self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
         self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks)
@@ -91,7 +91,7 @@ class ModelRunner:
         """[rows]: the token drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws; returns row -> token."""
-        self._fixed_plans = self._ops if isinstance(self._ops, FixedPlans) else None
+        self._fixed_plans = self._ops if isinstance(self._ops, FixedPlanKernels) else None
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
         needs_thread = config.overlaps_steps and self._fixed_plans is None
         self._step_thread = ThreadPoolExecutor(1, "step") if needs_thread else None
@@ -214,11 +214,11 @@ class ModelRunner:
                 for tables in self._tables
             ],
             units=state_units(chunks) if self._states else None,
-            selected_tokens=None if selected_tokens is None else to_device(selected_tokens, self.device),
+            selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
             selected_starts=selected_starts,
             sampled_chunks=sampled_chunks,
             sampled_rows=sampled_rows,
-            last_token_indices=to_device(selected_starts[1:][sampled_chunks] - 1, self.device)
+            last_token_indices=copy_to_device(selected_starts[1:][sampled_chunks] - 1, self.device)
             if len(sampled_chunks) < selected_starts[-1] else None,
             sampling_inputs=sampling_inputs,
             row_count=self._row_allocator.row_count,
@@ -226,7 +226,7 @@ class ModelRunner:
             prompt_logprob_chunks=prompt_logprob_chunks,
             sampled_device_rows=None if self._last_tokens is None or sampling_inputs is None
             else batch_state.device_rows if len(sampled_chunks) == len(rows)
-            else to_device(rows[sampled_chunks], self.device),
+            else copy_to_device(rows[sampled_chunks], self.device),
         )  # fmt: skip
 
     def _current_batch_state(self, chunks: Items[Chunk], *, is_continuation: bool) -> tuple[BatchState, list[int]]:
@@ -264,12 +264,12 @@ class ModelRunner:
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
-        device_tokens = to_device(np.array(tokens, np.int64), self.device)
+        device_tokens = copy_to_device(np.array(tokens, np.int64), self.device)
         if not chunks_on_device:
             return device_tokens, None
         return device_tokens, (
-            to_device(np.array(chunks_on_device), self.device),
-            to_device(batch_state.rows[chunks_on_device], self.device),
+            copy_to_device(np.array(chunks_on_device), self.device),
+            copy_to_device(batch_state.rows[chunks_on_device], self.device),
         )
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
@@ -294,7 +294,7 @@ class ModelRunner:
             for i in step.prompt_logprob_chunks:
                 outputs += self._prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
         self.pool.finish_step(plan)
-        read = to_host(outputs)
+        read = start_copy_to_host(outputs)
         if self._last_tokens is not None:
             self._read_last_tokens = lambda: dict(zip(step.sampled_rows, read()[0])) if step.sampled_rows else {}
         return read
@@ -322,7 +322,7 @@ class ModelRunner:
                 return hidden if step.selected_tokens is None else hidden[step.selected_tokens]
         fixed_plans = self._fixed_plans
         plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_with_device_table
-        positions = to_device(batch.positions, self.device)
+        positions = copy_to_device(batch.positions, self.device)
         layers = ForwardContext(
             ops=self._ops,
             rotary_by_rope=[rope.look_up(positions) for rope in self._ropes],
@@ -354,7 +354,7 @@ class ModelRunner:
         """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
         end = min(chunk.end + 1, chunk.seq.prompt_len)
         count, slab_rows = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
-        tokens = to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
+        tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
         slabs = []
         for at in range(0, count, slab_rows):
             rows = hidden[at : min(at + slab_rows, count)]

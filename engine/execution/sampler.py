@@ -34,7 +34,7 @@ from kernels.counts import PenaltyRows
 from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings, RandomRows
-from kernels.transfer import to_device
+from kernels.transfer import copy_to_device
 
 _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
@@ -171,7 +171,9 @@ class Sampler:
         banning_rows = [i for i, ban in enumerate(batch.min_token_bans) if positions[ban.row] < ban.min_tokens]
         if banning_rows != self._last_ban[0]:
             banned_indices = (
-                to_device(np.concatenate([batch.min_token_bans[i].banned_indices for i in banning_rows]), self._device)
+                copy_to_device(
+                    np.concatenate([batch.min_token_bans[i].banned_indices for i in banning_rows]), self._device
+                )
                 if banning_rows
                 else None
             )
@@ -209,7 +211,7 @@ class Sampler:
         host_uniforms[:, batch.random_rows] = uniforms_at(
             batch.mixed_seeds, (positions[batch.random_rows] + steps[:, None]).astype(np.uint64)
         )
-        batch.precomputed_uniforms = positions, to_device(host_uniforms, self._device)
+        batch.precomputed_uniforms = positions, copy_to_device(host_uniforms, self._device)
         return batch.precomputed_uniforms[1][0, : len(positions)]
 
     def start_masks(self, inputs: SamplingInputs, read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
@@ -296,7 +298,8 @@ class Sampler:
             if penalised_rows else None,
             logprob_rows=logprob_rows,
             logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],
-            device_logprob_rows=to_device(np.array(logprob_rows, np.int64), self._device) if needs_selection else None,
+            device_logprob_rows=copy_to_device(np.array(logprob_rows, np.int64),
+            self._device) if needs_selection else None,
             random_rows=np.array(random_rows, np.int64),
             mixed_seeds=_mix(
                 np.array([self._row_seed(sequences[i].request) for i in random_rows], np.uint64) + _GOLDEN
@@ -316,7 +319,7 @@ class Sampler:
             return None
         indices = np.concatenate([self._to_flat_indices(i, list(bias)) for i, bias in biased_rows])
         amounts = np.array([amount for _, bias in biased_rows for amount in bias.values()], np.float32)
-        return to_device(indices, self._device), to_device(amounts, self._device)
+        return copy_to_device(indices, self._device), copy_to_device(amounts, self._device)
 
     def _min_tokens_banned(self, params: SamplingParams) -> list[int]:
         """Tokens that min_tokens bans."""
@@ -336,10 +339,10 @@ class Sampler:
         host_values[0, :count] = [max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0 for p in params]
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]
-        temperature, min_p, top_p = to_device(host_values, self._device)[:, :count].unbind()
+        temperature, min_p, top_p = copy_to_device(host_values, self._device)[:, :count].unbind()
         top_k = np.array([self._effective_top_k(p) or vocab for p in params], np.int32)
         return DrawSettings(
-            temperature, min_p, to_device(top_k, self._device), top_p,
+            temperature, min_p, copy_to_device(top_k, self._device), top_p,
             torch.zeros(count, dtype=torch.float64, device=self._device), self._group_random_rows(params),
         )  # fmt: skip
 

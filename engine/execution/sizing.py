@@ -18,7 +18,7 @@ from engine.execution.profiling import peak_step_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
-from kernels import select
+from kernels import select_kernels
 from options import ConfigError
 
 log = logging.getLogger("engine.sizing")
@@ -113,7 +113,7 @@ def make_runner(
         overlaps_steps=should_overlap(config, device), mask_threads=mask_threads(config, device),
     )  # fmt: skip
     return ModelRunner(
-        model, pool, runner_config, kernels=select(device, config.attention_backend or "auto"),
+        model, pool, runner_config, kernels=select_kernels(device, config.attention_backend or "auto"),
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None, grammars=grammars,
     )  # fmt: skip
 

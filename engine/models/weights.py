@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.shard import DimShard, Extent, Shard, get_held_size, get_total_size
-from kernels.cpu.packed import PackedMatrix, pack_matrix, packed_linear
+from kernels.cpu.packed import PackedMatrix, multiply_packed, pack_matrix
 
 Index = tuple[int | slice, ...]
 
@@ -85,7 +85,7 @@ class Weight:
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed_matrix is not None:
-            return packed_linear(x, self._packed_matrix, bias)
+            return multiply_packed(x, self._packed_matrix, bias)
         return F.linear(x, self.tensor, bias)
 
 

@@ -17,27 +17,28 @@ from kernels.cpu import _native
 from kernels.interface import IntArray, PagedKV, RaggedBatch
 from kernels.reference.backend import ReferenceKernels, ReferencePlan
 
-_BF16 = {torch.bfloat16: True, torch.float32: False}
+_IS_BF16_BY_DTYPE = {torch.bfloat16: True, torch.float32: False}
 
 
 class CpuKernels(ReferenceKernels):
     """Implements `interface.Kernels`."""
 
     name = "cpu"
-    chunked_scans = True
+    uses_chunked_scans = True
 
     def plan_attention(  # type: ignore[override]
         self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
     ) -> _native.AttentionPlan | ReferencePlan:
-        bf16 = _BF16.get(kv.buffer.dtype)
-        if bf16 is None or kv.head_dim % 16:
+        is_bf16 = _IS_BF16_BY_DTYPE.get(kv.buffer.dtype)
+        if is_bf16 is None or kv.head_dim % 16:
             return super().plan_attention(batch, block_table, kv, window)
-        row = kv.row_elems
+        elems_per_row = kv.elems_per_row
         layout = _native.Layout(
-            kv.buffer.numel() // row, kv.unit_elems // row, kv.blocks_per_unit, kv.block_size, kv.num_layers,
+            kv.buffer.numel() // elems_per_row, kv.elems_per_unit // elems_per_row, kv.blocks_per_unit, kv.block_size,
+            kv.num_layers,
             kv.num_kv_heads, kv.head_dim,
         )  # fmt: skip
-        return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, bf16, window)
+        return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, is_bf16, window)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
@@ -46,12 +47,12 @@ class CpuKernels(ReferenceKernels):
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
-        tokens, heads, dim = q.shape
-        assert k.shape == v.shape == (tokens, kv.num_kv_heads, dim)
-        q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
+        num_tokens, num_heads, dim = q.shape
+        assert k.shape == v.shape == (num_tokens, kv.num_kv_heads, dim)
+        q, k, v = _make_heads_adjacent(q), _make_heads_adjacent(k), _make_heads_adjacent(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         plan.attend(
-            kv.buffer.data_ptr(), layer, q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), v.data_ptr(),
+            kv.buffer.data_ptr(), layer, q.data_ptr(), q.stride(0), num_heads, k.data_ptr(), k.stride(0), v.data_ptr(),
             v.stride(0), out.data_ptr(), scale, torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -60,7 +61,7 @@ class CpuKernels(ReferenceKernels):
         if not (2 <= x.dim() <= 3 and _are_native(x, weight)):
             return super().rms_norm(x, weight, eps, zero_centred)
         out = torch.empty(x.shape, dtype=x.dtype)
-        _norm(x, weight, 0, out, eps, zero_centred)
+        _run_native_norm(x, weight, 0, out, eps, zero_centred)
         return out
 
     def add_rms_norm(
@@ -70,7 +71,7 @@ class CpuKernels(ReferenceKernels):
             return super().add_rms_norm(x, residual, weight, eps, zero_centred)
         assert residual.shape == x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        _norm(x, weight, residual.data_ptr(), out, eps, zero_centred)
+        _run_native_norm(x, weight, residual.data_ptr(), out, eps, zero_centred)
         return out, residual
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -81,10 +82,11 @@ class CpuKernels(ReferenceKernels):
         assert cos.shape == signed_sin.shape == (tokens, width)
         assert width <= dim
         assert width % 2 == 0
-        x, cos, signed_sin = _heads_in_rows(x), cos.contiguous(), signed_sin.contiguous()
+        x, cos, signed_sin = _make_heads_adjacent(x), cos.contiguous(), signed_sin.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         _native.rotate(
-            _BF16[x.dtype], x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), tokens, heads, dim,
+            _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), tokens,
+            heads, dim,
             width, x.stride(0),
         )  # fmt: skip
         return out
@@ -94,47 +96,52 @@ class CpuKernels(ReferenceKernels):
             return super().silu_and_mul(x)
         size = x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
-        _native.silu_and_mul(_BF16[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size)
+        _native.silu_and_mul(
+            _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size
+        )
         return out
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
         top_k = expert_ids.shape[1]
-        order = expert_ids.reshape(-1).argsort(stable=True)
-        tokens = order // top_k
-        inputs = x[tokens]
+        choice_order = expert_ids.reshape(-1).argsort(stable=True)
+        token_indices = choice_order // top_k
+        inputs = x[token_indices]
         outputs = torch.empty_like(inputs)
-        by_expert = torch.bincount(expert_ids.reshape(-1), minlength=gate_up.shape[0]).tolist()
+        row_count_by_expert = torch.bincount(expert_ids.reshape(-1), minlength=gate_up.shape[0]).tolist()
         end = 0
-        for expert, count in enumerate(by_expert):
-            if count:
-                start, end = end, end + count
+        for expert, row_count in enumerate(row_count_by_expert):
+            if row_count:
+                start, end = end, end + row_count
                 hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
                 torch.mm(hidden, down[expert].t(), out=outputs[start:end])
-        outputs.mul_(weights.reshape(-1)[order, None])
-        return torch.zeros_like(x).index_add_(0, tokens, outputs)
+        outputs.mul_(weights.reshape(-1)[choice_order, None])
+        return torch.zeros_like(x).index_add_(0, token_indices, outputs)
 
 
 def _are_native(*tensors: Tensor) -> bool:
     """Whether the native operations take these tensors together."""
     dtype = tensors[0].dtype
-    return dtype in _BF16 and all(x.dtype == dtype for x in tensors[1:])
+    return dtype in _IS_BF16_BY_DTYPE and all(x.dtype == dtype for x in tensors[1:])
 
 
-def _heads_in_rows(x: Tensor) -> Tensor:
+def _make_heads_adjacent(x: Tensor) -> Tensor:
     """x: [tokens, heads, dim], copied unless a token's heads lie one behind the other."""
     dim = x.shape[2]
     return x if x.stride()[1:] == (dim, 1) else x.contiguous()
 
 
-def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zero_centred: bool) -> None:
+def _run_native_norm(
+    x: Tensor, weight: Tensor, residual_address: int, out: Tensor, eps: float, zero_centred: bool
+) -> None:
     dim = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
+    num_heads = x.shape[1] if x.dim() == 3 else 1
     if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):
         x = x.contiguous()
-    assert weight.shape == (dim,) or weight.shape == (heads, dim)
+    assert weight.shape == (dim,) or weight.shape == (num_heads, dim)
     weight = weight.contiguous()
     _native.norm(
-        _BF16[x.dtype], x.data_ptr(), weight.data_ptr(), residual, out.data_ptr(), x.shape[0], heads, dim, x.stride(0),
+        _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), weight.data_ptr(), residual_address, out.data_ptr(), x.shape[0],
+        num_heads, dim, x.stride(0),
         dim if weight.dim() == 2 else 0, eps, zero_centred,
     )  # fmt: skip

@@ -29,7 +29,7 @@ MAX_SMALL_PRODUCTS = 300_000
 """Up to so many multiplications fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
 
 
-PANEL = 64
+OUTPUTS_PER_PANEL = 64
 """Outputs that lie together in a native matrix."""
 
 
@@ -37,17 +37,17 @@ PANEL = 64
 class NativeMatrix:
     panels: Tensor
     """[panels, inputs / 2, PANEL]: pairs of bf16 as int32, zeros after the last output."""
-    outputs: int
-    inputs: int
+    num_outputs: int
+    num_inputs: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
-    weight: Tensor
+    blocked_weight: Tensor
     """[outputs, inputs] in oneDNN's layout."""
-    plain: Tensor | None
+    fp32_weight: Tensor | None
     """[outputs, inputs] in fp32, of a small matrix."""
-    max_plain_rows: int
+    max_fp32_rows: int
     """Rows of x up to which `plain` is the faster one."""
 
 
@@ -84,12 +84,14 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     """[outputs, inputs] packed for `packed_linear`; None where that gains nothing (another dtype, device or CPU)."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
-    outputs, inputs = weight.shape
-    if should_use_native_products() and inputs % 2 == 0:
+    num_outputs, num_inputs = weight.shape
+    if should_use_native_products() and num_inputs % 2 == 0:
         weight = weight.contiguous()
-        panels = torch.empty(-(-outputs // PANEL), inputs // 2, PANEL, dtype=torch.int32)
-        _native.pack_matrix(weight.data_ptr(), outputs, inputs, panels.data_ptr())
-        return NativeMatrix(panels, outputs, inputs)
+        panels = torch.empty(
+            -(-num_outputs // OUTPUTS_PER_PANEL), num_inputs // 2, OUTPUTS_PER_PANEL, dtype=torch.int32
+        )
+        _native.pack_matrix(weight.data_ptr(), num_outputs, num_inputs, panels.data_ptr())
+        return NativeMatrix(panels, num_outputs, num_inputs)
     if not has_fast_bf16():
         return None
     with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
@@ -99,31 +101,32 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
         return BlockedMatrix(blocked_weight, weight.float(), MAX_SMALL_PRODUCTS // weight.numel())
 
 
-def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
+def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
     if isinstance(matrix, NativeMatrix):
-        return _native_linear(x, matrix, bias)
-    if x.shape[0] <= matrix.max_plain_rows:
-        assert matrix.plain is not None
-        return F.linear(x.float(), matrix.plain, None if bias is None else bias.float()).to(x.dtype)
-    return cast(Tensor, _linear(x, matrix.weight, bias, "none", _NO_SCALARS, ""))
+        return _multiply_native(x, matrix, bias)
+    if x.shape[0] <= matrix.max_fp32_rows:
+        assert matrix.fp32_weight is not None
+        return F.linear(x.float(), matrix.fp32_weight, None if bias is None else bias.float()).to(x.dtype)
+    return cast(Tensor, _linear(x, matrix.blocked_weight, bias, "none", _NO_SCALARS, ""))
 
 
-def _native_linear(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
-    tokens, inputs = x.shape
-    assert inputs == matrix.inputs
+def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
+    num_tokens, num_inputs = x.shape
+    assert num_inputs == matrix.num_inputs
     assert x.dtype == torch.bfloat16
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(tokens, matrix.outputs, dtype=torch.bfloat16)
-    address = 0
+    out = torch.empty(num_tokens, matrix.num_outputs, dtype=torch.bfloat16)
+    bias_address = 0
     if bias is not None:
-        assert bias.shape == (matrix.outputs,)
+        assert bias.shape == (matrix.num_outputs,)
         assert bias.dtype == torch.bfloat16
         bias = bias.contiguous()
-        address = bias.data_ptr()
+        bias_address = bias.data_ptr()
     _native.product(
-        x.data_ptr(), tokens, x.stride(0), matrix.panels.data_ptr(), matrix.outputs, inputs, address, out.data_ptr(),
+        x.data_ptr(), num_tokens, x.stride(0), matrix.panels.data_ptr(), matrix.num_outputs, num_inputs, bias_address,
+        out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -29,7 +29,7 @@ class ReferenceKernels:
     """Implements `interface.Kernels`."""
 
     name = "reference"
-    chunked_scans = False
+    uses_chunked_scans = False
     """Whether the recurrences of a prompt are computed chunk by chunk or token by token."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,30 +44,38 @@ class ReferenceKernels:
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: ReferencePlan, scale: float
     ) -> Tensor:
         batch = plan.batch
-        k_cache, v_cache = kv.layer_views(layer)
+        k_cache, v_cache = kv.view_layer(layer)
         spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
         for i, (start, end) in enumerate(spans):
-            units, subs, offsets = self._cache_indices(plan, kv, i, int(batch.context_lens[i]) - (end - start))
-            k_cache[units, subs, offsets] = k[start:end]
-            v_cache[units, subs, offsets] = v[start:end]
+            units, sub_blocks, offsets = self._compute_cache_indices(
+                plan, kv, i, int(batch.context_lens[i]) - (end - start)
+            )
+            k_cache[units, sub_blocks, offsets] = k[start:end]
+            v_cache[units, sub_blocks, offsets] = v[start:end]
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(spans):
-            first = 0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
-            units, subs, offsets = self._cache_indices(plan, kv, i, first)
+            first_position = (
+                0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
+            )
+            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_position)
             out[start:end] = attend(
-                q[start:end], k_cache[units, subs, offsets], v_cache[units, subs, offsets], plan.window, scale
+                q[start:end],
+                k_cache[units, sub_blocks, offsets],
+                v_cache[units, sub_blocks, offsets],
+                plan.window,
+                scale,
             )
         return out
 
-    def _cache_indices(
-        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
+    def _compute_cache_indices(
+        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first_position: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Unit, sub-block and offset of the positions [first, context) of a sequence."""
-        positions = np.arange(first, int(plan.batch.context_lens[sequence]))
+        positions = np.arange(first_position, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
-        places = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
-        units, subs, offsets = (torch.from_numpy(place).to(self.device) for place in places)
-        return units, subs, offsets
+        index_arrays = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
+        units, sub_blocks, offsets = (torch.from_numpy(index_array).to(self.device) for index_array in index_arrays)
+        return units, sub_blocks, offsets
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         value = x.to(get_accumulation_dtype(x.dtype))
@@ -131,12 +139,12 @@ class ReferenceKernels:
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
     ) -> Tensor:
-        return gated_delta(q, k, v, log_decay, rate, states, plan, self.chunked_scans)
+        return gated_delta(q, k, v, log_decay, rate, states, plan, self.uses_chunked_scans)
 
     def state_space(
         self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan
     ) -> Tensor:
-        return state_space(x, dt, rate, b, c, skip, states, plan, self.chunked_scans)
+        return state_space(x, dt, rate, b, c, skip, states, plan, self.uses_chunked_scans)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
@@ -144,16 +152,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) ->
 
     q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.
     """
-    queries, heads, _ = q.shape
-    context, kv_heads, _ = k.shape
+    num_queries, num_heads, _ = q.shape
+    context_len, num_kv_heads, _ = k.shape
     dtype = get_accumulation_dtype(q.dtype)
-    k = k.to(dtype).repeat_interleave(heads // kv_heads, 1)
-    v = v.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    k = k.to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
+    v = v.to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale
-    query_at = torch.arange(context - queries, context, device=q.device)[:, None]
-    key_at = torch.arange(context, device=q.device)[None]
-    is_visible = key_at <= query_at
+    query_positions = torch.arange(context_len - num_queries, context_len, device=q.device)[:, None]
+    key_positions = torch.arange(context_len, device=q.device)[None]
+    is_visible = key_positions <= query_positions
     if window is not None:
-        is_visible &= key_at > query_at - window
+        is_visible &= key_positions > query_positions - window
     weights = torch.softmax(scores.masked_fill(~is_visible, float("-inf")), -1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kernels.interface import StatePlan, get_accumulation_dtype
 
-CHUNK = 64
+CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
-Step = Callable[..., Tensor]
+StepFunction = Callable[..., Tensor]
 """(inputs of one token of each of n sequences, [n, ..] each, their states [n, ..], updated in place) -> outputs."""
-Chunks = Callable[..., tuple[Tensor, Tensor]]
+ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 """(inputs of all tokens of one sequence, [tokens, ..] each, its state) -> outputs and last state."""
 
 
@@ -27,39 +27,44 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, p
     """See `interface.Kernels.causal_conv`. A tail is the `width - 1` inputs before the next token, oldest first."""
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
-    count = plan.batch.decode_count
-    if count:
-        window = torch.cat((tails[plan.decode_units], x[:count, None]), 1)  # [sequences, width, channels]
-        out[:count] = _finish((window * taps).sum(1), bias, silu)
+    decode_count = plan.batch.decode_count
+    if decode_count:
+        window = torch.cat((tails[plan.decode_units], x[:decode_count, None]), 1)  # [sequences, width, channels]
+        out[:decode_count] = _add_bias_and_silu((window * taps).sum(1), bias, silu)
         tails[plan.decode_units] = window[:, 1:]
-    for start, end, unit in plan.chunks:
+    for start, end, unit in plan.prompt_spans:
         padded_input = torch.cat((tails[unit], x[start:end]))
         tails[unit] = padded_input[end - start :]
         padded_input = padded_input.to(taps.dtype)
-        total = padded_input[: end - start] * taps[0]
+        weighted_sum = padded_input[: end - start] * taps[0]
         for i in range(1, taps.shape[0]):
-            total.addcmul_(padded_input[i : i + end - start], taps[i])
-        out[start:end] = _finish(total, bias, silu)
+            weighted_sum.addcmul_(padded_input[i : i + end - start], taps[i])
+        out[start:end] = _add_bias_and_silu(weighted_sum, bias, silu)
     return out
 
 
-def _finish(total: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def _add_bias_and_silu(total: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     if bias is not None:
         total = total + bias
     return F.silu(total) if silu else total
 
 
-def _recur(
-    inputs: tuple[Tensor, ...], out: Tensor, states: Tensor, plan: StatePlan, step: Step, chunks: Chunks | None
+def _run_recurrence(
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    states: Tensor,
+    plan: StatePlan,
+    step: StepFunction,
+    chunks: ChunkFunction | None,
 ) -> None:
     """Fill `out` [tokens, ..] and move the states on. Without `chunks` prompts go token by token, by `step`."""
     dtype = inputs[0].dtype
-    count = plan.batch.decode_count
-    if count:
+    decode_count = plan.batch.decode_count
+    if decode_count:
         state = states[plan.decode_units].to(dtype)
-        out[:count] = step(*(x[:count] for x in inputs), state)
+        out[:decode_count] = step(*(x[:decode_count] for x in inputs), state)
         states[plan.decode_units] = state.to(states.dtype)
-    for start, end, unit in plan.chunks:
+    for start, end, unit in plan.prompt_spans:
         state = states[unit].to(dtype)
         if chunks is not None:
             out[start:end], state = chunks(*(x[start:end] for x in inputs), state)
@@ -70,16 +75,19 @@ def _recur(
         states[unit] = state.to(states.dtype)
 
 
-def _running_decay(log_decay: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tensor]:
     """Within a chunk: the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j <= t.
 
     Sums are taken in fp64: under fast decay they are large, and their small differences matter.
     """
-    total = log_decay.double().cumsum(-1)
+    decay_sum = log_decay.double().cumsum(-1)
     pair_decay = (
-        (total[..., :, None] - total[..., None, :]).to(log_decay.dtype).masked_fill(future, float("-inf")).exp()
+        (decay_sum[..., :, None] - decay_sum[..., None, :])
+        .to(log_decay.dtype)
+        .masked_fill(is_future, float("-inf"))
+        .exp()
     )
-    return total.to(log_decay.dtype), pair_decay
+    return decay_sum.to(log_decay.dtype), pair_decay
 
 
 def gated_delta(
@@ -95,19 +103,19 @@ def gated_delta(
     so that a chunk costs matrix products and one triangular solve.
     """
     dtype = get_accumulation_dtype(q.dtype)
-    groups = v.shape[1] // q.shape[1]
-    q, k = (_unit(x.to(dtype)).repeat_interleave(groups, 1) for x in (q, k))
+    heads_per_key_head = v.shape[1] // q.shape[1]
+    q, k = (_scale_to_unit_length(x.to(dtype)).repeat_interleave(heads_per_key_head, 1) for x in (q, k))
     inputs = (q * q.shape[-1] ** -0.5, k, v.to(dtype), log_decay.to(dtype), rate.to(dtype))
     out = torch.empty_like(v)
-    _recur(inputs, out, states, plan, _delta_step, _delta_chunks if is_chunked else None)
+    _run_recurrence(inputs, out, states, plan, _advance_delta_state, _scan_delta_chunks if is_chunked else None)
     return out
 
 
-def _unit(x: Tensor) -> Tensor:
+def _scale_to_unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + NORM_EPS)
 
 
-def _delta_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
+def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
     """q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay, rate: [n, heads]."""
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
@@ -115,24 +123,24 @@ def _delta_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor
     return (q[..., None, :] @ state)[..., 0, :]
 
 
-def _delta_chunks(
+def _scan_delta_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
     log_decay, rate = log_decay.t(), rate.t()[..., None]
-    tokens = q.shape[1]
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    num_tokens = q.shape[1]
+    is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     out = []
-    for start in range(0, tokens, CHUNK):
-        part = slice(start, min(start + CHUNK, tokens))
-        size = part.stop - start
-        keys = k[:, part]
-        total, pair_decay = _running_decay(log_decay[:, part], future[:size, :size])
-        decay_since_start = total.exp()[..., None]
-        system = rate[:, part] * (keys @ keys.mT) * pair_decay
-        target = rate[:, part] * (v[:, part] - decay_since_start * (keys @ state))
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        chunk = slice(start, min(start + CHUNK_TOKENS, num_tokens))
+        size = chunk.stop - start
+        keys = k[:, chunk]
+        decay_sum, pair_decay = _compute_decays(log_decay[:, chunk], is_future[:size, :size])
+        decay_since_start = decay_sum.exp()[..., None]
+        system = rate[:, chunk] * (keys @ keys.mT) * pair_decay
+        target = rate[:, chunk] * (v[:, chunk] - decay_since_start * (keys @ state))
         update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-        queries = q[:, part]
+        queries = q[:, chunk]
         out.append(decay_since_start * (queries @ state) + ((queries @ keys.mT) * pair_decay) @ update)
         decay_to_end = pair_decay[:, -1, :, None]
         state = state * decay_since_start[:, -1:] + (keys * decay_to_end).mT @ update
@@ -154,34 +162,36 @@ def state_space(
     values, dt = x.to(dtype), dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)
-    _recur(inputs, out, states, plan, _ssd_step, _ssd_chunks if is_chunked else None)
+    _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _scan_ssm_chunks if is_chunked else None)
     return out.addcmul_(values, skip.to(dtype)[:, None]).to(x.dtype)
 
 
-def _ssd_step(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
+def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
     """x: [n, heads, head_dim], times dt; log_decay: [n, heads]; b, c: [n, groups, state_dim]."""
-    per_group = x.shape[1] // b.shape[1]
+    heads_per_group = x.shape[1] // b.shape[1]
     state.mul_(log_decay.exp()[..., None, None])
-    state.add_(x[..., None] * b.repeat_interleave(per_group, 1)[..., None, :])
-    return (state @ c.repeat_interleave(per_group, 1)[..., None])[..., 0]
+    state.add_(x[..., None] * b.repeat_interleave(heads_per_group, 1)[..., None, :])
+    return (state @ c.repeat_interleave(heads_per_group, 1)[..., None])[..., 0]
 
 
-def _ssd_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, heads, dim = x.shape
-    groups = b.shape[1]
-    x = x.transpose(0, 1).reshape(groups, heads // groups, tokens, dim)  # [groups, heads of a group, tokens, dim]
-    log_decay = log_decay.t().reshape(groups, heads // groups, tokens)
+def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, dim = x.shape
+    num_groups = b.shape[1]
+    x = x.transpose(0, 1).reshape(
+        num_groups, num_heads // num_groups, num_tokens, dim
+    )  # [groups, heads of a group, tokens, dim]
+    log_decay = log_decay.t().reshape(num_groups, num_heads // num_groups, num_tokens)
     b, c = b.transpose(0, 1)[:, None], c.transpose(0, 1)[:, None]  # [groups, 1, tokens, state_dim]
-    state = state.view(groups, heads // groups, dim, -1)
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).triu(1)
+    state = state.view(num_groups, num_heads // num_groups, dim, -1)
+    is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=x.device).triu(1)
     out = []
-    for start in range(0, tokens, CHUNK):
-        part = slice(start, min(start + CHUNK, tokens))
-        size = part.stop - start
-        values, input_map, output_map = x[:, :, part], b[:, :, part], c[:, :, part]
-        total, pair_decay = _running_decay(log_decay[:, :, part], future[:size, :size])
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        chunk = slice(start, min(start + CHUNK_TOKENS, num_tokens))
+        size = chunk.stop - start
+        values, input_map, output_map = x[:, :, chunk], b[:, :, chunk], c[:, :, chunk]
+        decay_sum, pair_decay = _compute_decays(log_decay[:, :, chunk], is_future[:size, :size])
         within_chunk = ((output_map @ input_map.mT) * pair_decay) @ values
-        out.append(within_chunk + total.exp()[..., None] * (output_map @ state.mT))
+        out.append(within_chunk + decay_sum.exp()[..., None] * (output_map @ state.mT))
         decay_to_end = pair_decay[..., -1, :, None]
-        state = state * total[..., -1:].exp()[..., None] + (values * decay_to_end).mT @ input_map
-    return torch.cat(out, 2).reshape(heads, tokens, dim).transpose(0, 1), state.reshape(heads, dim, -1)
+        state = state * decay_sum[..., -1:].exp()[..., None] + (values * decay_to_end).mT @ input_map
+    return torch.cat(out, 2).reshape(num_heads, num_tokens, dim).transpose(0, 1), state.reshape(num_heads, dim, -1)

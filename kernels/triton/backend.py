@@ -27,22 +27,22 @@ from kernels.triton.plan import (
     INTERPRETED,
     AttentionPlan,
     RecurrentPlan,
-    dot_precision,
+    choose_dot_precision,
     make_fixed_decode_plan,
     make_fixed_recurrent_plan,
-    next_power_of_two,
     plan_attention,
     plan_recurrent,
     refill_decode_plan,
     refill_recurrent_plan,
+    round_up_to_power_of_two,
 )
 from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
-DRAW_BLOCK = 4096
+LOGITS_PER_BLOCK = 4096
 """Logits that a program takes at one time."""
-COUNT_BLOCK = 1024
+COUNTS_PER_BLOCK = 1024
 """Tokens that have penalties, likewise."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
@@ -61,7 +61,7 @@ class TritonKernels:
             )
         if device.index is not None and not INTERPRETED:
             torch.cuda.set_device(device)  # Triton launches on the current device
-        self._processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+        self._processor_count = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
     # attention
 
@@ -75,17 +75,17 @@ class TritonKernels:
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> AttentionPlan:
-        splits = self._splits(batch.decode_count, kv)
+        splits = self._choose_split_count(batch.decode_count, kv)
         return plan_attention(batch, table, kv, window, self.device, splits)
 
     def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
-        return make_fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
+        return make_fixed_decode_plan(sequences, blocks, window, self.device, self._choose_split_count(sequences, kv))
 
     refill_decode_plan = staticmethod(refill_decode_plan)
 
-    def _splits(self, sequences: int, kv: PagedKV) -> int:
+    def _choose_split_count(self, sequences: int, kv: PagedKV) -> int:
         """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
-        program_count = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
+        program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequences * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
     def attention(
@@ -93,7 +93,7 @@ class TritonKernels:
     ) -> Tensor:
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
         if plan.decode_count < q.shape[0]:
-            self._prefill(q, out, kv, layer * kv.layer_rows, plan, scale)
+            self._prefill(q, out, kv, layer * kv.rows_per_layer, plan, scale)
         return out
 
     def store_and_decode(
@@ -103,11 +103,11 @@ class TritonKernels:
         tokens, heads, dim = q.shape
         assert dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-        layer_row = layer * kv.layer_rows
+        layer_row = layer * kv.rows_per_layer
         store = attention_kernels.store_kv
         store[(tokens,)](
-            k, v, kv.buffer, plan.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
-            DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, BLOCK=next_power_of_two(kv.row_elems),
+            k, v, kv.buffer, plan.slot_rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
+            DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, BLOCK=round_up_to_power_of_two(kv.elems_per_row),
         )  # fmt: skip
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         if plan.decode_count:
@@ -115,38 +115,41 @@ class TritonKernels:
         return out
 
     def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        count, (_, heads, dim) = plan.decode_count, q.shape
-        group = heads // kv.num_kv_heads
-        block_d = next_power_of_two(dim, 16)
-        block_n, warps, stages = decode_tile(block_d, q.element_size())
+        sequence_count, (_, heads, dim) = plan.decode_count, q.shape
+        group_heads = heads // kv.num_kv_heads
+        block_d = round_up_to_power_of_two(dim, 16)
+        block_n, warps, stages = choose_decode_tile(block_d, q.element_size())
         part = part_scale = out
-        if plan.splits > 1:
-            part = torch.empty((count, heads, plan.splits, dim), dtype=torch.float32, device=q.device)
-            part_scale = torch.empty((count, heads, plan.splits), dtype=torch.float32, device=q.device)
-        attention_kernels.decode_attention[(count, kv.num_kv_heads, plan.splits)](
-            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
+        if plan.split_count > 1:
+            part = torch.empty((sequence_count, heads, plan.split_count, dim), dtype=torch.float32, device=q.device)
+            part_scale = torch.empty((sequence_count, heads, plan.split_count), dtype=torch.float32, device=q.device)
+        attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
+            q, out, part, part_scale, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
+            plan.block_table.shape[1],
             layer_row, scale * LOG2_E,
-            GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=plan.splits > 1, BLOCK_M=next_power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
-            PRECISION=dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            GROUP=group_heads, DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            SPLIT=plan.split_count > 1, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        if plan.splits > 1:
-            attention_kernels.combine_splits[(count, heads)](
-                out, part, part_scale, plan.splits, DIM=dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
+        if plan.split_count > 1:
+            attention_kernels.combine_splits[(sequence_count, heads)](
+                out, part, part_scale, plan.split_count, DIM=dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         _, heads, dim = q.shape
-        group = heads // kv.num_kv_heads
-        block_m, block_n, warps, stages = prefill_tile(next_power_of_two(dim, 16), q.element_size())
-        block_m = max(block_m, next_power_of_two(group, 16))
-        tile_seq, tile_query = plan.tiles(block_m // group)
+        group_heads = heads // kv.num_kv_heads
+        block_m, block_n, warps, stages = choose_prefill_tile(round_up_to_power_of_two(dim, 16), q.element_size())
+        block_m = max(block_m, round_up_to_power_of_two(group_heads, 16))
+        tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
-            q, out, kv.buffer, plan.table, plan.starts, plan.lens, tile_seq, tile_query, q.stride(0), q.stride(1),
-            plan.table.shape[1], layer_row, scale * LOG2_E, heads,
-            GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=next_power_of_two(dim, 16),
-            PRECISION=dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
+            q.stride(0), q.stride(1),
+            plan.block_table.shape[1], layer_row, scale * LOG2_E, heads,
+            GROUP=group_heads, DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=round_up_to_power_of_two(dim, 16),
+            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     # row by row
@@ -171,17 +174,17 @@ class TritonKernels:
     def _norm(
         self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
     ) -> Tensor:
-        rows = row_view(x)
-        other_rows = rows if other is None else row_view(other)
+        rows = view_rows(x)
+        other_rows = rows if other is None else view_rows(other)
         assert other_rows.shape == rows.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outer, inner, dim = rows.shape
-        block = next_power_of_two(dim, 16)
-        per_program = self._rows_per_program(outer * inner, block)
-        row_kernels.norm_rows[(triton.cdiv(outer * inner, per_program),)](
+        block = round_up_to_power_of_two(dim, 16)
+        rows_per_program = self._rows_per_program(outer * inner, block)
+        row_kernels.norm_rows[(triton.cdiv(outer * inner, rows_per_program),)](
             rows, other_rows, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), other_rows.stride(0),
             other_rows.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
-            DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
+            DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
         return out
@@ -189,7 +192,7 @@ class TritonKernels:
     def _rows_per_program(self, rows: int, block: int) -> int:
         """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
         max_rows = max(1, (1 << 15 if INTERPRETED else 2048) // block)
-        return max_rows if rows >= max_rows * self._processors else 1
+        return max_rows if rows >= max_rows * self._processor_count else 1
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         return self._rotate(x, None, 0.0, False, cos, signed_sin)
@@ -202,18 +205,18 @@ class TritonKernels:
     def _rotate(
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
-        rows = row_view(x)
+        rows = view_rows(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
-        block, tail_dims = next_power_of_two(half, 8), dim - 2 * half
+        block, tail_dims = round_up_to_power_of_two(half, 8), dim - 2 * half
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        per_program = self._rows_per_program(tokens * heads, 2 * block)
-        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
+        rows_per_program = self._rows_per_program(tokens * heads, 2 * block)
+        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, rows_per_program),)](
             rows, rows if weight is None else weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0),
             rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
             signed_sin.stride(0), eps,
-            DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
-            BLOCK_REST=next_power_of_two(tail_dims, 8) if tail_dims else 0,
+            DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
+            BLOCK_REST=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
         )  # fmt: skip
         return out
 
@@ -229,7 +232,7 @@ class TritonKernels:
     def _activate(self, x: Tensor, size: int, kind: str) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
-        block = min(next_power_of_two(size, 16), 2048)
+        block = min(round_up_to_power_of_two(size, 16), 2048)
         row_kernels.activate_rows[(rows.shape[0], triton.cdiv(size, block))](
             rows, out, rows.stride(0), SIZE=size, KIND=kind, BLOCK=block
         )
@@ -242,7 +245,7 @@ class TritonKernels:
         tokens, hidden = x.shape
         top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
         rows = tokens * top_k
-        block_m = next_power_of_two(min(max(2 * rows // num_experts, 16), 16 if x.element_size() > 2 else 64))
+        block_m = round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), 16 if x.element_size() > 2 else 64))
         order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
         inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
         outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
@@ -250,7 +253,7 @@ class TritonKernels:
             "BLOCK_M": block_m,
             "BLOCK_N": 64,
             "BLOCK_K": 32 if x.element_size() > 2 else 64,
-            "PRECISION": dot_precision(x),
+            "PRECISION": choose_dot_precision(x),
             "WIDE": INTERPRETED,
             "num_warps": 4,
             "num_stages": 3,
@@ -287,27 +290,29 @@ class TritonKernels:
         sampling_kernels.draw_rows[(rows,)](
             logits, settings.temperature, settings.min_p, settings.top_k, settings.top_p, settings.uniforms, out,
             logits.stride(0), vocab,
-            SHIFT=shift, BLOCK=min(next_power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
+            SHIFT=shift, BLOCK=min(round_up_to_power_of_two(vocab, 128), LOGITS_PER_BLOCK), num_warps=16,
         )  # fmt: skip
         return out
 
     def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
         count_kernels.penalise_rows[(len(batch.count_rows),)](
-            logits, counts.tokens, counts.values, counts.lengths, logits_rows, batch.count_rows, batch.repetition,
-            batch.presence, batch.frequency, logits.stride(0), counts.tokens.stride(0), ALL=batch.logits_rows is None,
-            BLOCK=COUNT_BLOCK,
+            logits, counts.token_ids, counts.count_codes, counts.used_lengths, logits_rows, batch.count_rows,
+            batch.repetition,
+            batch.presence, batch.frequency, logits.stride(0), counts.token_ids.stride(0),
+            ALL=batch.logits_rows is None,
+            BLOCK=COUNTS_PER_BLOCK,
         )  # fmt: skip
 
     def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
         count_kernels.count_sampled_rows[(len(batch.count_rows),)](
-            sampled_tokens, counts.tokens, counts.values, counts.lengths, logits_rows, batch.count_rows,
-            counts.tokens.stride(0), ALL=batch.logits_rows is None, BLOCK=COUNT_BLOCK,
+            sampled_tokens, counts.token_ids, counts.count_codes, counts.used_lengths, logits_rows, batch.count_rows,
+            counts.token_ids.stride(0), ALL=batch.logits_rows is None, BLOCK=COUNTS_PER_BLOCK,
         )  # fmt: skip
 
 
-def row_view(x: Tensor) -> Tensor:
+def view_rows(x: Tensor) -> Tensor:
     """x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -316,14 +321,14 @@ def row_view(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
 
 
-def decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
+def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
     """(keys, warps, stages) of a decode tile. Its keys are one tile ahead: four programs keep 128 KiB on their way."""
     if element_size > 2:
         return (32, 4, 2)
     return (32, 4, 3) if block_d > 128 else (64, 4, 4)
 
 
-def prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
+def choose_prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a prefill tile, for the shared memory of a Hopper processor."""
     if element_size > 2:
         return (32, 32, 4, 2)

@@ -23,46 +23,46 @@ STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
 
-def next_power_of_two(size: int, least: int = 1) -> int:
+def round_up_to_power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
-def dot_precision(x: Tensor) -> str:
+def choose_dot_precision(x: Tensor) -> str:
     """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    slots: Tensor
+    slot_rows: Tensor
     """[tokens]: row where the K of each token goes in layer 0."""
-    starts: Tensor
+    query_starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
-    lens: Tensor
+    context_lens: Tensor
     """[sequences]: context lengths."""
-    table: Tensor
+    block_table: Tensor
     """[width, sequences]: row of the first token of each block, K of layer 0."""
     batch: RaggedBatch | None
     """None in a fixed plan, which has no prefill."""
     decode_count: int
-    splits: int
+    split_count: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refill_buffer: Tensor | None = None
     """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
-    prompts: Any = None
+    prompt_batch: Any = None
     """What `kernels.flash_attention` wants to know besides, where others attend to the prompts."""
 
-    def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
+    def get_query_tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
 
         Last queries first: they see the most keys, and a long tile that starts late would be waited for.
         """
         if queries not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload([tiles[::-1] for tiles in make_query_tiles(self.batch, queries)], self.slots.device)
+            seq, first = upload([tiles[::-1] for tiles in make_query_tiles(self.batch, queries)], self.slot_rows.device)
             self.tiles_by_size[queries] = (seq, first)
         return self.tiles_by_size[queries]
 
@@ -80,9 +80,9 @@ def plan_attention(
     batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """The plan of any batch."""
-    arrays = [table.slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.rows]
+    arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.sequence_rows]
     slots, starts, lens, rows = upload(arrays, device)
-    batch_table = table.block_start_rows[: table.width(batch, kv)].index_select(1, rows)
+    batch_table = table.block_start_rows[: table.count_blocks(batch, kv)].index_select(1, rows)
     return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, splits, window)
 
 
@@ -94,13 +94,13 @@ def make_fixed_decode_plan(
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
     return AttentionPlan(
-        slots=buffer[0, :sequences],
-        starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        lens=buffer[1, :sequences],
-        table=torch.zeros(width, sequences, dtype=torch.int32, device=device),
+        slot_rows=buffer[0, :sequences],
+        query_starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
+        context_lens=buffer[1, :sequences],
+        block_table=torch.zeros(width, sequences, dtype=torch.int32, device=device),
         batch=None,
         decode_count=sequences,
-        splits=splits,
+        split_count=splits,
         window=window,
         refill_buffer=buffer,
     )
@@ -108,22 +108,24 @@ def make_fixed_decode_plan(
 
 def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
     """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
-    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, table.width(batch, kv)
+    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, table.count_blocks(batch, kv)
     assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
-    assert width <= plan.table.shape[0], f"{width} blocks in a table of {plan.table.shape[0]}"
+    assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
     assert plan.refill_buffer is not None, "not a fixed plan"
     host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
     host_buffer[0] = -1
-    host_buffer[0, :sequence_count] = table.slot_rows(batch, kv)
+    host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)
     host_buffer[1, :sequence_count] = batch.context_lens
-    host_buffer[2, :sequence_count] = table.rows
+    host_buffer[2, :sequence_count] = table.sequence_rows
     overwrite(plan.refill_buffer.view(-1), host_buffer)
-    torch.index_select(table.block_start_rows[:width], 1, plan.refill_buffer[2, :max_sequences], out=plan.table[:width])
+    torch.index_select(
+        table.block_start_rows[:width], 1, plan.refill_buffer[2, :max_sequences], out=plan.block_table[:width]
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
-    starts: Tensor
+    query_starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
     units: Tensor
     """[sequences]: the unit of each sequence's state."""
@@ -131,7 +133,7 @@ class RecurrentPlan:
     tile_token: Tensor
     """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
     decode_count: int
-    sequences: int
+    sequence_count: int
 
 
 def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) -> RecurrentPlan:
@@ -150,6 +152,6 @@ def make_fixed_recurrent_plan(sequences: int, device: torch.device) -> Recurrent
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
-    padded_units = np.full(plan.sequences, -1, np.int32)
+    padded_units = np.full(plan.sequence_count, -1, np.int32)
     padded_units[: len(units)] = units
     overwrite(plan.units, padded_units)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
 from kernels.triton import ssm as triton_ssm
-from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, dot_precision, next_power_of_two
+from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, choose_dot_precision, round_up_to_power_of_two
 
 
 def causal_conv(
@@ -28,22 +28,22 @@ def causal_conv(
     strides = (x.stride(0), tails.stride(0), tails.stride(1), channels)
     bias_or_placeholder = weight if bias is None else bias
     constants = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
-    channels_per_block = min(next_power_of_two(channels, 16), 256)
+    channels_per_block = min(round_up_to_power_of_two(channels, 16), 256)
     channel_block_count = triton.cdiv(channels, channels_per_block)
     if plan.decode_count:
         triton_conv.convolve_step[(plan.decode_count, channel_block_count)](
             x, weight, bias_or_placeholder, tails, plan.units, out, *strides, BLOCK=channels_per_block, **constants
         )
-    prompt_count = plan.sequences - plan.decode_count
+    prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
         tile_block = min(channels_per_block, 64)
         triton_conv.convolve_tile[(plan.tile_seq.shape[0], triton.cdiv(channels, tile_block))](
-            x, weight, bias_or_placeholder, tails, plan.starts, plan.units, plan.tile_seq, plan.tile_token, out,
+            x, weight, bias_or_placeholder, tails, plan.query_starts, plan.units, plan.tile_seq, plan.tile_token, out,
             *strides,
             TOKENS=STATE_CHUNK, BLOCK=tile_block, **constants,
         )  # fmt: skip
         triton_conv.update_tails[(prompt_count, channel_block_count)](
-            x, tails, plan.starts, plan.units, *strides, plan.decode_count, WIDTH=width, BLOCK=channels_per_block
+            x, tails, plan.query_starts, plan.units, *strides, plan.decode_count, WIDTH=width, BLOCK=channels_per_block
         )
     return out
 
@@ -58,9 +58,9 @@ def gated_delta(
     log_decay, rate, scale = log_decay.contiguous(), rate.contiguous(), key_dim**-0.5
     qk_strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_strides = (v.stride(0), v.stride(1))
-    padded_value_dim = next_power_of_two(value_dim, 16)
+    padded_value_dim = round_up_to_power_of_two(value_dim, 16)
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
-    padded_key_dim = next_power_of_two(key_dim, 16)
+    padded_key_dim = round_up_to_power_of_two(key_dim, 16)
     constants = {"GROUP": heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
     value_block_count = triton.cdiv(value_dim, block_v)
     if plan.decode_count:
@@ -68,21 +68,22 @@ def gated_delta(
             q, k, v, log_decay, rate, states, plan.units, out, *qk_strides, *v_strides, states.stride(0), heads, scale,
             BLOCK_V=block_v, **constants,
         )  # fmt: skip
-    prompt_count = plan.sequences - plan.decode_count
+    prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
         new_v, new_k, inner = (
             torch.empty((tokens, heads, size), dtype=torch.float32, device=v.device)
             for size in (value_dim, key_dim, STATE_CHUNK)
         )
-        chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": dot_precision(v)}
+        chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(v)}
         triton_delta.prepare_delta_chunks[(plan.tile_seq.shape[0], heads)](
-            q, k, v, log_decay, rate, plan.starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
+            q, k, v, log_decay, rate, plan.query_starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
             *qk_strides, *v_strides, heads, scale, GROUP=heads // q.shape[1], KEY=key_dim, VALUE=value_dim,
             LEVELS=STATE_CHUNK.bit_length() - 1, BLOCK=min(64, max(padded_value_dim, padded_key_dim)), num_warps=8,
             **chunk_constants,
         )  # fmt: skip
         triton_delta.scan_delta_chunks[(prompt_count, heads, value_block_count)](
-            q, k, log_decay, new_v, new_k, inner, states, plan.starts, plan.units, out, *qk_strides, states.stride(0),
+            q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out, *qk_strides,
+            states.stride(0),
             heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=8, num_stages=1,
             **chunk_constants, **constants,
         )  # fmt: skip
@@ -98,25 +99,25 @@ def state_space(
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
     strides = (x.stride(0), x.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1), states.stride(0), heads)
-    padded_dim = next_power_of_two(dim, 16)
+    padded_dim = round_up_to_power_of_two(dim, 16)
     dims_per_block = padded_dim if INTERPRETED else min(padded_dim, 32)
     constants = {"PER_GROUP": heads // b.shape[1], "DIM": dim, "STATE": state_dim}
-    constants |= {"BLOCK_P": dims_per_block, "BLOCK_S": next_power_of_two(state_dim, 16)}
+    constants |= {"BLOCK_P": dims_per_block, "BLOCK_S": round_up_to_power_of_two(state_dim, 16)}
     dim_block_count = triton.cdiv(dim, dims_per_block)
     if plan.decode_count:
         triton_ssm.advance_ssm_state[(plan.decode_count, heads, dim_block_count)](
             *inputs, plan.units, out, *strides, **constants
         )
-    prompt_count = plan.sequences - plan.decode_count
+    prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        groups, chunk_constants = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": dot_precision(x)}
+        groups, chunk_constants = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
         scores = torch.empty((tokens, groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
         triton_ssm.compute_ssm_scores[(plan.tile_seq.shape[0], groups)](
-            b, c, plan.starts, plan.tile_seq, plan.tile_token, scores, *strides[2:6], groups,
+            b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *strides[2:6], groups,
             STATE=state_dim, BLOCK=min(64, constants["BLOCK_S"]), **chunk_constants,
         )  # fmt: skip
         triton_ssm.scan_ssm_chunks[(prompt_count, heads, dim_block_count)](
-            *inputs, scores, plan.starts, plan.units, out, *strides, plan.decode_count,
+            *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,
             num_warps=8, num_stages=1, **chunk_constants, **constants,
         )  # fmt: skip
     return out

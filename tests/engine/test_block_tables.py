@@ -15,7 +15,7 @@ from kernels import PagedKV
 
 CPU = torch.device("cpu")
 POOL = PagedKV(
-    torch.zeros(40 * 100), unit_elems=100, blocks_per_unit=3, block_size=4, num_layers=1, num_kv_heads=1, head_dim=4
+    torch.zeros(40 * 100), elems_per_unit=100, blocks_per_unit=3, block_size=4, num_layers=1, num_kv_heads=1, head_dim=4
 )  # fmt: skip
 
 
@@ -72,7 +72,9 @@ def test_tables_are_those_of_this_step() -> None:
                 width = -(-chunk.end // 4)
                 table = chunk.seq.block_tables[group][:width]
                 assert row_table[:width].tolist() == table
-                assert kept_tables.block_start_rows[:width, row].tolist() == [POOL.block_rows(block) for block in table]
+                assert kept_tables.block_start_rows[:width, row].tolist() == [
+                    POOL.compute_block_rows(block) for block in table
+                ]
 
 
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:

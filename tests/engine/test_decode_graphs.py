@@ -16,7 +16,7 @@ from hand_driver import Driver
 
 from engine.execution.decode_graphs import CudaCapture, DecodeGraphs
 from engine.tiny.model import Recipe, cached_model
-from kernels import select
+from kernels import select_kernels
 from kernels.reference.backend import ReferenceKernels
 
 pytestmark = pytest.mark.long
@@ -60,7 +60,7 @@ def test_recorded_steps_give_the_same_tokens(family):
     rng = random.Random(seed)
     folder = cached_model(Recipe(family=family, layers=2 if family == "qwen3" else 3))
     capture = RunAgain()
-    graphs = with_graphs(Driver(folder, kernels=select(CPU, "triton")), capture)
+    graphs = with_graphs(Driver(folder, kernels=select_kernels(CPU, "triton")), capture)
     plain = Driver(folder, kernels=ReferenceKernels(CPU))
     prompts = [[rng.randrange(2048) for _ in range(length)] for length in (16, 5, 3)]
     answers = []
@@ -81,7 +81,7 @@ def test_what_cannot_be_recorded_is_computed_as_usual(error: RuntimeError, caplo
     def fails(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         raise error
 
-    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), fails)
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select_kernels(CPU, "triton")), fails)
     plain = Driver(cached_model(Recipe()))
     tokens = []
     for d in (driver, plain):
@@ -181,7 +181,7 @@ def test_all_is_recorded_on_one_stream_which_is_left_also_after_a_failure(monkey
 
 def test_recording_ahead():
     capture = RunAgain()
-    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), capture)
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select_kernels(CPU, "triton")), capture)
     driver.runner.record_decode_steps(3)
     assert capture.record_count == 3  # 4, 2 and 1
     seq = driver.sequence([1, 2, 3])

@@ -27,7 +27,7 @@ from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
-from kernels.transfer import to_device, upload
+from kernels.transfer import copy_to_device, upload
 from kernels.triton.backend import TritonKernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -170,7 +170,7 @@ def read(tensors: list[torch.Tensor]) -> list[list[Any]]:
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     monkeypatch.setattr(InterpretedFunction, "run", look_only)
-    monkeypatch.setattr(runner_module, "to_host", lambda tensors: partial(read, tensors))
+    monkeypatch.setattr(runner_module, "start_copy_to_host", lambda tensors: partial(read, tensors))
     LAUNCHED.clear()
     return Guard()
 
@@ -178,7 +178,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
 def device_kernels() -> TritonKernels:
     """As on an H200."""
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors = DEVICE, 132
+    ops.device, ops._processor_count = DEVICE, 132
     return ops
 
 
@@ -352,7 +352,7 @@ def test_the_guard_sees_what_waits(guard: Guard, wait: Callable[[], object]) -> 
 
 def test_the_guard_lets_pass_what_does_not_wait(guard: Guard) -> None:
     with guard, torch.no_grad():
-        rows = to_device(np.array([1, 2]), DEVICE)
+        rows = copy_to_device(np.array([1, 2]), DEVICE)
         (ints,) = upload([np.array([3, 4, 5])], DEVICE)
         assert (rows.device, ints.device, ints.shape) == (DEVICE, DEVICE, (3,))
         X.index_select(0, rows)
@@ -361,4 +361,4 @@ def test_the_guard_lets_pass_what_does_not_wait(guard: Guard) -> None:
         X.topk(2).values.softmax(-1).cumsum(-1).argmax(-1)
         guard.recording = True
         with pytest.raises(AssertionError, match="recorded"):
-            to_device(np.array([1, 2]), DEVICE)
+            copy_to_device(np.array([1, 2]), DEVICE)

@@ -17,7 +17,7 @@ from engine.execution import runner
 from engine.execution.decode_graphs import CudaCapture
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
-from kernels import select
+from kernels import select_kernels
 from kernels.reference.backend import ReferenceKernels
 
 ON_CPU = os.environ.get("ON_CPU") == "1"
@@ -43,7 +43,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
 
-    begin = runner.to_host
+    begin = runner.start_copy_to_host
 
     def to_host(tensors):
         read = begin(tensors)
@@ -57,7 +57,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return waiting
 
-    monkeypatch.setattr(runner, "to_host", to_host)
+    monkeypatch.setattr(runner, "start_copy_to_host", to_host)
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -79,7 +79,7 @@ def test_the_references_tokens_and_no_waits(family: str, no_waits: None) -> None
     ]
     answers = []
     drivers = [
-        Driver(folder, kernels=select(device, "triton"), device=device, capture=capture),
+        Driver(folder, kernels=select_kernels(device, "triton"), device=device, capture=capture),
         Driver(folder, kernels=ReferenceKernels(torch.device("cpu"))),
     ]
     for driver in drivers:
@@ -104,7 +104,7 @@ def test_draws_on_the_device_follow_their_seeds(no_waits: None) -> None:
         SamplingParams(seed=5, top_p=0.95, top_k=50), SamplingParams(seed=5, top_p=0.95, top_k=50),
         SamplingParams(seed=6, top_p=0.95, top_k=50), SamplingParams(top_k=1), SamplingParams(temperature=0.0),
     ):  # fmt: skip
-        driver = Driver(folder, kernels=select(device, "triton"), device=device)
+        driver = Driver(folder, kernels=select_kernels(device, "triton"), device=device)
         seq = driver.sequence([3, 1, 4, 1, 5], params)
         driver.run(seq, 10)
         answers.append(seq.token_ids[5:])

@@ -27,7 +27,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import FinishReason, Request, RunnerLostError, SamplingParams, StepPlan
 from events import AllBlocksCleared, BlockStored, Event
-from kernels import select
+from kernels import select_kernels
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -74,7 +74,7 @@ def answers(
         model,
         DevicePool(spec, units, device=device, dtype=dtype),
         RunnerConfig(max_model_len=256, overlaps_steps=overlap),
-        kernels=select(device, kernels),
+        kernels=select_kernels(device, kernels),
         capture=CudaCapture(device) if device.type == "cuda" else None,
     )
     runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN

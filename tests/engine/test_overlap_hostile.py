@@ -23,7 +23,7 @@ from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, FinishReason, Request, SamplingParams
-from kernels import select
+from kernels import select_kernels
 from prompts import Tokenizer
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class AttackedEngine:
             DevicePool(spec, units, device=CPU, dtype=dtype),
             RunnerConfig(max_model_len=128, eos_token_ids=tuple(ends), overlaps_steps=overlap),
             grammars=grammars,
-            kernels=select(CPU, "reference"),
+            kernels=select_kernels(CPU, "reference"),
         )
         self.runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
         self.cache, self.events = KVCache(spec, units, step_tokens_max=48), EventChecker(BLOCK)

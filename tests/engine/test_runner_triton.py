@@ -10,7 +10,7 @@ import torch
 from hand_driver import Driver
 
 from engine.tiny.model import Recipe, cached_model
-from kernels import select
+from kernels import select_kernels
 from kernels.reference.backend import ReferenceKernels
 
 pytestmark = pytest.mark.long
@@ -38,7 +38,7 @@ def test_greedy_tokens_are_the_references(family):
     rng = random.Random(seed)
     folder = cached_model(RECIPES[family])
     cpu = torch.device("cpu")
-    drivers = [Driver(folder, kernels=kernels) for kernels in (select(cpu, "triton"), ReferenceKernels(cpu))]
+    drivers = [Driver(folder, kernels=kernels) for kernels in (select_kernels(cpu, "triton"), ReferenceKernels(cpu))]
     prompts = [[rng.randrange(2048) for _ in range(length)] for length in (21, 1, 16)]
     answers, logits = [], []
     for driver in drivers:

@@ -108,11 +108,11 @@ def test_draws_by_inversion_of_the_naive_distribution(params, seed, candidates):
     ]
     logits = torch.randn(len(seqs), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     before = logits.clone()
-    candidates_before, sampling.CANDIDATES = sampling.CANDIDATES, candidates
+    candidates_before, sampling.MIN_CANDIDATE_COUNT = sampling.MIN_CANDIDATE_COUNT, candidates
     try:
         tokens, logprobs = Drawing(VOCAB, CPU, (0, 9), seed)(logits, seqs)
     finally:
-        sampling.CANDIDATES = candidates_before
+        sampling.MIN_CANDIDATE_COUNT = candidates_before
     assert logprobs == {}
     assert torch.equal(logits, before)
     for row, seq, token in zip(logits.tolist(), seqs, tokens, strict=True):

@@ -90,7 +90,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 
 def backend() -> TritonKernels:
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors = torch.device("cpu"), 132
+    ops.device, ops._processor_count = torch.device("cpu"), 132
     return ops
 
 

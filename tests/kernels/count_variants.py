@@ -23,7 +23,7 @@ from kernels import transfer
 
 META = torch.device("meta")
 # Copies to it want a GPU's pinned memory.
-transfer.to_device = lambda array, device: torch.from_numpy(array).to(META)
+transfer.copy_to_device = lambda array, device: torch.from_numpy(array).to(META)
 transfer.overwrite = lambda there, array: None
 transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
@@ -67,7 +67,7 @@ def make_runner(recipe: Recipe) -> ModelRunner:
     for weight in model.weights:
         weight.allocate(torch.bfloat16, META)
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors = META, 132
+    ops.device, ops._processor_count = META, 132
     spec = model.make_cache_spec(16, torch.bfloat16)
     return ModelRunner(
         model,
@@ -92,7 +92,9 @@ def step(runner: ModelRunner, spans: list[tuple[int, int]]) -> None:
 
 def main(family: str, seed: int) -> None:
     JITFunction.run = note  # type: ignore[method-assign]
-    step_runner.to_host = lambda tensors: lambda: [torch.ones(x.shape, dtype=x.dtype).tolist() for x in tensors]
+    step_runner.start_copy_to_host = lambda tensors: (
+        lambda: [torch.ones(x.shape, dtype=x.dtype).tolist() for x in tensors]
+    )
     rng, runner = random.Random(seed), make_runner(Recipe(family=family, layers=4))
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kernels import Kernels, select
+from kernels import Kernels, select_kernels
 from kernels.counts import PenaltyRows, TokenCounts
 
 VOCAB = 3000
@@ -24,10 +24,10 @@ VOCAB = 3000
 def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")
-        return select("cuda", "triton")
+        return select_kernels("cuda", "triton")
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
-    return select("cpu", request.param)
+    return select_kernels("cpu", request.param)
 
 
 @pytest.mark.parametrize("all_rows", [True, False])
@@ -43,12 +43,12 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
     for row, known in zip(rows, held, strict=True):
         for place, token in enumerate(known):
             known[token] = rng.choice((1, 2, 3, 8, 9))
-            counts.tokens[row, place], counts.values[row, place] = token, known[token]
-        counts.lengths[row] = len(known)
+            counts.token_ids[row, place], counts.count_codes[row, place] = token, known[token]
+        counts.used_lengths[row] = len(known)
         if not known:  # as they are entered: a token that another sequence left there, and nothing
-            counts.tokens[row, 0], counts.values[row, 0] = left, 0
+            counts.token_ids[row, 0], counts.count_codes[row, 0] = left, 0
     untouched = [row for row in range(9) if row not in rows]
-    before = [part[untouched].clone() for part in (counts.tokens, counts.values, counts.lengths)]
+    before = [part[untouched].clone() for part in (counts.token_ids, counts.count_codes, counts.used_lengths)]
     at = list(range(count)) if all_rows else rng.sample(range(8), count)
     kinds = torch.rand(3, count, 1) + 0.5
     kinds[0, 1], kinds[1, 2], kinds[2, 3] = 1.0, 0.0, -0.3
@@ -75,9 +75,11 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
             known[token] = known.get(token, 0) + 2
         ops.count_sampled(drawn, counts, batch, width)
         for row, known in zip(rows, held, strict=True):
-            used = int(counts.lengths[row])
-            found = dict(zip(counts.tokens[row, :used].tolist(), counts.values[row, :used].tolist(), strict=True))
+            used = int(counts.used_lengths[row])
+            found = dict(
+                zip(counts.token_ids[row, :used].tolist(), counts.count_codes[row, :used].tolist(), strict=True)
+            )
             assert used == len(found)
             assert found == known
-    for part, old in zip((counts.tokens, counts.values, counts.lengths), before, strict=True):
+    for part, old in zip((counts.token_ids, counts.count_codes, counts.used_lengths), before, strict=True):
         assert torch.equal(part[untouched], old)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PagedKV, RaggedBatch, backends, select
-from kernels.flash_attention import pages
+from kernels import PagedKV, RaggedBatch, backends, select_kernels
+from kernels.flash_attention import view_overlapping_pages
 from kernels.reference.backend import ReferenceKernels, attend
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -129,7 +129,7 @@ def pool(lens, block_size, per_unit, dim, dtype):
         at = np.arange(n)
         of = table[i, at // block_size]
         for layer in range(layers):
-            for view in kv.layer_views(layer):
+            for view in kv.view_layer(layer):
                 view[of // per_unit, of % per_unit, at % block_size] = torch.randn(n, heads, dim).to(dtype)
     return kv, table
 
@@ -139,7 +139,7 @@ def pool(lens, block_size, per_unit, dim, dtype):
 def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, version, per_unit):
     if version == 2:
         monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    ops, exact = select(CPU, "flash-attn"), ReferenceKernels(CPU)
+    ops, exact = select_kernels(CPU, "flash-attn"), ReferenceKernels(CPU)
     lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
     kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
     batch, exact_kv = RaggedBatch.from_positions(starts, lens), replace(kv, buffer=kv.buffer.double())
@@ -157,11 +157,11 @@ def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, versio
 def test_pages_are_all_that_the_pool_has():
     kv, _ = pool([16], 16, 3, 16, torch.float32)
     for layer in range(3):
-        last = kv.buffer.numel() // kv.row_elems - 2 * 16 - layer * kv.layer_rows
-        for number, view in enumerate(pages(kv, layer)):
+        last = kv.buffer.numel() // kv.elems_per_row - 2 * 16 - layer * kv.rows_per_layer
+        for number, view in enumerate(view_overlapping_pages(kv, layer)):
             assert len(view) == last + 1
-            start = (last + layer * kv.layer_rows + number * 16) * kv.row_elems
-            flat = kv.buffer[start : start + 16 * kv.row_elems]
+            start = (last + layer * kv.rows_per_layer + number * 16) * kv.elems_per_row
+            flat = kv.buffer[start : start + 16 * kv.elems_per_row]
             assert flat.data_ptr() == view[-1].data_ptr()
             assert view[-1].is_contiguous()
 
@@ -171,7 +171,7 @@ def test_pages_are_all_that_the_pool_has():
 ])  # fmt: skip
 def test_what_a_package_does_not_take_is_computed_here(lent, rng, monkeypatch, block_size, dim, dtype):
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", None)
-    ops, lens = select(CPU, "flash-attn"), [40]
+    ops, lens = select_kernels(CPU, "flash-attn"), [40]
     kv, table = pool(lens, block_size, 1, dim, dtype)
     q, k, v = (torch.randn(40, heads, dim).to(dtype) for heads in (4, 2, 2))
     batch = RaggedBatch.from_positions([0], lens)
@@ -184,4 +184,4 @@ def test_what_a_package_does_not_take_is_computed_here(lent, rng, monkeypatch, b
 def test_auto_takes_the_fastest_that_is_installed(monkeypatch, major, installed, chosen):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(backends, "find_spec", lambda name: (installed and name == "flash_attn_interface") or None)
-    assert backends._fastest(torch.device("cuda")) == chosen
+    assert backends._choose_fastest(torch.device("cuda")) == chosen

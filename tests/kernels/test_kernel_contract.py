@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import Kernels, PagedKV, RaggedBatch, select
+from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
-from kernels.cpu.packed import BlockedMatrix, NativeMatrix, pack_matrix, packed_linear, should_use_native_products
+from kernels.cpu.packed import BlockedMatrix, NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -26,10 +26,10 @@ GPU = pytest.param("triton-gpu", marks=pytest.mark.gpu)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")
-        return select("cuda", "triton")
+        return select_kernels("cuda", "triton")
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
-    return select("cpu", request.param)
+    return select_kernels("cpu", request.param)
 
 
 @pytest.fixture(params=list(TOLERANCE), ids=str)
@@ -66,7 +66,7 @@ def twin(kv: PagedKV) -> PagedKV:
 
 def random_tables(rng: random.Random, lens: list[int], kv: PagedKV) -> np.ndarray:
     blocks = rng.sample(
-        range(kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit), sum(-(-n // kv.block_size) for n in lens)
+        range(kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit), sum(-(-n // kv.block_size) for n in lens)
     )
     table = np.full((len(lens), max(-(-n // kv.block_size) for n in lens) + 1), 10**6)  # past the context: never read
     for i, n in enumerate(lens):
@@ -136,7 +136,7 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     kv = make_pool(dtype, block_size, 2, kv_heads, dim, per_unit, 9000 // block_size // per_unit + 90)
     kv.buffer.normal_()
     per_row = [1100 // block_size * block_size, 1500 // block_size * block_size]
-    free = rng.sample(range(kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit), 9000 // block_size + 60)
+    free = rng.sample(range(kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit), 9000 // block_size + 60)
 
     def blocks(tokens: int) -> list[int]:
         return [free.pop() for _ in range(-(-tokens // block_size))]
@@ -234,7 +234,7 @@ def test_experts(ops, dtype, rng, tokens):
 
 def test_unknown_backends_are_refused():
     with pytest.raises(ValueError, match="attention backend 'nope': expected one of auto, "):
-        select("cpu", "nope")
+        select_kernels("cpu", "nope")
 
 
 def state_batch(rng: random.Random) -> tuple[RaggedBatch, np.ndarray, list[int]]:
@@ -383,7 +383,7 @@ def test_packed_matrices(rng, packing, shape, tokens):
         pytest.skip("this CPU does not multiply bf16 in hardware")
     assert isinstance(matrix, packing)
     with torch.inference_mode():
-        output = packed_linear(x, matrix, bias)
+        output = multiply_packed(x, matrix, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert output.dtype == torch.bfloat16
     # Sums are fp32: what is left is the rounding of the result.

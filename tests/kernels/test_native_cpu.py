@@ -47,7 +47,7 @@ def filled_pool(rng, dtype, lens, block_size, per_unit, layers, kv_heads, dim, m
         table[i, :width] = [blocks.pop() for _ in range(width)]
         at = table[i, np.arange(n) // block_size]
         for layer in range(layers):
-            for view in kv.layer_views(layer):
+            for view in kv.view_layer(layer):
                 view[at // per_unit, at % per_unit, np.arange(n) % block_size] = (
                     torch.randn(n, kv_heads, dim) * magnitude
                 ).to(dtype)
@@ -55,7 +55,7 @@ def filled_pool(rng, dtype, lens, block_size, per_unit, layers, kv_heads, dim, m
 
 
 def twin(kv):
-    sizes = (kv.unit_elems, kv.blocks_per_unit, kv.block_size, kv.num_layers, kv.num_kv_heads, kv.head_dim)
+    sizes = (kv.elems_per_unit, kv.blocks_per_unit, kv.block_size, kv.num_layers, kv.num_kv_heads, kv.head_dim)
     return PagedKV(kv.buffer.double(), *sizes)
 
 
@@ -189,7 +189,7 @@ def test_long_contexts_lose_nothing(ops, rng):
     """Equal values come back as they are, however many tiles they are summed over."""
     lens = [20_000]
     kv, table = filled_pool(rng, torch.float32, lens, 16, 1, 1, 1, 16)
-    kv.layer_views(0)[1].fill_(0.75)
+    kv.view_layer(0)[1].fill_(0.75)
     q, k = torch.randn(1, 2, 16), torch.randn(1, 1, 16)
     plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), table, kv, None)
     output = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)

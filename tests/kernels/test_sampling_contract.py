@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import sampling, select
-from kernels.sampling import SPAN_WEIGHTS, DrawSettings, RandomRows, _find_crossing
+from kernels import sampling, select_kernels
+from kernels.sampling import WEIGHTS_PER_SPAN, DrawSettings, RandomRows, _find_crossing
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
@@ -28,12 +28,12 @@ Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
 def draw(request: pytest.FixtureRequest) -> Draw:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")
-        return select("cuda", "triton").draw
+        return select_kernels("cuda", "triton").draw
     if request.param == "reference":
         return sampling.draw
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
-    return select("cpu", "triton").draw
+    return select_kernels("cpu", "triton").draw
 
 
 def draws_of(rows: int, vocab: int, **overrides: float) -> DrawSettings:
@@ -126,7 +126,7 @@ def random_draws(rng: random.Random, rows: int, vocab: int) -> DrawSettings:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 97, 1000])
 def test_the_token_that_the_running_sum_passes(draw, rng, monkeypatch, dtype, vocab):
-    monkeypatch.setattr(triton_ops, "DRAW_BLOCK", rng.choice((128, 256, 8192)))  # several tiles, or one
+    monkeypatch.setattr(triton_ops, "LOGITS_PER_BLOCK", rng.choice((128, 256, 8192)))  # several tiles, or one
     logits = (torch.randn(12, vocab) * rng.choice((0.1, 3.0, 20.0))).to(dtype)
     if rng.random() < 0.5:
         logits = logits.round()  # many equal ones, on the edges too
@@ -235,7 +235,7 @@ def test_spans_draw_what_one_running_sum_draws() -> None:
     """At the edges of spans, with most weights 0, and where a target lies at the end of everything."""
     torch.manual_seed(seed := random.randrange(2**32))
     print("seed", seed)
-    for count in (1, 5, SPAN_WEIGHTS - 1, SPAN_WEIGHTS, SPAN_WEIGHTS + 1, 3 * SPAN_WEIGHTS, 5000):
+    for count in (1, 5, WEIGHTS_PER_SPAN - 1, WEIGHTS_PER_SPAN, WEIGHTS_PER_SPAN + 1, 3 * WEIGHTS_PER_SPAN, 5000):
         weights = torch.rand(64, count) ** 8
         weights[1::2] *= torch.rand(32, count) < 0.02
         weights[:, torch.randint(count, (1,))] = 1.0

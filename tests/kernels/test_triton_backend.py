@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PagedKV, RaggedBatch, select
+from kernels import PagedKV, RaggedBatch, select_kernels
 from kernels.interface import DeviceBlockTable
 from kernels.reference.backend import ReferenceKernels
 
@@ -48,7 +48,7 @@ def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) ->
         table[i, :width] = blocks[at : at + width]
         at += width
         for layer in range(2):
-            for view in kv.layer_views(layer):
+            for view in kv.view_layer(layer):
                 for p in range(n):
                     view[table[i, p // 16], 0, p % 16] = torch.randn(kv_heads, dim).to(dtype)
     return kv, table
@@ -60,14 +60,14 @@ def twin(kv: PagedKV) -> PagedKV:
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_decode_over_split_contexts(rng, window):
-    ops = select(DEVICE, "triton")
+    ops = select_kernels(DEVICE, "triton")
     ops._processors = 20  # as on a device that has some: contexts are split, some into parts that they do not have
     lens = [1, 17, rng.randrange(513, 1200)]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     batch, exact, exact_kv = RaggedBatch.from_positions([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
     plan = ops.plan_attention(batch, table, kv, window)
-    assert plan.splits > 1
+    assert plan.split_count > 1
     output = ops.attention(q, k, v, kv, 1, plan, 0.3)
     expected = exact.attention(
         q.double(), k.double(), v.double(), exact_kv, 1, exact.plan_attention(batch, table, exact_kv, window), 0.3
@@ -76,7 +76,7 @@ def test_decode_over_split_contexts(rng, window):
 
 
 def test_a_fixed_plan_is_refilled_and_padded(rng):
-    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
+    ops, exact = select_kernels(DEVICE, "triton"), ReferenceKernels(DEVICE)
     lens = [5, 16, 33]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     fixed = ops.make_fixed_decode_plan(4, 8, kv, None)
@@ -96,11 +96,11 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
         assert relative_error(output[:n], expected) < 1e-5
         assert torch.equal(output[n:], torch.zeros_like(output[n:]))  # padding attends to nothing
         changed = (kv.buffer.nan_to_num(7.0) != before.nan_to_num(7.0)).sum().item()
-        assert changed == n * 2 * kv.row_elems  # and stores nothing
+        assert changed == n * 2 * kv.elems_per_row  # and stores nothing
 
 
 def test_padded_states_are_left_alone(rng):
-    ops = select(DEVICE, "triton")
+    ops = select_kernels(DEVICE, "triton")
     plan = ops.make_fixed_state_plan(3)
     ops.refill_state_plan(plan, np.array([4]))
     tails, states, ssm = torch.randn(6, 3, 20), torch.randn(6, 2, 16, 8), torch.randn(6, 4, 8, 16)
@@ -118,7 +118,7 @@ def test_padded_states_are_left_alone(rng):
 
 def test_a_prompt_that_repeats_one_key(rng):
     """The worst case for the inverse inside the chunked delta rule: its powers grow like binomials, it does not."""
-    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
+    ops, exact = select_kernels(DEVICE, "triton"), ReferenceKernels(DEVICE)
     tokens = 130
     k = torch.randn(1, 2, 16).expand(tokens, 2, 16).contiguous()
     q, v = torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
@@ -134,7 +134,7 @@ def test_a_prompt_that_repeats_one_key(rng):
 
 
 def test_sequences_without_queries_change_nothing(rng):
-    ops = select(DEVICE, "triton")
+    ops = select_kernels(DEVICE, "triton")
     lens = [7, 20]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     batch = RaggedBatch.from_positions([6, 20], lens)  # the second computes nothing in this step
@@ -150,7 +150,7 @@ def test_sequences_without_queries_change_nothing(rng):
 
 @pytest.mark.parametrize("routing", ["one expert", "spread"])
 def test_experts_that_get_none_or_all(rng, routing):
-    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
+    ops, exact = select_kernels(DEVICE, "triton"), ReferenceKernels(DEVICE)
     tokens = 40
     x, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
     gate_up, down = torch.randn(5, 40, 32) / 6, torch.randn(5, 32, 20) / 4
@@ -163,26 +163,26 @@ def test_experts_that_get_none_or_all(rng, routing):
 
 @interpreter_only
 def test_dispatch(monkeypatch, caplog):
-    assert [select("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
+    assert [select_kernels("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
         "cpu", "cpu", "cpu", "reference", "triton",
     ]  # fmt: skip
     assert not caplog.records
-    assert select("meta", "torch").name == "reference"
+    assert select_kernels("meta", "torch").name == "reference"
     assert "the host waits for the device in every layer" in caplog.text
     with pytest.raises(ValueError, match=r"attention backend 'flash-attn': .* is not installed"):
-        select("cpu", "flash-attn")
+        select_kernels("cpu", "flash-attn")
     with pytest.raises(ValueError, match="attention backend 'cpu' cannot run on device meta"):
-        select("meta", "cpu")
+        select_kernels("meta", "cpu")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="attention backend 'triton': the package triton must be installed"):
-        select("cpu", "triton")
+        select_kernels("cpu", "triton")
 
 
 @interpreter_only
 def test_the_interpreter_is_asked_for(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="attention backend 'triton' on device cpu: expected a CUDA device"):
-        select("cpu", "triton")
+        select_kernels("cpu", "triton")
 
 
 def reserved(elems: int, dtype: torch.dtype) -> torch.Tensor:
@@ -198,7 +198,7 @@ FAR = 2**31
 
 
 def test_keys_and_values_far_into_a_large_pool(rng):
-    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
+    ops, exact = select_kernels(DEVICE, "triton"), ReferenceKernels(DEVICE)
     unit = 2 * 16 * 2 * 16
     near = PagedKV(torch.randn(8 * unit).bfloat16(), unit, 1, 16, 1, 2, 16)
     buffer = reserved(FAR + 8 * unit, torch.bfloat16)
@@ -217,7 +217,7 @@ def test_keys_and_values_far_into_a_large_pool(rng):
 
 
 def test_states_far_into_a_large_pool(rng):
-    ops = select(DEVICE, "triton")
+    ops = select_kernels(DEVICE, "triton")
     batch, units = RaggedBatch.from_positions([5, 0], [6, 70]), np.array([1, 2])
     tokens, stride = 71, 2**29
     inputs = {
