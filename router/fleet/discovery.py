@@ -63,7 +63,7 @@ class WorkerFlag:
     """`events=none`: follow the cache by history."""
     roles: frozenset[str] = frozenset()
     cache_tokens: int | None = None
-    seats: int | None = None
+    max_num_seqs: int | None = None
     """Sequences it runs at once; engines do not tell."""
     is_shortest_first: bool | None = None
     """`prefill_order=shortest`: which of its prompts it computes first; None: as it tells, else in their order."""
@@ -103,8 +103,10 @@ _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])
 _ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_FLAG_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "prefill_order", "reannounce",
-         "send_key", "model", "root", "block_size")  # fmt: skip
+_FLAG_KEYS = (
+    "url", "events", "replay", "topic", "id", "roles", "cache_tokens", "max_num_seqs", "prefill_order", "reannounce",
+    "send_key", "model", "root", "block_size",
+)  # fmt: skip
 """The last three instead of `url`."""
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 """What an operator adds to `vllm serve` or `engine serve` to have events published."""
@@ -112,7 +114,7 @@ EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher"
 
 def parse_worker_flag(text: str) -> WorkerFlag:
     """`http://host:8000`, or
-    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,max_num_seqs=N,
     prefill_order=shortest,reannounce=1`;
     `model=...,root=...,block_size=N` instead of `url` for one that is sent its requests by others.
 
@@ -173,8 +175,10 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
         raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
     if is_external and not endpoints:
         raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
-    capacity, seats, block_size = (value_by_key.get(key) for key in ("cache_tokens", "seats", "block_size"))
-    for key, value in (("cache_tokens", capacity), ("seats", seats), ("block_size", block_size)):
+    capacity, max_num_seqs, block_size = (
+        value_by_key.get(key) for key in ("cache_tokens", "max_num_seqs", "block_size")
+    )
+    for key, value in (("cache_tokens", capacity), ("max_num_seqs", max_num_seqs), ("block_size", block_size)):
         if value is not None and not parse_number(value):
             raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
     for key in ("reannounce", "send_key"):
@@ -195,7 +199,7 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
         no_events=events == "none",
         roles=frozenset(filter(None, value_by_key.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
-        seats=int(seats) if seats is not None else None,
+        max_num_seqs=int(max_num_seqs) if max_num_seqs is not None else None,
         is_shortest_first=None if prefill_order is None else prefill_order == "shortest",
         reannounces=value_by_key.get("reannounce") == "1",
         sends_api_key=value_by_key.get("send_key", "1") == "1",
@@ -273,7 +277,7 @@ def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         cache_view=CacheView.EVENTS if facts.sources else CacheView.APPROXIMATE,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
         host_tokens=facts.host_tokens,
-        max_num_seqs=flag.seats,
+        max_num_seqs=flag.max_num_seqs,
         block_size=facts.block_size,
         is_shortest_first=facts.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
     )

@@ -27,7 +27,7 @@ from simulation.workload import SimRequest, Workload
 
 FIT_ROUNDS_MAX, FIT_TOLERANCE = 3, 0.01
 """Most simulations to fit step times to the recorded answers, and the relative error that is good enough."""
-SEATS = 256
+DEFAULT_MAX_NUM_SEQS = 256
 """Largest batch of a worker that does not report it."""
 
 
@@ -36,7 +36,7 @@ class ObservedEngine(msgspec.Struct, frozen=True):
 
     name: str
     cache_tokens: int | None = None
-    seats: int | None = None
+    max_num_seqs: int | None = None
     shortest_first: bool = False
 
 
@@ -168,7 +168,7 @@ def compare(
         step_times=StepTimes(),
         per_worker=[(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
         limits=EngineLimits(
-            min(engine.seats or SEATS for engine in engines),
+            min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
             is_preemptive=True,
             shortest_first=all(engine.shortest_first for engine in engines),
         ),

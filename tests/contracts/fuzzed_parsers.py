@@ -272,7 +272,7 @@ def _examples() -> dict[str, tuple[bytes, ...]]:
             b'[{"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558","topic":"","data_parallel_rank":0,'
             b'"groups":[{"group_idx":0,"kind":"full_attention","block_size":16}]}]',
             b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
-            b"http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,seats=4",
+            b"http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,max_num_seqs=4",
             b'{"max_total_num_tokens": 100000}',
         ),
         "peers": (msgspec.msgpack.encode(load),),

@@ -193,7 +193,7 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"url":false}', b'{"url":"http://w:1","seats":[]}', b'{"url":"http://w:1","odd":1}']
+    "body", [b'{"url":false}', b'{"url":"http://w:1","max_num_seqs":[]}', b'{"url":"http://w:1","odd":1}']
 )
 def test_a_worker_of_wrong_types_is_refused(edge: Any, body: bytes) -> None:
     """A method that is none of ours is 405."""
