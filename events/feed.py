@@ -58,7 +58,7 @@ class FeedHandler(Protocol):
         anything else of this stream, until it says False.
         """
 
-    def connection_changed(self, stream_id: str, is_up: bool) -> None:
+    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
         """The subscription of this stream came up or went down."""
 
 
@@ -230,7 +230,7 @@ class EventFeed:
         for notify in (
             lambda: handler.handle(stream_id, Clear(reason), stream.topic),
             lambda: handler.handle(stream_id, MalformedMessage(reason), stream.topic),
-            lambda: handler.connection_changed(stream_id, False),
+            lambda: handler.on_connection_changed(stream_id, False),
         ):
             self._run_guarded(None, notify)  # the handler may be what raised
 
@@ -327,7 +327,7 @@ class EventFeed:
         stream.is_connected, stream.disconnected_at = True, None
         if stream.retry_at is not None:
             return  # it broke off, and has not been quiet for long enough
-        self._handler.connection_changed(stream.source.stream_id, True)
+        self._handler.on_connection_changed(stream.source.stream_id, True)
         self._enqueue_instructions(stream, stream.stream_state.on_connected(time.monotonic()))
 
     def _on_disconnected(self, stream: FollowedStream) -> None:
@@ -336,7 +336,7 @@ class EventFeed:
             return
         self._cancel_request(stream)
         self._enqueue_instructions(stream, stream.stream_state.on_disconnected())
-        self._handler.connection_changed(stream.source.stream_id, False)
+        self._handler.on_connection_changed(stream.source.stream_id, False)
 
     def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
         for topic in [

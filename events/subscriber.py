@@ -127,7 +127,7 @@ class Subscriber:
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
         self._put(_QueueEntry(stream_id, instruction, topic))
 
-    def connection_changed(self, stream_id: str, is_up: bool) -> None:
+    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
         self._put(_QueueEntry(stream_id, Connection(is_up), b""))
 
     def _put(self, entry: _QueueEntry) -> None:

@@ -147,7 +147,7 @@ class AdminRoutes:
             "name": "blockcast router",
             "version": self._version,
             "forwarded_to_workers": [*self._forwarded_paths],
-            "paths": self.routes.paths(public=True),
+            "paths": self.routes.list_paths(public=True),
         }
         return Response(msgspec.json.encode(body))
 

@@ -79,13 +79,13 @@ class Viewer:
         if not self._is_paused:
             self._connection.write(b"event: %b\ndata: %b\n\n" % (event.encode(), data))
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         self._on_leave(self)
 
-    def client_paused(self) -> None:
+    def on_client_paused(self) -> None:
         self._is_paused = True
 
-    def client_resumed(self) -> None:
+    def on_client_resumed(self) -> None:
         self._is_paused = False
 
 

@@ -156,7 +156,7 @@ class RequestDispatcher:
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """The client's own id where it may be passed on, else a new one."""
-        client_id = request.header(b"x-request-id")
+        client_id = request.get_header(b"x-request-id")
         if client_id and len(client_id) <= TRACE_ID_BYTES_MAX and not has_worker_address(client_id):
             is_plain = client_id.isascii() and client_id.isalnum()  # as most are: looked at at once
             if is_plain or all(33 <= byte < 127 for byte in client_id):

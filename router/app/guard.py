@@ -38,7 +38,7 @@ class AdminGuard:
 
     def check_on_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
         """The main address where there is no other: for this very machine, and not by way of a proxy on it."""
-        if not connection.peer.startswith(LOOPBACK) or any(request.header(name) for name in PROXY_HEADERS):
+        if not connection.peer.startswith(LOOPBACK) or any(request.get_header(name) for name in PROXY_HEADERS):
             raise _forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
         self._check(request)
 
@@ -51,13 +51,13 @@ class AdminGuard:
             raise RequestError(
                 "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
             )  # fmt: skip
-        host = (request.header(b"host") or b"").decode("latin-1").lower()
+        host = (request.get_header(b"host") or b"").decode("latin-1").lower()
         if not self._is_own_host(host):
             raise _forbidden_error("the Host header names none of this router's hosts; --admin-host NAME makes it one")
-        origin = request.header(b"origin")
+        origin = request.get_header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _forbidden_error("pages of other sites may not use the admin routes")
-        kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        kind = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and kind != b"application/json":
             raise RequestError("the body has to be declared as application/json", param=None, status=415)
 
@@ -86,7 +86,7 @@ class ApiKeys:
         RequestError where it brings none of the keys. Every key is compared, each in constant time."""
         if not self._keys:
             return client.peer
-        token = bearer_token(request) or (request.header(b"x-api-key") or b"").strip()
+        token = bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
         matches = [make_key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         if not matches:
             raise RequestError(
@@ -102,7 +102,7 @@ def allow_all(connection: ClientConnection, request: HttpRequest) -> None:
 
 def bearer_token(request: HttpRequest) -> bytes:
     """The key that a request brings; empty where there is none."""
-    scheme, _, token = (request.header(b"authorization") or b"").partition(b" ")
+    scheme, _, token = (request.get_header(b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 

@@ -249,7 +249,9 @@ class RouterProcess:
             is_synced=self._feed.is_synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
-            aliases=self._request_reader.model_names.aliases if self._request_reader.model_names is not None else {},
+            aliases=self._request_reader.model_names.model_by_alias
+            if self._request_reader.model_names is not None
+            else {},
             forwarded_paths=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
@@ -393,7 +395,9 @@ class RouterProcess:
         idle_steps = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
         for step in (self._proxy.sweep, *idle_steps, self._dashboard.tick, self._watch_feed):
             self._run_guarded("sweep", step, now)
-        self._addresses.for_each_listener(lambda listener: self._run_guarded("listener", listener.sweep, now))
+        self._addresses.for_each_listener(
+            lambda listener: self._run_guarded("listener", listener.expire_connections, now)
+        )
         if self._picker is not None:
             self._run_guarded("picker", self._picker.beat, now)
         collect_old_objects(idle=not self._proxy.exchanges)

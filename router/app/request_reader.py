@@ -304,7 +304,7 @@ def _get_body_format(request: HttpRequest, path: str | None) -> Literal["json", 
     """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
     if _get_request_kind(request, path) != "other":
         return "json"
-    content_type = request.header(b"content-type")
+    content_type = request.get_header(b"content-type")
     if is_form(content_type):
         return "form"
     if _JSON_OBJECT_START.match(request.pieces[0]) is not None:
@@ -313,7 +313,7 @@ def _get_body_format(request: HttpRequest, path: str | None) -> Literal["json", 
 
 
 def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
-    return read_form(request.pieces, request.header(b"content-type") or b"")
+    return read_form(request.pieces, request.get_header(b"content-type") or b"")
 
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:

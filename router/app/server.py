@@ -95,10 +95,10 @@ class ForwardedRoutes:
         if methods is None:
             raise make_unknown_path_error(
                 path,
-                [*self.paths, *self._local_routes.paths()],
+                [*self.paths, *self._local_routes.list_paths()],
                 reason="this path is not passed on to workers; --pass-route makes it so",
             )
-        if b"websocket" in (request.header(b"upgrade") or b"").lower():
+        if b"websocket" in (request.get_header(b"upgrade") or b"").lower():
             raise UpgradeRequired(path)
         if request.method not in methods and not is_preflight:
             raise MethodNotAllowed(request, methods)
@@ -137,18 +137,18 @@ class RouterApp:
         path = request.path
         if is_worker_path(path):
             return self._worker_routes.admit(connection, request)
-        if not self._local_routes.methods_of(path):
-            raise make_unknown_path_error(path, [*self._worker_routes.paths, *self._local_routes.paths()])
+        if not self._local_routes.list_methods(path):
+            raise make_unknown_path_error(path, [*self._worker_routes.paths, *self._local_routes.list_paths()])
         if not self._local_routes.is_public(request):
             self._guard(connection, request)
         return connection.peer
 
-    def cors_headers(self, request: HttpRequest) -> bytes:
+    def build_cors_headers(self, request: HttpRequest) -> bytes:
         """Lines of whatever answer a request under `/v1/` gets: admin routes are for no page but their own."""
         path = request.path
         if self._cors is None or not is_worker_path(path):
             return b""
-        return self._cors.headers(request, self._worker_routes.get_methods(path) or ())
+        return self._cors.build_header_lines(request, self._worker_routes.get_methods(path) or ())
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later. Raises RequestError."""

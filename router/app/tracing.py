@@ -52,7 +52,7 @@ class Tracing:
     def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
         """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
         request, parent_context = context.request, None
-        traceparent = request.header(b"traceparent")
+        traceparent = request.get_header(b"traceparent")
         traceparent_match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
         if traceparent_match is not None:
             if not int(traceparent_match[3], 16) & 1:

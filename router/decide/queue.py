@@ -228,12 +228,12 @@ class RequestQueue:
                 request_id_iterators.append(self._iter_request_ids(background))
                 continue
             preceding_entries = list(itertools.takewhile(lambda entry: entry[0] <= sort_key, lines.get(line_name, ())))
-            served_until_s = scheduler.served_s(line_name) + sum(
+            served_until_s = scheduler.get_served_s(line_name) + sum(
                 self._requests[request_id].charge_s for _, request_id in preceding_entries[:max_requests]
             )
             request_id_iterators.append(request_id for _, request_id in preceding_entries)
             request_id_iterators += [
-                self._iter_ids_served_before(line, scheduler.served_s(name), served_until_s)
+                self._iter_ids_served_before(line, scheduler.get_served_s(name), served_until_s)
                 for name, line in lines.items()
                 if name != line_name
             ]
@@ -269,7 +269,7 @@ class RequestQueue:
         charges_by_line = {
             name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()
         }
-        return self._tenant_schedulers[background].merge(charges_by_line)
+        return self._tenant_schedulers[background].merge_queues(charges_by_line)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""

@@ -87,7 +87,7 @@ class Exchange:
 
     # From the client's side ---------------------------------------------------------------------------------------
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         """The client closed its connection: cancel upstream at once. An answer whose last event it has is complete."""
         head = self._response_head
         if head is not None and self._is_stream_complete(head):
@@ -103,13 +103,13 @@ class Exchange:
         )
         return is_streaming and context.progress.has_final_event(context.request.path)
 
-    def client_paused(self) -> None:
+    def on_client_paused(self) -> None:
         """The client reads slower than the worker writes."""
         self._is_client_paused = True
         if self._attempt is not None:
             self._attempt.pause_reading()
 
-    def client_resumed(self) -> None:
+    def on_client_resumed(self) -> None:
         self._is_client_paused = False
         if self._attempt is not None:
             self._attempt.resume_reading()

@@ -47,13 +47,13 @@ class MirroredExchange:
     def reject(self, error: RequestError) -> None:
         self.answer()
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         """The client closed its connection."""
         self._proxy.end(self.context, "client_gone")
 
-    def client_paused(self) -> None: ...
+    def on_client_paused(self) -> None: ...
 
-    def client_resumed(self) -> None: ...
+    def on_client_resumed(self) -> None: ...
 
     def crash(self, error: Exception) -> None:
         """What handles the copy raised `error`."""

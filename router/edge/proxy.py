@@ -31,7 +31,7 @@ from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import build_key_pattern
 from router.edge.upstream import UpstreamPool
 from router.edge.worker_directory import WorkerDirectory
-from router.http.budget import Budget
+from router.http.budget import BufferBudget
 from router.http.connection import Client, Responder
 from router.metrics import Metrics
 
@@ -106,7 +106,7 @@ class Proxy:
         self.metrics = metrics
         self.config = config
         self.now = now
-        self.budget = Budget(config.limits, metrics)
+        self.budget = BufferBudget(config.limits, metrics)
         self.workers = WorkerDirectory(core.workers, worker_authorization)
         self.passed_fields = frozenset(config.passed_fields)
         """Fields and headers of workers that clients may set, and are answered."""

@@ -78,7 +78,7 @@ def build_request_head(
         length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), target.path_prefix, request.target if path is None else path,
-        target.authority, trace_id, request.headers.exclude(removed_headers), added_lines, length_line,
+        target.authority, trace_id, request.headers.join_lines_without(removed_headers), added_lines, length_line,
     )  # fmt: skip
 
 
@@ -104,6 +104,6 @@ def build_response_head(
         framing = b"content-length: %b\r\n" % str(head.content_length).encode()
     removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
-        head.status_and_reason, trace_id, cache_lines, head.headers.exclude(removed_headers), cors_headers, framing,
-        b"" if keep_alive else b"connection: close\r\n",
+        head.status_and_reason, trace_id, cache_lines, head.headers.join_lines_without(removed_headers), cors_headers,
+        framing, b"" if keep_alive else b"connection: close\r\n",
     )  # fmt: skip

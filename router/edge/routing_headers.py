@@ -18,7 +18,7 @@ class RoutingHeaders:
 
     def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
         """Raises RequestError naming the header that cannot be read."""
-        model = None if model_header is None else request.header(model_header)
+        model = None if model_header is None else request.get_header(model_header)
         self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
         self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         """Stands in for that of the body."""
@@ -26,9 +26,9 @@ class RoutingHeaders:
         """How long the router may hold the request."""
         self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
         """By when its first token must be predicted."""
-        self.worker = _decode_header(request.header(b"x-blockcast-worker"))
+        self.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
         """The only worker that may answer."""
-        self.role = _decode_header(request.header(b"x-blockcast-role"))
+        self.role = _decode_header(request.get_header(b"x-blockcast-role"))
         self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
         """Whether the client asks for the reasons of its miss."""
         self.session: NamesByMeaning = names.read_headers(request.headers.get)
@@ -47,7 +47,7 @@ class ResolvedModel(NamedTuple):
 
 
 def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
-    value = request.header(name)
+    value = request.get_header(name)
     if value is None:
         return None
     if re.fullmatch(rb"-?[0-9]{1,10}", value) is None or not low <= int(value) <= high:

@@ -404,7 +404,7 @@ class IndexFeed:
         self._clear_and_report(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
-    def connection_changed(self, stream_id: str, up: bool) -> None:
+    def on_connection_changed(self, stream_id: str, up: bool) -> None:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.is_up = up

@@ -13,7 +13,7 @@ from router.http.headers import TOKEN_PATTERN, ProtocolError
 
 MAX_LINE_BYTES: Final = 1024
 """A chunk-size line with its extensions, and each trailer line."""
-SHORT_LINE_BYTES: Final = 64
+SHORT_SIZE_LINE_BYTES: Final = 64
 """Shorter size lines are read without ceremony: a body may consist of nothing else."""
 MAX_TRAILER_BYTES: Final = 64 * 1024
 """Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
@@ -25,9 +25,9 @@ _SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
 _TRAILER_PATTERN = re.compile(
     rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n\Z"
 )
-_PARSED_SIZES: dict[bytes, int] = {}
+_SIZE_BY_LINE: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
-_MAX_PARSED_SIZES: Final = 4096
+_MAX_REMEMBERED_LINES: Final = 4096
 
 
 class BodyTooLarge(Exception):
@@ -68,57 +68,57 @@ class ChunkedBody:
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
         """How many leading bytes of `data` belong to the body; `payload` receives its content."""
-        position, size = 0, len(data)
-        while position < size and not self.is_complete:
+        position, data_end = 0, len(data)
+        while position < data_end and not self.is_complete:
             remaining = self.remaining_bytes
             if remaining == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
                 position = self._read_complete_chunks(data, position, payload)
-                if position == size:
+                if position == data_end:
                     break
             if remaining > 0:
-                count = min(remaining, size - position)
+                count = min(remaining, data_end - position)
                 if payload is not None:
                     payload += data[position : position + count]
                 self.remaining_bytes = remaining - count
                 position += count
                 continue
-            end = data.find(b"\n", position, position + MAX_LINE_BYTES)
-            if end < 0:
+            line_end = data.find(b"\n", position, position + MAX_LINE_BYTES)
+            if line_end < 0:
                 self._partial_line += data[position : position + MAX_LINE_BYTES + 1]
                 if len(self._partial_line) > MAX_LINE_BYTES:
                     raise ProtocolError("chunk header too long")
-                return size
-            line = self._partial_line + data[position : end + 1]
+                return data_end
+            line = self._partial_line + data[position : line_end + 1]
             self._partial_line = b""
-            position = end + 1
+            position = line_end + 1
             self._read_line(line)
         return position
 
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
         """Return the end of the complete chunks from `position` on, up to anything unusual: the last chunk, a long
         extension, a chunk that goes on in the next read."""
-        size = len(data)
-        while position < size:
-            end = data.find(b"\r\n", position, position + SHORT_LINE_BYTES)
-            if end < 0:
+        data_end = len(data)
+        while position < data_end:
+            line_end = data.find(b"\r\n", position, position + SHORT_SIZE_LINE_BYTES)
+            if line_end < 0:
                 break
-            line = data[position:end]
-            length = _PARSED_SIZES.get(line)
-            if length is None:
+            line = data[position:line_end]
+            chunk_bytes = _SIZE_BY_LINE.get(line)
+            if chunk_bytes is None:
                 match = _SIZE_PATTERN.match(line)
                 if match is None:
                     break
-                length = int(match[1], 16)
-                if len(_PARSED_SIZES) < _MAX_PARSED_SIZES:
-                    _PARSED_SIZES[line] = length
-            content_start = end + 2
-            content_end = content_start + length
-            if length == 0 or not data.startswith(b"\r\n", content_end):
+                chunk_bytes = int(match[1], 16)
+                if len(_SIZE_BY_LINE) < _MAX_REMEMBERED_LINES:
+                    _SIZE_BY_LINE[line] = chunk_bytes
+            content_start = line_end + 2
+            content_end = content_start + chunk_bytes
+            if chunk_bytes == 0 or not data.startswith(b"\r\n", content_end):
                 break
             if payload is not None:
                 payload += data[content_start:content_end]
             if self._max_content_bytes is not None:
-                self._check_sizes(length, content_start - position + 2)
+                self._check_sizes(chunk_bytes, content_start - position + 2)
             position = content_end + 2
         return position
 
@@ -133,7 +133,7 @@ class ChunkedBody:
     def _read_line(self, line: bytes) -> None:
         if len(line) > MAX_LINE_BYTES:
             raise ProtocolError("chunk header too long")
-        length = 0
+        chunk_bytes = 0
         if self.remaining_bytes == 0:  # the line end that closes a chunk's content
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
@@ -149,13 +149,13 @@ class ChunkedBody:
             match = _SIZE_PATTERN.match(line[:-2]) if line.endswith(b"\r\n") else None
             if match is None:
                 raise ProtocolError(f"bad chunk size {line[:40]!r}")
-            length = int(match[1], 16)
-            if length:
-                self.remaining_bytes = length
+            chunk_bytes = int(match[1], 16)
+            if chunk_bytes:
+                self.remaining_bytes = chunk_bytes
             else:
                 self._is_in_trailers = True
         if self._max_content_bytes is not None:
-            self._check_sizes(length, len(line))
+            self._check_sizes(chunk_bytes, len(line))
 
     @property
     def is_between_chunks(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.budget import UNCOUNTED_BYTES, Budget
+from router.http.budget import UNCOUNTED_BYTES, BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
@@ -37,11 +37,11 @@ LONG_READ_BYTES: Final = 64 * 1024
 class Responder(Protocol):
     """The object that answers the current request of a connection."""
 
-    def client_gone(self) -> None: ...
+    def on_client_gone(self) -> None: ...
 
-    def client_paused(self) -> None: ...
+    def on_client_paused(self) -> None: ...
 
-    def client_resumed(self) -> None: ...
+    def on_client_resumed(self) -> None: ...
 
 
 class Client(Protocol):
@@ -77,14 +77,14 @@ def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Ex
     if responder is None:
         return
     try:
-        responder.client_gone()
+        responder.on_client_gone()
     except Exception as error:  # noqa: BLE001  a boundary
         record_crash(place, error)
 
 
 class Application(Protocol):
     limits: HttpLimits
-    budget: Budget
+    budget: BufferBudget
     scheduler: FairScheduler
     """Order in which connections read long bodies."""
     arrival_scheduler: FairScheduler
@@ -93,7 +93,7 @@ class Application(Protocol):
     def now(self) -> float:
         """Seconds of the clock whose times `ClientConnection.expire` is given."""
 
-    def cors_headers(self, request: HttpRequest) -> bytes:
+    def build_cors_headers(self, request: HttpRequest) -> bytes:
         """Header lines of whatever answer `request` gets."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
@@ -114,7 +114,6 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app",
-        "_body_bytes",
         "_booked_bytes",
         "_drained_at_s",
         "_drained_bytes",
@@ -126,13 +125,14 @@ class ClientConnection(asyncio.Protocol):
         "_is_reading_paused",
         "_is_writing_paused",
         "_keep_alive",
+        "_open_connections",
         "_parser",
         "_path",
         "_queued_request",
-        "_registry",
+        "_request_bytes",
         "_tenant",
         "_transport",
-        "_unsent_bytes",
+        "_unsent_response_bytes",
         "_waiting_since_s",
         "_written_bytes",
         "cors_headers",
@@ -142,9 +142,9 @@ class ClientConnection(asyncio.Protocol):
         "responder",
     )  # fmt: skip
 
-    def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
+    def __init__(self, app: Application, open_connections: set[ClientConnection]) -> None:
         self._app = app
-        self._registry = registry
+        self._open_connections = open_connections
         self._parser = RequestParser(app.limits)
         self._transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
@@ -154,7 +154,7 @@ class ClientConnection(asyncio.Protocol):
         self.cors_headers = b""
         self.is_tls = False
         self._is_busy = False
-        self._body_bytes = 0
+        self._request_bytes = 0
         """Bytes of the current request, its head included."""
         self._tenant = ""
         """Tenant to which the bytes kept here are charged."""
@@ -171,7 +171,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_reading_paused = False
         self._is_writing_paused = False
         """The client reads slower than it is answered: no further request of it is begun."""
-        self._unsent_bytes = 0
+        self._unsent_response_bytes = 0
         """Bytes of answers that wait for the client, while writing is paused."""
         self._written_bytes = 0
         """Bytes of all answers so far."""
@@ -194,7 +194,7 @@ class ClientConnection(asyncio.Protocol):
         peer_address = transport.get_extra_info("peername")
         self.peer = self._tenant = peer_address[0] if isinstance(peer_address, tuple) else ""
         self.is_tls = transport.get_extra_info("sslcontext") is not None
-        self._registry.add(self)
+        self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering:
@@ -220,12 +220,12 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = self._queued_request = None
-        self._registry.discard(self)
+        self._open_connections.discard(self)
         self._cancel_responder()
         self._release_buffers()
 
     def _release_buffers(self) -> None:
-        if self._parser.free_piece():
+        if self._parser.discard_piece():
             self._app.scheduler.schedule(self._release_buffers)
         elif self._booked_bytes:
             self._app.budget.change(self._tenant, self._booked_bytes, 0)
@@ -236,20 +236,20 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._book_unsent_bytes()
             if self.responder is not None:
-                self.responder.client_paused()
+                self.responder.on_client_paused()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
 
     def resume_writing(self) -> None:
         self._is_writing_paused = False
-        self._unsent_bytes = 0
+        self._unsent_response_bytes = 0
         if not self._is_busy and not self._parser.has_partial_request:
             self._waiting_since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
             if self._booked_bytes:
                 self._book_bytes()
             if self.responder is not None:
-                self.responder.client_resumed()
+                self.responder.on_client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
         self._resume_requests()
@@ -269,7 +269,7 @@ class ClientConnection(asyncio.Protocol):
         """The current answer is complete."""
         self.responder = None
         self._is_busy = False
-        self._body_bytes = 0
+        self._request_bytes = 0
         if self._booked_bytes:
             self._book_bytes()
         self._waiting_since_s = self._app.now()
@@ -337,7 +337,7 @@ class ClientConnection(asyncio.Protocol):
         """Close what waits too long for its client."""
         if self._transport is None:
             return
-        if now - self._get_drained_at_s(now) > timeouts.send_s:
+        if now - self._find_drained_at_s(now) > timeouts.send_s:
             self._transport.abort()
             return
         waited_s = now - self._waiting_since_s
@@ -383,8 +383,10 @@ class ClientConnection(asyncio.Protocol):
                 self._start_request(request)
             else:
                 self._app.scheduler.schedule(self._continue_requests)
-        except BadRequest as bad:
-            self._reject_and_close(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
+        except BadRequest as bad_request:
+            self._reject_and_close(
+                RequestError(bad_request.message, param=None, code="bad_http", status=bad_request.status)
+            )
         except RequestError as refused:
             self._reject_and_close(refused)
         except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
@@ -401,7 +403,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _queue_request(self, request: HttpRequest) -> None:
         """Many begin at once. Raises RequestError where there is no room to keep it."""
-        self._body_bytes = request.body_bytes + len(request.headers.raw)
+        self._request_bytes = request.body_bytes + len(request.headers.raw)
         self._book_bytes()
         self._is_busy, self._queued_request = True, request
         self._app.arrival_scheduler.schedule(self._start_queued_request, self._tenant)
@@ -422,10 +424,10 @@ class ClientConnection(asyncio.Protocol):
         self._is_busy = True
         self.has_response_started = False
         self._is_head_request, self._path = request.method == "HEAD", request.path
-        self.cors_headers = self._app.cors_headers(request)
+        self.cors_headers = self._app.build_cors_headers(request)
         if not request.keep_alive:
             self._keep_alive = False
-        self._body_bytes = request.body_bytes + len(request.headers.raw)
+        self._request_bytes = request.body_bytes + len(request.headers.raw)
         try:
             self._admit(request)
             self._book_bytes()
@@ -433,23 +435,23 @@ class ClientConnection(asyncio.Protocol):
             if coding is None:
                 self._app.handle(self, request)
             else:
-                self._decode(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
+                self._start_decoding(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
         except RequestError as refused:
             self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
-    def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+    def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Hand over the request once its body is decoded."""
-        encoded_bytes = self._body_bytes
+        encoded_bytes = self._request_bytes
 
         def book_decoded_bytes(decoded_bytes: int) -> None:
-            self._body_bytes = encoded_bytes + decoded_bytes
+            self._request_bytes = encoded_bytes + decoded_bytes
             self._book_bytes()
 
         def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
-            self._body_bytes = request.body_bytes + len(request.headers.raw)
+            self._request_bytes = request.body_bytes + len(request.headers.raw)
             try:
                 if decode_error is not None:
                     raise decode_error
@@ -490,7 +492,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _book_bytes(self) -> None:
         """Book what is kept for this client. Raises RequestError where that is too much."""
-        booked_bytes = self._body_bytes + self._parser.buffered_bytes + self._unsent_bytes
+        booked_bytes = self._request_bytes + self._parser.buffered_bytes + self._unsent_response_bytes
         if booked_bytes <= UNCOUNTED_BYTES:
             if not self._booked_bytes:
                 return
@@ -503,16 +505,16 @@ class ClientConnection(asyncio.Protocol):
         """Book the bytes of answers that wait for the client. Without room for them the connection is broken off."""
         if self._transport is None or self._transport.is_closing():
             return
-        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self._unsent_response_bytes = self._transport.get_write_buffer_size()
         try:
             self._book_bytes()
-        except RequestError as refused:
-            self._app.record_rejection(refused.status)
-            self._unsent_bytes = 0
+        except RequestError as error:
+            self._app.record_rejection(error.status)
+            self._unsent_response_bytes = 0
             self._keep_alive = False
             self._transport.abort()
 
-    def _get_drained_at_s(self, now: float) -> float:
+    def _find_drained_at_s(self, now: float) -> float:
         """When the client last took bytes of an answer; `now` if none wait."""
         assert self._transport is not None
         unsent_bytes = self._transport.get_write_buffer_size()
@@ -526,7 +528,7 @@ class ClientConnection(asyncio.Protocol):
         request = self._parser.pop_partial_request()
         if request is not None:
             self._is_head_request, self._path = request.method == "HEAD", request.path
-            self.cors_headers = self._app.cors_headers(request)
+            self.cors_headers = self._app.build_cors_headers(request)
             self._admit(request)
         self._book_bytes()
         transport = self._transport

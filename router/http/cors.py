@@ -32,12 +32,12 @@ class CorsPolicy:
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
 
-    def headers(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
+    def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
         """Header lines of the answer to a request; empty where its origin is not allowed. `methods`: of the path, for a
         request that asks what is allowed."""
         if not self._origins:
             return b""
-        origin = request.header(b"origin")
+        origin = request.get_header(b"origin")
         if origin is None or not (ANY_ORIGIN in self._origins or origin.lower() in self._origins):
             return b"vary: origin\r\n"
         template = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
@@ -45,7 +45,7 @@ class CorsPolicy:
         if request.method != "OPTIONS":
             return header_lines
         requested_headers = (
-            request.header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
+            request.get_header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
         )
         return header_lines + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
             ", ".join(sorted(methods)).encode(), requested_headers,

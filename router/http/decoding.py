@@ -22,13 +22,13 @@ except ImportError:
     except ImportError:  # an installation without the extra `router`
         zstd = None
 
-IN_BYTES: Final = 64 << 10
-OUT_BYTES: Final = 256 << 10
+INPUT_SLICE_BYTES: Final = 64 << 10
+OUTPUT_SLICE_BYTES: Final = 256 << 10
 """Read, and made, in one turn at most: about a millisecond."""
 PIECE_BYTES: Final = 1 << 20
 MAX_MEMBERS: Final = 64
 """Members of a gzip body, frames of a zstd body. Clients send one."""
-WINDOW_LOG: Final = 23
+ZSTD_WINDOW_LOG: Final = 23
 """Largest window of zstd, as a power of two: RFC 9659 limits HTTP to 8 MiB."""
 _IDENTITY: Final = b"identity"
 
@@ -37,16 +37,16 @@ class UnsupportedEncoding(RequestError):
     """415, with the codings that are read."""
 
     def __init__(self, coding: bytes) -> None:
-        self.accepted_codings = ", ".join(_DECODERS)
+        self.accepted_codings = ", ".join(_DECODER_BY_CODING)
         error = bad_value("content-encoding", coding.decode("latin-1"), self.accepted_codings.replace(", ", " or "))
         super().__init__(error.message, param=None, code="unsupported_content_encoding", status=415)
 
 
-class _Zstd:
+class _ZstdDecoder:
     """A decoder of zstd with the names of zlib's."""
 
     def __init__(self) -> None:
-        self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG})
+        self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
         self.unconsumed_tail = b""
         """Always empty: kept inside."""
 
@@ -62,7 +62,7 @@ class _Zstd:
         return bytes(self._frame.decompress(data, max_length))
 
 
-class _Deflate:
+class _DeflateDecoder:
     """A decoder of `deflate`: zlib's format, or none around it, as some clients send."""
 
     def __init__(self) -> None:
@@ -84,10 +84,10 @@ class _Deflate:
             self._is_first = False
 
 
-_DECODERS: Final[dict[str, Callable[[], Any]]] = {
+_DECODER_BY_CODING: Final[dict[str, Callable[[], Any]]] = {
     "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
-    "deflate": _Deflate,
-} | ({} if zstd is None else {"zstd": _Zstd})
+    "deflate": _DeflateDecoder,
+} | ({} if zstd is None else {"zstd": _ZstdDecoder})
 _DECODING_ERRORS: Final = (zlib.error, EOFError) if zstd is None else (zlib.error, EOFError, zstd.ZstdError)
 
 
@@ -99,7 +99,7 @@ def get_body_coding(request: HttpRequest) -> str | None:
     coding = coding_header.removeprefix(b"x-").decode("latin-1")
     if coding_header in (b"", _IDENTITY):
         return None
-    if coding not in _DECODERS:
+    if coding not in _DECODER_BY_CODING:
         raise UnsupportedEncoding(coding_header)
     return coding
 
@@ -110,27 +110,27 @@ class BodyDecoder:
     def __init__(self, pieces: Sequence[bytes], coding: str, max_bytes: int) -> None:
         self._coding = coding
         self._max_bytes = max_bytes
-        self._input = _slices(pieces)
-        self._stream = _DECODERS[coding]()
-        self._members = 1
+        self._input = _iter_slices(pieces)
+        self._stream = _DECODER_BY_CODING[coding]()
+        self._member_count = 1
         self._unconsumed = b""
         """Input that the stream has not taken."""
         self._complete_pieces: list[bytes] = []
-        self._piece = bytearray()
+        self._partial_piece = bytearray()
         self.decoded_bytes = 0
         """Bytes decoded."""
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes that the decoder keeps besides its input."""
-        return self.decoded_bytes + (1 << WINDOW_LOG if self._coding == "zstd" else 0)
+        return self.decoded_bytes + (1 << ZSTD_WINDOW_LOG if self._coding == "zstd" else 0)
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
         """The body, decoded so far."""
         return (
-            (*self._complete_pieces, bytes(self._piece))
-            if self._piece or not self._complete_pieces
+            (*self._complete_pieces, bytes(self._partial_piece))
+            if self._partial_piece or not self._complete_pieces
             else tuple(self._complete_pieces)
         )
 
@@ -138,22 +138,22 @@ class BodyDecoder:
         """Decode some more. Return whether that was all. Raises RequestError for what is no such body, or too long."""
         data = self._unconsumed or next(self._input, b"")
         try:
-            output = self._stream.decompress(data, OUT_BYTES)
+            output = self._stream.decompress(data, OUTPUT_SLICE_BYTES)
         except _DECODING_ERRORS as error:
-            raise self._decode_error(str(error)) from None
+            raise self._make_decode_error(str(error)) from None
         self._unconsumed = self._stream.unconsumed_tail
         self.decoded_bytes += len(output)
         if self.decoded_bytes > self._max_bytes:
             message = f"request body over {self._max_bytes} bytes, decoded"
             raise RequestError(message, param=None, code="bad_http", status=413)
-        self._piece += output
-        if len(self._piece) >= PIECE_BYTES:
-            self._complete_pieces.append(bytes(self._piece))
-            self._piece.clear()
+        self._partial_piece += output
+        if len(self._partial_piece) >= PIECE_BYTES:
+            self._complete_pieces.append(bytes(self._partial_piece))
+            self._partial_piece.clear()
         if self._stream.eof:
             return not self._start_member()
         if not (data or output):
-            raise self._decode_error("it ends too early")
+            raise self._make_decode_error("it ends too early")
         return False
 
     def _start_member(self) -> bool:
@@ -161,13 +161,13 @@ class BodyDecoder:
         self._unconsumed = self._stream.unused_data or next(self._input, b"")
         if not self._unconsumed:
             return False
-        if self._coding == "deflate" or self._members == MAX_MEMBERS:
-            raise self._decode_error("something follows its end")
-        self._members += 1
-        self._stream = _DECODERS[self._coding]()
+        if self._coding == "deflate" or self._member_count == MAX_MEMBERS:
+            raise self._make_decode_error("something follows its end")
+        self._member_count += 1
+        self._stream = _DECODER_BY_CODING[self._coding]()
         return True
 
-    def _decode_error(self, reason: str) -> RequestError:
+    def _make_decode_error(self, reason: str) -> RequestError:
         return RequestError(f"the body is no {self._coding}, as content-encoding says: {reason}", param=None)
 
 
@@ -206,17 +206,17 @@ class DecodingTask:
         else:
             self._scheduler.schedule(self._decode_next, self._tenant)
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         self._is_active = False
 
-    def client_paused(self) -> None:
+    def on_client_paused(self) -> None:
         """Nothing is written yet."""
 
-    def client_resumed(self) -> None:
+    def on_client_resumed(self) -> None:
         """Nothing is written yet."""
 
 
-def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
+def _iter_slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
     for piece in pieces:
-        for start in range(0, len(piece), IN_BYTES):
-            yield piece[start : start + IN_BYTES]
+        for start in range(0, len(piece), INPUT_SLICE_BYTES):
+            yield piece[start : start + INPUT_SLICE_BYTES]

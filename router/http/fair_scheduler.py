@@ -20,44 +20,44 @@ REQUESTS_PER_ITERATION: Final = 8
 class FairScheduler:
     """Scheduler of one process: first come, first served within a tenant, round robin between tenants."""
 
-    def __init__(self, per_iteration: int = READS_PER_ITERATION) -> None:
-        self._per_iteration = self._slots = per_iteration
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+    def __init__(self, callbacks_per_iteration: int = READS_PER_ITERATION) -> None:
+        self._callbacks_per_iteration = self._free_slots = callbacks_per_iteration
+        self._queue_by_tenant: dict[str, deque[Callable[[], None]]] = {}
         """Tenant -> callbacks, first come first. The next tenant is first."""
 
     def try_start(self) -> bool:
         """Take a slot of this iteration. False where there is none or others wait: then `schedule` the work."""
-        if self._waiting or not self._slots:
+        if self._queue_by_tenant or not self._free_slots:
             return False
-        self._slots -= 1
-        if not self._slots:  # not in every turn: that would make the loop turn once more for a request
+        self._free_slots -= 1
+        if not self._free_slots:  # not in every turn: that would make the loop turn once more for a request
             asyncio.get_running_loop().call_soon(self._reset_slots)
         return True
 
     def _reset_slots(self) -> None:
-        self._slots = self._per_iteration
+        self._free_slots = self._callbacks_per_iteration
 
     def schedule(self, callback: Callable[[], None], tenant: str = "") -> None:
         """Call `callback` in a later iteration."""
-        if not self._waiting:
+        if not self._queue_by_tenant:
             asyncio.get_running_loop().call_soon(self._run_batch)
-        queue = self._waiting.get(tenant)
+        queue = self._queue_by_tenant.get(tenant)
         if queue is None:
-            queue = self._waiting[tenant] = deque()
+            queue = self._queue_by_tenant[tenant] = deque()
         queue.append(callback)
 
     def _run_batch(self) -> None:
-        loop, waiting = asyncio.get_running_loop(), self._waiting
-        batch: list[Callable[[], None]] = []
-        while waiting and len(batch) < self._per_iteration:
-            tenant = next(iter(waiting))
-            queue = waiting.pop(tenant)
-            batch.append(queue.popleft())
+        loop, queue_by_tenant = asyncio.get_running_loop(), self._queue_by_tenant
+        callbacks: list[Callable[[], None]] = []
+        while queue_by_tenant and len(callbacks) < self._callbacks_per_iteration:
+            tenant = next(iter(queue_by_tenant))
+            queue = queue_by_tenant.pop(tenant)
+            callbacks.append(queue.popleft())
             if queue:
-                waiting[tenant] = queue
-        if waiting:
+                queue_by_tenant[tenant] = queue
+        if queue_by_tenant:
             loop.call_soon(self._run_batch)
-        for callback in batch:
+        for callback in callbacks:
             try:
                 callback()
             except Exception as error:  # noqa: BLE001  what raises keeps nobody else from his turn

@@ -27,7 +27,7 @@ HOP_BY_HOP = (
 )
 """Headers that speak about one connection (RFC 9110 section 7.6.1) and are never passed on."""
 
-_PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b""))
+_PLAIN_CONNECTION_OPTIONS = frozenset((b"keep-alive", b"close", b""))
 _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
 """Headers that stay even where a `Connection` header names them, as they frame or authorise a message."""
 
@@ -35,13 +35,13 @@ _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"au
 class HeaderBlock:
     """Headers as they were sent, names in any case. Immutable."""
 
-    __slots__ = ("_first_lines", "_lines", "raw")
+    __slots__ = ("_first_line_by_name", "_lines", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
         """(name in lower case, line) of each header."""
-        self._first_lines = dict(reversed(self._lines))
+        self._first_line_by_name = dict(reversed(self._lines))
         """Name in lower case -> the first line of that name."""
 
     @classmethod
@@ -50,25 +50,27 @@ class HeaderBlock:
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._first_lines
+        return name in self._first_line_by_name
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), without the white space around it; None where there is none."""
-        line = self._first_lines.get(name)
+        line = self._first_line_by_name.get(name)
         return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
-    def exclude(self, names: frozenset[bytes]) -> bytes:
+    def join_lines_without(self, names: frozenset[bytes]) -> bytes:
         """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
-        connection = self.get(b"connection")
-        if connection is not None and (
-            connection.lower() not in _PLAIN_OPTIONS or len(self.get_all(b"connection")) > 1
+        connection_header = self.get(b"connection")
+        if connection_header is not None and (
+            connection_header.lower() not in _PLAIN_CONNECTION_OPTIONS or len(self.get_all(b"connection")) > 1
         ):
-            values = b",".join(self.get_all(b"connection")).lower().split(b",")
-            names = names | ({value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _ALWAYS_FORWARDED)
+            connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
+            names = names | (
+                {option.strip(b" \t") for option in connection_options} - _PLAIN_CONNECTION_OPTIONS - _ALWAYS_FORWARDED
+            )
         return b"".join([line for name, line in self._lines if name not in names])
 
 
@@ -86,14 +88,14 @@ def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
 
     Raises `ProtocolError` where it could be read in two ways.
     """
-    lengths = headers.get_all(b"content-length")
-    encodings = headers.get_all(b"transfer-encoding")
-    if encodings:
-        if lengths or len(encodings) != 1 or encodings[0].lower() != b"chunked":
+    content_lengths = headers.get_all(b"content-length")
+    transfer_encodings = headers.get_all(b"transfer-encoding")
+    if transfer_encodings:
+        if content_lengths or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")
         return True, None
-    if not lengths:
+    if not content_lengths:
         return False, None
-    if len(lengths) != 1 or not _LENGTH_PATTERN.match(lengths[0]):
+    if len(content_lengths) != 1 or not _LENGTH_PATTERN.match(content_lengths[0]):
         raise ProtocolError("bad content-length: expected one number")
-    return False, int(lengths[0])
+    return False, int(content_lengths[0])

@@ -21,7 +21,7 @@ class Listener:
         self._max_connections = max_connections
         self._server: Any = None
         self.connections: set[ClientConnection] = set()
-        self.handshakes: set[asyncio.Task[None]] = set()
+        self.handshake_tasks: set[asyncio.Task[None]] = set()
         """Connections that are not yet: their clients have to prove first that they speak TLS."""
 
     async def start(
@@ -49,7 +49,7 @@ class Listener:
         too. Raises OSError."""
 
         def make_protocol() -> asyncio.Protocol:
-            is_full = len(self.connections) + len(self.handshakes) >= self._max_connections
+            is_full = len(self.connections) + len(self.handshake_tasks) >= self._max_connections
             if tls is not None:
                 return _TlsAcceptor(self, None if is_full else tls)
             return _OverLimitConnection() if is_full else ClientConnection(self._app, self.connections)
@@ -64,17 +64,17 @@ class Listener:
         """Accept connections from now on. Raises OSError where another began to listen since `bind`."""
         await self._server.start_serving()
 
-    def start_tls_handshake(self, sock: Any, tls: ssl.SSLContext) -> None:
+    def start_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
         """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""
-        task = asyncio.get_running_loop().create_task(self._handshake(sock, tls))
-        self.handshakes.add(task)
-        task.add_done_callback(self.handshakes.discard)
+        task = asyncio.get_running_loop().create_task(self._run_tls_handshake(client_socket, tls))
+        self.handshake_tasks.add(task)
+        task.add_done_callback(self.handshake_tasks.discard)
 
-    async def _handshake(self, sock: Any, tls: ssl.SSLContext) -> None:
+    async def _run_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: ClientConnection(self._app, self.connections),
-                sock,
+                client_socket,
                 ssl=tls,
                 ssl_handshake_timeout=MAX_HANDSHAKE_S,
             )
@@ -88,7 +88,7 @@ class Listener:
         """A request is being answered."""
         return any(not connection.is_idle for connection in self.connections)
 
-    def sweep(self, now: float) -> None:
+    def expire_connections(self, now: float) -> None:
         for connection in list(self.connections):
             try:
                 connection.expire(now, self._timeouts)
@@ -99,7 +99,7 @@ class Listener:
         """No new connections, no new requests on those that are open."""
         if self._server is not None:
             self._server.close()
-        for task in list(self.handshakes):
+        for task in list(self.handshake_tasks):
             task.cancel()
         for connection in list(self.connections):
             connection.close_when_idle()
@@ -117,24 +117,24 @@ class _TlsAcceptor(asyncio.Protocol):
         self._tls = tls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        plain: Any = transport
+        tcp_transport: Any = transport
         try:
             if self._tls is not None:  # a handshake of the server's own would be hidden until its end
-                sock = plain.get_extra_info("socket").dup()
-                sock.setblocking(False)
-                self._listener.start_tls_handshake(sock, self._tls)
+                client_socket = tcp_transport.get_extra_info("socket").dup()
+                client_socket.setblocking(False)
+                self._listener.start_tls_handshake(client_socket, self._tls)
         finally:
-            plain.abort()
+            tcp_transport.abort()
 
 
 class _OverLimitConnection(asyncio.Protocol):
     """A connection over the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        plain: Any = transport
+        tcp_transport: Any = transport
         body = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"overloaded"}}'
-        plain.write(
+        tcp_transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
             b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
         )
-        plain.close()
+        tcp_transport.close()

@@ -22,8 +22,8 @@ class MethodNotAllowed(RequestError):
     """405, with the methods that a path has."""
 
     def __init__(self, request: HttpRequest, methods: Iterable[str]) -> None:
-        self.allow = ", ".join(sorted(methods))
-        message = f"{request.method} {request.path}: expected {self.allow.replace(', ', ' or ')}"
+        self.allowed_methods = ", ".join(sorted(methods))
+        message = f"{request.method} {request.path}: expected {self.allowed_methods.replace(', ', ' or ')}"
         super().__init__(message, param=None, code="method_not_allowed", status=405)
 
 
@@ -58,7 +58,7 @@ def iter_error_headers(error: RequestError, present_headers: Collection[Header])
     if error.status == 401:
         yield b"www-authenticate", b"Bearer"
     elif isinstance(error, MethodNotAllowed):
-        yield b"allow", error.allow.encode()
+        yield b"allow", error.allowed_methods.encode()
     elif isinstance(error, UpgradeRequired):
         yield from ((b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade"))
     elif isinstance(error, UnsupportedEncoding):

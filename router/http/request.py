@@ -73,7 +73,7 @@ class HttpRequest:
     def body_bytes(self) -> int:
         return len(self.pieces[0]) if len(self.pieces) == 1 else sum(map(len, self.pieces))
 
-    def header(self, name: bytes) -> bytes | None:
+    def get_header(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), or None."""
         return self.headers.get(name)
 
@@ -98,7 +98,6 @@ class RequestParser:
         "_body_buffer",
         "_body_remaining_bytes",
         "_chunked_body",
-        "_data",
         "_has_new_head",
         "_head_buffer",
         "_is_continue_expected",
@@ -109,11 +108,12 @@ class RequestParser:
         "_request",
         "_segment_bytes",
         "_segments",
+        "_unread_data",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
-        self._data = b""
+        self._unread_data = b""
         self._position = 0
         """[_position, end) of `_data` was fed and not looked at: what follows a request that was taken."""
         self._is_finished = False
@@ -138,7 +138,7 @@ class RequestParser:
     @property
     def has_more(self) -> bool:
         """Bytes are at hand that `next_request` left for another turn."""
-        return self._chunked_body is not None and self._position < len(self._data)
+        return self._chunked_body is not None and self._position < len(self._unread_data)
 
     @property
     def has_partial_request(self) -> bool:
@@ -149,14 +149,18 @@ class RequestParser:
     def buffered_bytes(self) -> int:
         """Bytes kept here."""
         total_bytes = (
-            len(self._data) - self._position + len(self._head_buffer) + len(self._body_buffer) + self._segment_bytes
+            len(self._unread_data)
+            - self._position
+            + len(self._head_buffer)
+            + len(self._body_buffer)
+            + self._segment_bytes
         )
         return total_bytes + sum(map(len, self._pieces)) if self._pieces else total_bytes
 
     @property
     def is_empty(self) -> bool:
         """Nothing of a further request has come."""
-        return not self._data and not self._head_buffer and self._request is None
+        return not self._unread_data and not self._head_buffer and self._request is None
 
     def pop_partial_request(self) -> HttpRequest | None:
         """Return the request that has a head and no body yet, once; else None."""
@@ -177,13 +181,13 @@ class RequestParser:
     def stop(self) -> None:
         """Read nothing more, and forget what came of a request that is not complete: its pieces by `free_piece`."""
         self._is_finished = True
-        self._data = b""
+        self._unread_data = b""
         self._position = 0
         self._head_buffer = bytearray()
         self._segments, self._segment_bytes, self._body_buffer = [], 0, bytearray()
         self._request = self._chunked_body = None
 
-    def free_piece(self) -> bool:
+    def discard_piece(self) -> bool:
         """Free one piece of the body of a client that left or was refused; return whether there are more.
 
         One at a time, because freeing many at once takes long."""
@@ -195,9 +199,9 @@ class RequestParser:
         """Bytes from the client. They are read by `next_request`."""
         if self._is_finished:
             return
-        if self._position < len(self._data):
-            data = self._data[self._position :] + data
-        self._data = data
+        if self._position < len(self._unread_data):
+            data = self._unread_data[self._position :] + data
+        self._unread_data = data
         self._position = 0
 
     def next_request(self) -> HttpRequest | None:
@@ -205,7 +209,7 @@ class RequestParser:
         `BadRequest`."""
         request = None
         try:
-            while request is None and self._position < len(self._data) and not self._is_finished:
+            while request is None and self._position < len(self._unread_data) and not self._is_finished:
                 if self._request is None:
                     request = self._read_head()
                 elif self._chunked_body is None:
@@ -224,8 +228,8 @@ class RequestParser:
             raise
         if request is not None and not request.keep_alive:
             self._is_finished = True
-        if self._is_finished or self._position == len(self._data):
-            self._data = b""
+        if self._is_finished or self._position == len(self._unread_data):
+            self._unread_data = b""
             self._position = 0
         return request
 
@@ -236,7 +240,7 @@ class RequestParser:
         raw_head = self._take_head()
         if raw_head is None:
             return None
-        head, data = self._parse_head(raw_head), self._data
+        head, data = self._parse_head(raw_head), self._unread_data
         request, body_bytes = head.request, head.content_length or 0
         if body_bytes > self._limits.body_bytes_max:
             raise self._make_too_large_error()
@@ -255,7 +259,7 @@ class RequestParser:
 
     def _take_head(self) -> bytes | None:
         """The head that ends in this read; None where its end is to come, and all there is of it is kept."""
-        data, start, buffer = self._data, self._position, self._head_buffer
+        data, start, buffer = self._unread_data, self._position, self._head_buffer
         max_bytes = self._limits.head_bytes_max
         if not buffer:
             end = data.find(b"\r\n\r\n", start, start + max_bytes)
@@ -291,24 +295,28 @@ class RequestParser:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
         request.is_http_1_0 = match[3] == b"1.0"
-        connection = b",".join(headers.get_all(b"connection")).lower()
-        if connection != b"keep-alive":
-            options = {option.strip(b" \t") for option in connection.split(b",")}
-            request.keep_alive = b"close" not in options and (not request.is_http_1_0 or b"keep-alive" in options)
+        connection_header = b",".join(headers.get_all(b"connection")).lower()
+        if connection_header != b"keep-alive":
+            connection_options = {
+                connection_option.strip(b" \t") for connection_option in connection_header.split(b",")
+            }
+            request.keep_alive = b"close" not in connection_options and (
+                not request.is_http_1_0 or b"keep-alive" in connection_options
+            )
         is_chunked, content_length = parse_framing(headers)
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
         if len(headers.get_all(b"host")) != 1 and not (request.is_http_1_0 and b"host" not in headers):
             raise BadRequest(400, "exactly one Host header is needed")
         expectations = headers.get_all(b"expect") if b"expect" in headers else []
-        if any(value.lower() != b"100-continue" for value in expectations):
+        if any(expectation.lower() != b"100-continue" for expectation in expectations):
             raise BadRequest(417, "expect: only 100-continue is understood")
         return RequestHead(request, is_chunked, content_length, bool(expectations) and not request.is_http_1_0)
 
     # Bodies -------------------------------------------------------------------------------------------------------
 
     def _read_length_body(self) -> HttpRequest | None:
-        data, start = self._data, self._position
+        data, start = self._unread_data, self._position
         end = self._position = min(start + self._body_remaining_bytes, len(data))
         self._body_remaining_bytes -= end - start
         if end - start >= READ_BYTES:
@@ -318,14 +326,14 @@ class RequestParser:
         else:
             self._body_buffer += data[start:end]
         self._flush_piece()
-        return None if self._body_remaining_bytes else self._complete()
+        return None if self._body_remaining_bytes else self._pop_complete_request()
 
     def _read_chunked_body(self, chunked_body: ChunkedBody) -> HttpRequest | None:
         self._position += chunked_body.feed(
-            self._data[self._position : self._position + BYTES_PER_TURN], self._body_buffer
+            self._unread_data[self._position : self._position + BYTES_PER_TURN], self._body_buffer
         )
         self._flush_piece()
-        return self._complete() if chunked_body.is_complete else None
+        return self._pop_complete_request() if chunked_body.is_complete else None
 
     def _flush_body_buffer(self) -> None:
         if self._body_buffer:
@@ -339,7 +347,7 @@ class RequestParser:
             self._pieces.append(b"".join(self._segments))
             self._segments, self._segment_bytes = [], 0
 
-    def _complete(self) -> HttpRequest:
+    def _pop_complete_request(self) -> HttpRequest:
         request, self._request, self._chunked_body = self._request, None, None
         assert request is not None
         self._flush_body_buffer()

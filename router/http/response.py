@@ -45,14 +45,14 @@ class LengthBody:
         self.is_complete = length == 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        count = len(data)
-        if count >= self.remaining_bytes:
-            count = self.remaining_bytes
+        taken_bytes = len(data)
+        if taken_bytes >= self.remaining_bytes:
+            taken_bytes = self.remaining_bytes
             self.is_complete = True
-        self.remaining_bytes -= count
-        if payload is not None and count:
-            payload += data[:count]
-        return count
+        self.remaining_bytes -= taken_bytes
+        if payload is not None and taken_bytes:
+            payload += data[:taken_bytes]
+        return taken_bytes
 
     def finish(self) -> None:
         if not self.is_complete:
@@ -81,9 +81,9 @@ class ResponseHead:
 
     __slots__ = ("body", "content_length", "headers", "is_chunked", "keep_alive", "status", "status_and_reason")
 
-    def __init__(self, status: int, reason_line: bytes, headers: HeaderBlock) -> None:
+    def __init__(self, status: int, status_and_reason: bytes, headers: HeaderBlock) -> None:
         self.status = status
-        self.status_and_reason = reason_line
+        self.status_and_reason = status_and_reason
         """`200 OK`, as sent."""
         self.headers = headers
         self.content_length: int | None = None
@@ -107,10 +107,10 @@ class ResponseHeadParser:
 
         Raises `ProtocolError`.
         """
-        head_and_end = _parse_head(data)
-        if head_and_end is None:
+        parsed_head = _parse_head(data)
+        if parsed_head is None:
             return None
-        head, end = head_and_end
+        head, head_end = parsed_head
         self._interim_count = self._interim_count + 1 if head.status < 200 else 0
         if self._interim_count > MAX_INTERIM_RESPONSES:
             raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
@@ -124,22 +124,22 @@ class ResponseHeadParser:
         else:
             head.keep_alive = False
             head.body = CloseDelimitedBody()
-        return head, data[end:]
+        return head, data[head_end:]
 
 
 def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
     """(head, where it ends), the framing checked in the order of RFC 9112 section 6.3."""
-    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
-    if end < 4:
+    head_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
+    if head_end < 4:
         if len(data) >= MAX_HEAD_BYTES:
             raise ProtocolError(f"head over {MAX_HEAD_BYTES} bytes")
         return None
-    match = _HEAD_PATTERN.fullmatch(data, 0, end)
+    match = _HEAD_PATTERN.fullmatch(data, 0, head_end)
     if match is None:
         raise ProtocolError("this is no head of an HTTP/1.x answer")
     headers = HeaderBlock(match[4])
     head = ResponseHead(int(match[3]), match[2], headers)
-    options = b",".join(headers.get_all(b"connection")).lower()
-    head.keep_alive = b"close" not in options and (match[1] == b"1" or b"keep-alive" in options)
+    connection_options = b",".join(headers.get_all(b"connection")).lower()
+    head.keep_alive = b"close" not in connection_options and (match[1] == b"1" or b"keep-alive" in connection_options)
     head.is_chunked, head.content_length = parse_framing(headers)
-    return head, end
+    return head, head_end

@@ -63,13 +63,13 @@ class _PendingResponse:
         except Exception as error:  # noqa: BLE001  a boundary
             connection.crash(error)
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         self._task.cancel()
 
-    def client_paused(self) -> None:
+    def on_client_paused(self) -> None:
         """Answers are small."""
 
-    def client_resumed(self) -> None:
+    def on_client_resumed(self) -> None:
         """Answers are small."""
 
 
@@ -77,73 +77,80 @@ class CachedPage:
     """A handler of a page that anybody may ask for: made again once it is older than making it allows, so that all who
     ask for it together take no more than RENDER_SHARE of the loop; a second old at most."""
 
-    def __init__(self, render: Callable[[], Response], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, render: Callable[[], Response], clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
-        self._now = now
-        self._page: Response | None = None
+        self._clock = clock
+        self._cached_page: Response | None = None
         self._expires_s = 0.0
 
     def __call__(self, request: HttpRequest, argument: str) -> Response:
-        started_s = self._now()
-        if self._page is None or started_s >= self._expires_s:
-            self._page = self._render()
-            now = self._now()
+        started_s = self._clock()
+        if self._cached_page is None or started_s >= self._expires_s:
+            self._cached_page = self._render()
+            now = self._clock()
             self._expires_s = now + min((now - started_s) / RENDER_SHARE, MAX_PAGE_CACHE_S)
-        return self._page
+        return self._cached_page
 
 
 class Routes:
     """(method, path) -> handler."""
 
     def __init__(self) -> None:
-        self._routes: dict[tuple[str, str], tuple[Handler, bool]] = {}
+        self._route_by_method_and_path: dict[tuple[str, str], tuple[Handler, bool]] = {}
         """(method, path) -> (handler, whether anybody may call it)."""
 
     def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
         """Serve `path`, in which the second segment may be `*`, or all that follows the second one `**`."""
-        self._routes[method, path] = (handler, public)
+        self._route_by_method_and_path[method, path] = (handler, public)
 
     def is_public(self, request: HttpRequest) -> bool:
         """Whether anybody may ask; also for what is not served at all."""
-        route, _ = self._find("GET" if request.method == "HEAD" else request.method, request.path)
+        route, _ = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
         return route is None or route[1]
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request that was let in, or raise RequestError."""
-        route, argument = self._find("GET" if request.method == "HEAD" else request.method, request.path)
+        route, argument = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
         if route is None:
-            raise self._route_error(request)
-        answer = route[0](request, argument)
-        if isinstance(answer, Response):
-            connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
-        elif asyncio.iscoroutine(answer):
-            connection.responder = _PendingResponse(connection, answer)
+            raise self._make_route_error(request)
+        response = route[0](request, argument)
+        if isinstance(response, Response):
+            connection.respond(response.status, response.body, response.content_type, response.headers)
+        elif asyncio.iscoroutine(response):
+            connection.responder = _PendingResponse(connection, response)
         else:
-            assert callable(answer)
-            connection.responder = answer(connection)
+            assert callable(response)
+            connection.responder = response(connection)
 
-    def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
-        exact = self._routes.get((method, path))
+    def _find_route(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
+        exact = self._route_by_method_and_path.get((method, path))
         if exact is not None:
             return exact, ""
         segments = path.split("/")
-        if len(segments) >= 4 and (route := self._routes.get((method, "/".join([*segments[:3], "**"])))) is not None:
+        if (
+            len(segments) >= 4
+            and (route := self._route_by_method_and_path.get((method, "/".join([*segments[:3], "**"])))) is not None
+        ):
             return route, unquote("/".join(segments[3:]))
         if len(segments) >= 3:
             argument = unquote(segments[2])
             segments[2] = "*"
-            return self._routes.get((method, "/".join(segments))), argument
+            return self._route_by_method_and_path.get((method, "/".join(segments))), argument
         return None, ""
 
-    def paths(self, *, public: bool = False) -> list[str]:
+    def list_paths(self, *, public: bool = False) -> list[str]:
         """Every path, or those that anybody may ask for."""
-        return [path for (_, path), (_, is_public) in self._routes.items() if is_public or not public]
+        return [path for (_, path), (_, is_public) in self._route_by_method_and_path.items() if is_public or not public]
 
-    def methods_of(self, path: str) -> set[str]:
+    def list_methods(self, path: str) -> set[str]:
         """The methods of a path; none where it is not served."""
-        methods = {method for method, _ in self._routes if self._find(method, path)[0] is not None}
+        methods = {
+            method for method, _ in self._route_by_method_and_path if self._find_route(method, path)[0] is not None
+        }
         return methods | {"HEAD"} if "GET" in methods else methods
 
-    def _route_error(self, request: HttpRequest) -> RequestError:
-        methods = self.methods_of(request.path)
-        return MethodNotAllowed(request, methods) if methods else make_unknown_path_error(request.path, self.paths())
+    def _make_route_error(self, request: HttpRequest) -> RequestError:
+        methods = self.list_methods(request.path)
+        return (
+            MethodNotAllowed(request, methods) if methods else make_unknown_path_error(request.path, self.list_paths())
+        )

@@ -225,16 +225,16 @@ class PickExchange:
         if self._status and (is_complete or not self.client.sees_response_body):
             self.complete_response()
         else:
-            self.client_gone()
+            self.on_client_gone()
 
-    def client_gone(self) -> None:
+    def on_client_gone(self) -> None:
         """Nobody waits for the answer any more."""
         if self._proxy.end(self.context, "client_gone"):
             self._proxy.abort(self.context)
 
-    def client_paused(self) -> None: ...
+    def on_client_paused(self) -> None: ...
 
-    def client_resumed(self) -> None: ...
+    def on_client_resumed(self) -> None: ...
 
     def _record_fallback(self, served_by_worker: str) -> None:
         """The worker did not answer, and Envoy found another of the list: so do the books."""

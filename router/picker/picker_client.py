@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.budget import UNCOUNTED_BYTES, Budget
+from router.http.budget import UNCOUNTED_BYTES, BufferBudget
 from router.http.config import HttpLimits
 from router.http.connection import Responder, cancel_responder
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
@@ -34,7 +34,7 @@ class PickerApplication(Protocol):
     """router/app/picker_app.py is it."""
 
     limits: HttpLimits
-    budget: Budget
+    budget: BufferBudget
     scheduler: FairScheduler
 
     def pick(self, caller: PickerClient, request: HttpRequest) -> None:
@@ -113,13 +113,13 @@ class PickerClient:
     def _client_address(self) -> str:
         """As the gateway says, which is one peer for all of them."""
         request = self._stream.request
-        forwarded_for = None if request is None else request.header(b"x-forwarded-for")
+        forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
     def request_complete(self, request: HttpRequest) -> None:
         self._path, self.peer = request.path, self._client_address()
-        self.objective = _decode_name(request.header(OBJECTIVE_HEADER))
-        self.fairness_id = _decode_name(request.header(FAIRNESS_HEADER)) or ""
+        self.objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
+        self.fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER)) or ""
         try:
             coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:

@@ -37,18 +37,18 @@ class TenancyConfig:
         "Serve this share of the conversations with MODEL by NEW, each as a whole."] = ()
 
     def __post_init__(self) -> None:
-        for flag, texts in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
-            names = [text.partition("=")[0] for text in texts]
-            duplicate = next((name for name in names if names.count(name) > 1), None)
-            if duplicate is not None:
-                raise ConfigError(f"{flag}: {duplicate} is given twice")
-        aliases, fallbacks = parse_pairs(self.model_aliases), parse_pairs(self.model_fallbacks)
-        for name, model in aliases.items():
-            if model in aliases:
+        for flag, rules in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
+            names = [rule.partition("=")[0] for rule in rules]
+            duplicate_name = next((name for name in names if names.count(name) > 1), None)
+            if duplicate_name is not None:
+                raise ConfigError(f"{flag}: {duplicate_name} is given twice")
+        model_by_alias, fallback_by_model = parse_rules(self.model_aliases), parse_rules(self.model_fallbacks)
+        for name, model in model_by_alias.items():
+            if model in model_by_alias:
                 raise ConfigError(f"--model-alias: {name} is {model}, which is an alias itself")
-        for start in fallbacks:
-            chain, name = [start], start
-            while (name := fallbacks.get(name, "")) and name not in chain:
+        for first_model in fallback_by_model:
+            chain, name = [first_model], first_model
+            while (name := fallback_by_model.get(name, "")) and name not in chain:
                 chain.append(name)
             if name:
                 raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*chain, name])}")
@@ -57,16 +57,16 @@ class TenancyConfig:
                 raise ConfigError(f"--model-canary: the shares of {model} are more than 1 together")
 
 
-def parse_pairs(texts: tuple[str, ...]) -> dict[str, str]:
+def parse_rules(rules: tuple[str, ...]) -> dict[str, str]:
     """NAME=MODEL each."""
-    return {name: model for name, _, model in (text.partition("=") for text in texts)}
+    return {name: model for name, _, model in (rule.partition("=") for rule in rules)}
 
 
-def parse_canaries(texts: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
+def parse_canaries(rules: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
     """MODEL=NEW:SHARE each; in their order."""
-    canaries: dict[str, list[tuple[str, float]]] = {}
-    for text in texts:
-        model, _, rule = text.partition("=")
-        canary, _, share = rule.rpartition(":")
-        canaries.setdefault(model, []).append((canary, float(share)))
-    return canaries
+    canaries_by_model: dict[str, list[tuple[str, float]]] = {}
+    for rule in rules:
+        model, _, canary_and_share = rule.partition("=")
+        canary, _, share = canary_and_share.rpartition(":")
+        canaries_by_model.setdefault(model, []).append((canary, float(share)))
+    return canaries_by_model

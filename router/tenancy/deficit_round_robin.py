@@ -22,41 +22,43 @@ class DeficitRoundRobin:
     """All lines of one queue."""
 
     def __init__(self) -> None:
-        self._served_s: dict[str, float] = {}
+        self._served_s_by_queue: dict[str, float] = {}
         self._round_s = 0.0
         """What the line that went last had been given before."""
 
-    def served_s(self, queue: str) -> float:
+    def get_served_s(self, queue: str) -> float:
         """Seconds that a line counts as given; the least goes next."""
-        return max(self._served_s.get(queue, 0.0), self._round_s)
+        return max(self._served_s_by_queue.get(queue, 0.0), self._round_s)
 
-    def charge(self, queue: str, seconds: float, waiting: Iterable[str]) -> None:
+    def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
         """A request of it was sent. `waiting`: the lines in which somebody waits."""
-        at_s = self.served_s(queue)
-        self._round_s = max(self._round_s, min([at_s, *map(self.served_s, waiting)]))
-        self._served_s[queue] = at_s + seconds
-        if len(self._served_s) > MAX_QUEUES:
-            self._served_s = {name: served_s for name, served_s in self._served_s.items() if served_s > self._round_s}
+        at_s = self.get_served_s(queue)
+        self._round_s = max(self._round_s, min([at_s, *map(self.get_served_s, waiting_queues)]))
+        self._served_s_by_queue[queue] = at_s + request_s
+        if len(self._served_s_by_queue) > MAX_QUEUES:
+            self._served_s_by_queue = {
+                name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._round_s
+            }
 
     def reset(self) -> None:
         """Nobody waits any more."""
-        self._served_s.clear()
+        self._served_s_by_queue.clear()
         self._round_s = 0.0
 
-    def merge(self, queues: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
+    def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
         """Requests in their order, of lines of (request, seconds)."""
-        heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
-        for number, (name, queue) in enumerate(queues.items()):
-            remaining = iter(queue)
-            for request_id, seconds in remaining:
-                heads.append((self.served_s(name), number, request_id, seconds, remaining))
+        queue_heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
+        for queue_index, (name, queue) in enumerate(requests_by_queue.items()):
+            remaining_requests = iter(queue)
+            for request_id, request_s in remaining_requests:
+                queue_heads.append((self.get_served_s(name), queue_index, request_id, request_s, remaining_requests))
                 break
-        heapq.heapify(heads)
-        while heads:
-            at_s, number, request_id, seconds, remaining = heads[0]
+        heapq.heapify(queue_heads)
+        while queue_heads:
+            served_s, queue_index, request_id, request_s, remaining_requests = queue_heads[0]
             yield request_id
-            following = next(remaining, None)
-            if following is None:
-                heapq.heappop(heads)
+            next_request = next(remaining_requests, None)
+            if next_request is None:
+                heapq.heappop(queue_heads)
             else:
-                heapq.heapreplace(heads, (at_s + seconds, number, *following, remaining))
+                heapq.heapreplace(queue_heads, (served_s + request_s, queue_index, *next_request, remaining_requests))

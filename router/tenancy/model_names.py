@@ -10,68 +10,76 @@ from typing import NamedTuple
 
 import xxhash
 
-from router.tenancy.config import TenancyConfig, parse_canaries, parse_pairs
+from router.tenancy.config import TenancyConfig, parse_canaries, parse_rules
 
 CanaryShares = Sequence[tuple[str, float]]
-_SPAN = float(1 << 64)
+_HASH_RANGE = float(1 << 64)
 
 
 class ModelNames:
     """What names stand for."""
 
     def __init__(self, config: TenancyConfig) -> None:
-        aliases = parse_pairs(config.model_aliases)
-        self.aliases = {name: model for name, model in aliases.items() if "*" not in name}
+        model_by_rule_name = parse_rules(config.model_aliases)
+        self.model_by_alias = {name: model for name, model in model_by_rule_name.items() if "*" not in name}
         """Without patterns: the names that can be listed."""
-        self._patterns = [
+        self._alias_patterns = [
             _AliasPattern(name, model)
-            for name, model in sorted(aliases.items(), key=lambda pair: -len(pair[0]))
+            for name, model in sorted(model_by_rule_name.items(), key=lambda pair: -len(pair[0]))
             if "*" in name
         ]
         """The longest first, which is the most specific."""
-        self._fallbacks = parse_pairs(config.model_fallbacks)
-        self._canaries = parse_canaries(config.model_canaries)
-        self.has_renames = bool(aliases or self._fallbacks or self._canaries)
-        self.has_canaries = bool(self._canaries)
+        self._fallback_by_model = parse_rules(config.model_fallbacks)
+        self._canaries_by_model = parse_canaries(config.model_canaries)
+        self.has_renames = bool(model_by_rule_name or self._fallback_by_model or self._canaries_by_model)
+        self.has_canaries = bool(self._canaries_by_model)
 
-    def resolve(self, requested_model: str, conversation: Callable[[], str], is_served: Callable[[str], bool]) -> str:
+    def resolve(
+        self, requested_model: str, get_conversation_key: Callable[[], str], is_served: Callable[[str], bool]
+    ) -> str:
         """The model that is to answer. `is_served`: whether somebody who may answer this takes requests for a model.
         Where nobody does, the name that was asked for, an alias aside: what is said of it is what the client knows."""
-        model = self.aliases.get(requested_model) or self._match_pattern(requested_model, is_served) or requested_model
-        canaries = self._canaries.get(model)
-        if canaries is not None:
-            canary = assign_canary(model, conversation(), canaries)
+        model = (
+            self.model_by_alias.get(requested_model)
+            or self._match_pattern(requested_model, is_served)
+            or requested_model
+        )
+        canary_shares = self._canaries_by_model.get(model)
+        if canary_shares is not None:
+            canary = assign_canary(model, get_conversation_key(), canary_shares)
             if canary is not None and is_served(canary):
                 return canary
             if not is_served(model):
-                model = next((fallback for fallback, _ in canaries if is_served(fallback)), model)
-        if model not in self._fallbacks or is_served(model):
+                model = next((fallback for fallback, _ in canary_shares if is_served(fallback)), model)
+        if model not in self._fallback_by_model or is_served(model):
             return model
         fallback = model
-        while (fallback := self._fallbacks.get(fallback, "")) and not is_served(fallback):
+        while (fallback := self._fallback_by_model.get(fallback, "")) and not is_served(fallback):
             pass
         return fallback or model
 
     def _match_pattern(self, requested_model: str, is_served: Callable[[str], bool]) -> str | None:
         """The model that a pattern names for a name that nobody serves."""
-        model = next((pattern.model for pattern in self._patterns if pattern.matches(requested_model)), None)
+        model = next((pattern.model for pattern in self._alias_patterns if pattern.matches(requested_model)), None)
         return None if model is None or is_served(requested_model) else model
 
 
 class _AliasPattern(NamedTuple):
     """An alias with one `*`, which stands for any text."""
 
-    text: str
+    pattern: str
     model: str
 
     def matches(self, name: str) -> bool:
-        begins, _, ends = self.text.partition("*")
-        return len(name) >= len(begins) + len(ends) and name.startswith(begins) and name.endswith(ends)
+        prefix, _, suffix = self.pattern.partition("*")
+        return len(name) >= len(prefix) + len(suffix) and name.startswith(prefix) and name.endswith(suffix)
 
 
-def assign_canary(model: str, conversation: str, canaries: CanaryShares) -> str | None:
+def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
     """Which of the parts a conversation is in; None for the rest."""
-    position = xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation}".encode("utf-8", "surrogatepass")) / _SPAN
+    position = (
+        xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")) / _HASH_RANGE
+    )
     for canary, share in canaries:
         if position < share:
             return canary

@@ -117,7 +117,7 @@ class EventFeedOnLoop:
             if is_up is stream.is_connected:
                 continue
             stream.is_connected = is_up
-            self._handler.connection_changed(stream_id, is_up)
+            self._handler.on_connection_changed(stream_id, is_up)
             if is_up:
                 self._stimulate(stream_id, lambda state: state.on_connected(self._loop.time()))
             else:

@@ -336,7 +336,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
         def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
             handed_instructions.append(instruction)
 
-        def connection_changed(self, stream_id: str, up: bool) -> None:
+        def on_connection_changed(self, stream_id: str, up: bool) -> None:
             pass
 
     context = zmq.Context()

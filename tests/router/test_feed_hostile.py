@@ -56,7 +56,7 @@ class Recorder:
         self.instructions.append((stream_id, instruction))
         return self.reply(stream_id, instruction)
 
-    def connection_changed(self, stream_id: str, up: bool) -> None:
+    def on_connection_changed(self, stream_id: str, up: bool) -> None:
         pass
 
     def count_applied(self, stream_id: str) -> int:

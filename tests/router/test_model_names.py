@@ -51,7 +51,7 @@ def test_beginning_and_end_of_a_pattern_do_not_share_letters() -> None:
 
 def test_a_pattern_is_listed_nowhere() -> None:
     names = ModelNames(TenancyConfig(model_aliases=("claude-*=llama", "gpt=llama")))
-    assert names.aliases == {"gpt": "llama"}
+    assert names.model_by_alias == {"gpt": "llama"}
 
 
 @pytest.mark.parametrize("alias", ["a*b*=m", "**=m", "=m", "a=m*", "a*", "a*="])

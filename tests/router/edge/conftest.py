@@ -313,7 +313,11 @@ class Edge:
 
     def tick(self) -> None:
         """What the timer of `router run` does."""
-        for step in (self.proxy.sweep, self.listener.sweep, lambda now: self.proxy.perform(self.core.tick(now))):
+        for step in (
+            self.proxy.sweep,
+            self.listener.expire_connections,
+            lambda now: self.proxy.perform(self.core.tick(now)),
+        ):
             try:
                 step(self._now_s)
             except Exception as error:  # noqa: BLE001  as `router run` does: one keeps nothing from the others

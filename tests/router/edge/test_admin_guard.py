@@ -28,7 +28,7 @@ def status(answer: bytes) -> int:
 
 
 def routes_of(admin: AdminRoutes) -> list[tuple[str, str, bool]]:
-    return [(method, path, public) for (method, path), (_, public) in admin.routes._routes.items()]
+    return [(method, path, public) for (method, path), (_, public) in admin.routes._route_by_method_and_path.items()]
 
 
 PUBLIC = {"/", "/health", "/v1/models", "/v1/models/**", "/metrics", "/version", "/livez", "/readyz"}

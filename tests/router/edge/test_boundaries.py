@@ -22,7 +22,7 @@ from router.edge.proxy import Proxy
 from router.edge.response_filter import ResponseFilter
 from router.edge.response_progress import ResponseProgress
 from router.edge.upstream import JOIN_BYTES_MAX, SLICE_BYTES, Endpoint, UpstreamConnection, UpstreamPool
-from router.http.budget import Budget
+from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
 from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
@@ -36,7 +36,7 @@ KINDS = (
     Exchange, Attempt, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy,
     ClientConnection,
 )  # fmt: skip
-FINAL = """crash client_gone end end_crashed _notify_lost record_crash abort_response abort close
+FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
 _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
 finish write _close count_connections check_invariants expire sweep tick _handle_requests _start_request
 connection_made connection_lost data_received eof_received record_failed_attempt _execute _open"""
@@ -575,7 +575,7 @@ class App:
     """What a client's connection is to know of."""
 
     def __init__(self) -> None:
-        self.limits, self.budget, self.scheduler = HttpLimits(), Budget(HttpLimits(), Metrics()), FairScheduler()
+        self.limits, self.budget, self.scheduler = HttpLimits(), BufferBudget(HttpLimits(), Metrics()), FairScheduler()
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.taken: list[int] = []
 
@@ -591,7 +591,7 @@ class App:
     def record_rejection(self, status: int) -> None:
         assert status in (408, 413)
 
-    def cors_headers(self, request: Any) -> bytes:
+    def build_cors_headers(self, request: Any) -> bytes:
         return b""
 
     def record_crash(self, where: str, error: Exception) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.http import headers as headers_module
-from router.http.budget import Budget
+from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
@@ -326,7 +326,7 @@ def test_what_connection_names_makes_no_pattern(monkeypatch: pytest.MonkeyPatch)
     )
     dropped = frozenset((b"connection", b"te"))
     monkeypatch.setattr(headers_module.re, "compile", None)
-    assert block.exclude(dropped) == b"A: b\r\nHost: r\r\nN9000: e\r\n"
+    assert block.join_lines_without(dropped) == b"A: b\r\nHost: r\r\nN9000: e\r\n"
 
 
 def over(field: str) -> tuple[HttpLimits, bytes, bytes]:
@@ -365,7 +365,7 @@ def test_every_limit_holds(edge: Any, field: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 7), st.integers(0, 60)), max_size=40))
 def test_the_books_of_what_is_held(changes: list[tuple[str, int, int]]) -> None:
     metrics = Metrics()
-    budget = Budget(HttpLimits(request_buffer_bytes_max=100, tenant_buffer_bytes_max=70), metrics)
+    budget = BufferBudget(HttpLimits(request_buffer_bytes_max=100, tenant_buffer_bytes_max=70), metrics)
     held: Counter[tuple[str, int]] = Counter()
     for party, connection, after in changes:
         before = held[party, connection]

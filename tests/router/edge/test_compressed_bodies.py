@@ -14,7 +14,7 @@ import pytest
 from prompts.errors import RequestError
 from router.http import decoding
 from router.http.config import HttpLimits
-from router.http.decoding import IN_BYTES, MAX_MEMBERS, OUT_BYTES, BodyDecoder
+from router.http.decoding import INPUT_SLICE_BYTES, MAX_MEMBERS, OUTPUT_SLICE_BYTES, BodyDecoder
 
 PLAIN = json.dumps({"model": "tiny", "prompt": "word " * 400}).encode()
 
@@ -39,14 +39,14 @@ def decoded(data: bytes, coding: str, bytes_max: int = 1 << 20) -> bytes:
     for _ in range(1000):
         before = decoder.decoded_bytes
         done = decoder.decode_slice()
-        assert decoder.decoded_bytes - before <= OUT_BYTES
+        assert decoder.decoded_bytes - before <= OUTPUT_SLICE_BYTES
         if done:
             return b"".join(decoder.pieces)
     raise AssertionError("never done")
 
 
 @pytest.mark.parametrize("what", CODINGS)
-@pytest.mark.parametrize("size", [0, 1, IN_BYTES, 700_000])
+@pytest.mark.parametrize("size", [0, 1, INPUT_SLICE_BYTES, 700_000])
 def test_a_body_is_decoded_in_slices(what: str, size: int) -> None:
     coding, encode = CODINGS[what]
     if coding == b"identity":
@@ -59,7 +59,7 @@ def test_a_body_is_decoded_in_slices(what: str, size: int) -> None:
             assert refused.value.status == 413
 
 
-@pytest.mark.parametrize("coding", sorted(decoding._DECODERS))
+@pytest.mark.parametrize("coding", sorted(decoding._DECODER_BY_CODING))
 def test_what_is_no_such_body_is_refused(coding: str) -> None:
     whole = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": CODINGS.get("zstd", (b"", bytes))[1]}[coding](
         PLAIN

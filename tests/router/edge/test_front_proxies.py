@@ -154,7 +154,7 @@ def test_nothing_is_smuggled_through_a_front_proxy(edge: Any, tmp_path: Path, co
         handle = edge.app.handle
 
         def note(connection: Any, request: Any) -> None:
-            seen.append((request.path, request.header(b"x-forwarded-for") is not None))
+            seen.append((request.path, request.get_header(b"x-forwarded-for") is not None))
             handle(connection, request)
 
         edge.app.handle = note

@@ -112,7 +112,7 @@ def test_requests_survive_pipelining_and_any_cut(
         for name in (b"x-a", b"x-b", b"accept"):
             sent = [value.hex().encode() for key, value in headers if key.lower() == name]
             assert request.headers.get_all(name) == sent
-            assert request.header(name) == (sent[0] if sent else None)
+            assert request.get_header(name) == (sent[0] if sent else None)
         assert request.keep_alive or b"Upgrade" in data
 
 

@@ -53,13 +53,13 @@ def test_handshakes_count_as_connections_and_end(
         assert (await ask()).startswith(b"HTTP/1.1 200")
         await edge.until(lambda: not listener.connections)
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-        await edge.until(lambda: len(listener.handshakes) == 8)
+        await edge.until(lambda: len(listener.handshake_tasks) == 8)
         with pytest.raises(OSError):
             await ask()
-        assert len(listener.handshakes) == 8
+        assert len(listener.handshake_tasks) == 8
         for _, writer in silent:
             writer.close()
-        await edge.until(lambda: not listener.handshakes)
+        await edge.until(lambda: not listener.handshake_tasks)
         assert edge.metrics.http_errors["400"] == 8
         with monkeypatch.context() as patch:
             patch.setattr(listening, "MAX_HANDSHAKE_S", 0.1)
@@ -67,7 +67,7 @@ def test_handshakes_count_as_connections_and_end(
             for reader, writer in silent:
                 assert await reader.read(-1) == b"", "the router waits for it no more"
                 writer.close()
-        await edge.until(lambda: not listener.handshakes)
+        await edge.until(lambda: not listener.handshake_tasks)
         assert edge.metrics.http_errors["400"] == 16
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")  # not TLS
