@@ -15,7 +15,7 @@ import msgspec
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from engine.model_files import check_model_exists
 from options import LoadedConfig
-from options.command import SectionedCommand, config_command, load_from_command_line, with_flags
+from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 
 SIMULATION_PACKAGES = ("aiohttp", "tokenizers", "jinja2")
@@ -44,7 +44,7 @@ def cli() -> None:
 
 @cli.command("serve", cls=SectionedCommand, help=HELP)
 @click.argument("model", required=False)
-@with_flags(SCHEMA)
+@add_flags(SCHEMA)
 @click.option("--enable-prompt-tokens-details", is_flag=True,
               help="Accepted for vLLM's command lines; cached tokens are always reported.")  # fmt: skip
 @click.option("--enable-auto-tool-choice", is_flag=True,
@@ -92,12 +92,12 @@ def parse_config(parameters: dict[str, Any]) -> ServeConfig:
 def add_default_events(loaded_config: LoadedConfig) -> ServeConfig:
     """Events are on where nothing was said of them."""
     config: ServeConfig = loaded_config.config
-    if any(path.startswith("kv_events") for path in loaded_config.origins):
+    if any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
         return config
     return replace(config, engine=replace(config.engine, kv_events=default_kv_events(config.server.host)))
 
 
-cli.add_command(config_command(SCHEMA, add_default_events))
+cli.add_command(make_config_command(SCHEMA, add_default_events))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from events.config import KVEventsConfig, make_rank_endpoint
-from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
+from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check_config
 from options.tls import make_server_context
 
 __version__ = "0.1.0"
@@ -99,7 +99,7 @@ class EngineConfig:
     log_json: Annotated[bool, Flag(), "Log one JSON object a line."] = False
 
     def __post_init__(self) -> None:
-        check(self)
+        check_config(self)
         if self.kv_events.is_enabled:
             make_rank_endpoint(self.kv_events.endpoint, 0)
 
@@ -160,7 +160,7 @@ class ServerConfig:
         "Log one line a request."] = False
 
     def __post_init__(self) -> None:
-        check(self)
+        check_config(self)
         make_server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 

@@ -29,7 +29,7 @@ from engine.assembly import AssembledEngine, assemble, locate_model_files
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
-from options import Schema, load
+from options import Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 from prompts.schemas import Int64, Salt
 
@@ -382,7 +382,7 @@ def _make_config(
     else:
         events_config = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
     config_table = {name: value for name, value in settings.items() if value is not None}
-    config: EngineConfig = load(Schema(EngineConfig, "engine"), table=config_table).config
+    config: EngineConfig = load_config(Schema(EngineConfig, "engine"), table=config_table).config
     return replace(config, model=model, kv_events=events_config)
 
 

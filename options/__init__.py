@@ -4,8 +4,8 @@ flags and docs.
 `options.entry` is the entry point of each program: it checks that the packages beside it are ours.
 """
 
-from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check
-from options.load import LoadedConfig, load
+from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check_config
+from options.load import LoadedConfig, load_config
 from options.values import ConfigError, Size
 
 DISTRIBUTION = "blockcast"
@@ -23,6 +23,6 @@ __all__ = [
     "Schema",
     "Seconds",
     "Size",
-    "check",
-    "load",
+    "check_config",
+    "load_config",
 ]

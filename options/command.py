@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from options.fields import SECRET, Option, Schema
-from options.load import LoadedConfig, load, read_file
+from options.load import LoadedConfig, load_config, read_file
 from options.values import ConfigError, split_annotated
 
 MAIN_HEADING: Final = "Options"
@@ -47,24 +47,24 @@ class SectionedCommand(click.Command):
                 formatter.write_dl([row for row in rows if row is not None])
 
 
-def with_flags(schema: Schema) -> Callable[[Any], Any]:
+def add_flags(schema: Schema) -> Callable[[Any], Any]:
     """Decorates a command that takes all of the program's settings: `load_from_command_line` reads its parameters."""
-    headings = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
-    positions = {path: position for position, path in enumerate(headings, start=1)}
-    flags = [
-        _make_click_option(option, headings.get(path, MAIN_HEADING), positions.get(path))
-        for path, option in schema.options.items()
+    heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
+    position_by_path = {path: position for position, path in enumerate(heading_by_path, start=1)}
+    flag_options = [
+        _make_click_option(option, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
+        for path, option in schema.option_by_path.items()
         if option.member.flag is not None
     ]
-    config = click.option(
+    config_option = click.option(
         "--config",
         "config_file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        envvar=f"{schema.prefix}CONFIG",
+        envvar=f"{schema.variable_prefix}CONFIG",
         help="Read settings from a TOML file (docs/configuration.md).",
     )
-    setting = click.option(
+    settings_option = click.option(
         "--set",
         "settings",
         multiple=True,
@@ -73,7 +73,7 @@ def with_flags(schema: Schema) -> Callable[[Any], Any]:
     )
 
     def decorate(function: Any) -> Any:
-        for flag in reversed([config, *flags, setting]):
+        for flag in reversed([config_option, *flag_options, settings_option]):
             function = flag(function)
         return function
 
@@ -82,27 +82,27 @@ def with_flags(schema: Schema) -> Callable[[Any], Any]:
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
     """From a command's parameters, the environment and the file they name. Raises click.UsageError."""
-    flags = {
+    value_by_path = {
         path: parameters[_make_parameter_name(path)]
-        for path in schema.options
+        for path in schema.option_by_path
         if _make_parameter_name(path) in parameters
     }
-    set_flags = {path: value for path, value in flags.items() if value is not None and value != ()}
+    given_value_by_path = {path: value for path, value in value_by_path.items() if value is not None and value != ()}
     config_path = parameters["config_file"]
     try:
-        return load(
+        return load_config(
             schema,
             table=None if config_path is None else read_file(config_path),
             file_name=str(config_path),
             environment=os.environ,
             settings=parameters["settings"],
-            flags=set_flags,
+            flags=given_value_by_path,
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
 
-def config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> click.Command:
+def make_config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> click.Command:
     """`config`: all settings as a list, or with --check those that the file, the environment and flags give.
 
     `finish`: what a start makes of them; it may raise ConfigError.
@@ -114,17 +114,17 @@ def config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> cli
         help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why.",
     )
     @click.option("--check", is_flag=True, help="Print the values that a start with the same words would have.")
-    @with_flags(schema)
+    @add_flags(schema)
     def command(check: bool, **parameters: Any) -> None:
         if not check:
             click.echo(render_settings_list(schema), nl=False)
             return
-        effective = load_from_command_line(schema, parameters)
+        loaded_config = load_from_command_line(schema, parameters)
         try:
-            effective.config = finish(effective)
+            loaded_config.config = finish(loaded_config)
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
-        click.echo(render_toml(schema, effective), nl=False)
+        click.echo(render_toml(schema, loaded_config), nl=False)
 
     return command
 
@@ -139,29 +139,29 @@ _OMITTED_TEXT_PATTERN = re.compile(
 def render_settings_list(schema: Schema) -> str:
     """Markdown with one line for each setting: what docs/configuration.md holds."""
     lines = []
-    for option in _visible_options(schema):
-        setting_names = [option.path, *(option.names if option.member.flag is not None else ())]
+    for option in _list_visible_options(schema):
+        setting_names = [option.path, *(option.flag_names if option.member.flag is not None else ())]
         expected = _OMITTED_TEXT_PATTERN.sub("", option.expected)
         details = [] if isinstance(option.default, bool) else [expected]
         if option.default is not None and not option.member.is_section:
             details.append(f"`{_format_toml_value(option.default)}`")
-        help_text = f"{option.member.help} {option.member.details}".strip()
+        help_text = f"{option.member.help_text} {option.member.details}".strip()
         lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
 
-def render_toml(schema: Schema, effective: LoadedConfig) -> str:
+def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     """A file that says the same, each line with its origin. Secrets are counted, not shown."""
     lines: list[str] = []
-    section, values = "", schema.collect_values(effective.config)
-    visible_options = [option for option in _visible_options(schema) if not option.member.is_section]
+    section, value_by_path = "", schema.collect_values(loaded_config.config)
+    visible_options = [option for option in _list_visible_options(schema) if not option.member.is_section]
     for option in sorted(visible_options, key=lambda setting: setting.path.rpartition(".")[0]):
         option_section, _, name = option.path.rpartition(".")
         if option_section != section:
             lines.append(f"\n[{option_section}]")
             section = option_section
-        origin = effective.origins.get(option.path, "default")
-        value = values[option.path]
+        origin = loaded_config.origin_by_path.get(option.path, "default")
+        value = value_by_path[option.path]
         if SECRET in option.member.marks and value:
             lines.append(f"# {name} is set, and not shown  # {origin}")
         elif value is None:
@@ -171,8 +171,10 @@ def render_toml(schema: Schema, effective: LoadedConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _visible_options(schema: Schema) -> list[Option]:
-    return [option for option in schema.options.values() if not (option.member.flag and option.member.flag.is_hidden)]
+def _list_visible_options(schema: Schema) -> list[Option]:
+    return [
+        option for option in schema.option_by_path.values() if not (option.member.flag and option.member.flag.is_hidden)
+    ]
 
 
 def _format_toml_value(value: Any) -> str:
@@ -191,15 +193,15 @@ def _make_click_option(option: Option, heading: str, position: int | None) -> An
     """The flag of a setting; `--help` leaves out one without a position, where the program has headings."""
     flag, member = option.member.flag, option.member
     assert flag is not None
-    base_type, annotations = split_annotated(member.kind)
+    base_type, annotations = split_annotated(member.value_type)
     default = option.default
-    help_text = member.help
+    help_text = member.help_text
     if default is not None and default != () and not member.is_section:
         help_text += f" [default: {('off', 'on')[default] if base_type is bool else default}]"
     is_repeatable = get_origin(base_type) is tuple
     if is_repeatable:
         help_text += " Repeatable."
-    declarations = (*option.names, _make_parameter_name(option.path))
+    declarations = (*option.flag_names, _make_parameter_name(option.path))
     make = partial(
         click.option,
         *declarations,
@@ -212,7 +214,7 @@ def _make_click_option(option: Option, heading: str, position: int | None) -> An
     if base_type is bool:
         return make(default=None)
     titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
-    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(member.kind))
+    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(member.value_type))
     return make(multiple=is_repeatable, metavar=metavar)
 
 

@@ -43,14 +43,14 @@ def kv_subscriber() -> None:
     run_program("kv_subscriber", "events.kv_subscriber", ("options", "events"), "blockcast")
 
 
-def run_program(program: str, module: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
+def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
     """Run `main` of `module`, which needs `packages` beside its own. Ends with a line where something is missing.
     `distribution`: what to install then, where it is not the extra of this name."""
     problem = find_import_problem(packages)
     if problem is not None:
         sys.exit(f"{program}: {problem}")
     try:
-        main_function = importlib.import_module(module).main
+        main_function = importlib.import_module(module_name).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in (*packages, program):
             raise

@@ -38,7 +38,7 @@ class Flag:
     """The field has a flag: `names`, or --its-name. `env`: an older variable that also sets it."""
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
-        self.names, self.metavar, self.env, self.is_hidden = names, metavar, env, hidden
+        self.names, self.metavar, self.older_variable, self.is_hidden = names, metavar, env, hidden
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Member:
     """A field as it is declared."""
 
     name: str
-    kind: Any
+    value_type: Any
     """Its type, without None."""
     marks: tuple[str, ...]
-    help: str
+    help_text: str
     """One sentence, for `--help` and for the reference."""
     details: str
     """Further sentences, for the reference alone."""
@@ -67,90 +67,94 @@ class Option:
     default: Any
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def flag_names(self) -> tuple[str, ...]:
         """Names of the flag; "--on/--off" for a boolean."""
         assert self.member.flag is not None
         if self.member.flag.names:
             return self.member.flag.names
         name = self.member.name.replace("_", "-")
-        return (f"--{name}/--no-{name}",) if self.member.kind is bool else (f"--{name}",)
+        return (f"--{name}/--no-{name}",) if self.member.value_type is bool else (f"--{name}",)
 
     @property
     def label(self) -> str:
         """Name of the setting in errors: its flag, else its path."""
-        return self.path if self.member.flag is None else self.names[0].partition("/")[0]
+        return self.path if self.member.flag is None else self.flag_names[0].partition("/")[0]
 
     @property
     def expected(self) -> str:
         if self.member.is_section:
             return "a JSON object"
         path_kind = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
-        return f"a {path_kind}" if path_kind is not None else describe_type(self.member.kind)
+        return f"a {path_kind}" if path_kind is not None else describe_type(self.member.value_type)
 
-    def read(self, label: str, value: Any) -> Any:
+    def parse_value(self, label: str, value: Any) -> Any:
         """Raises ConfigError."""
-        return read_value(label, value, self.member.kind, secret=SECRET in self.member.marks)
+        return read_value(label, value, self.member.value_type, secret=SECRET in self.member.marks)
 
 
 class Schema:
     """Everything a program can be told; its name begins the variables: BLOCKCAST_ROUTER_PORT."""
 
-    def __init__(self, kind: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self, config_class: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         """`help_sections`: the headings of `--help`, in order, and the settings whose flags stand under each. A flag
         that is under none is in the reference alone."""
-        self.kind, self.program = kind, program
+        self.config_class, self.program = config_class, program
         self.help_sections = help_sections or {}
-        self.prefix = f"BLOCKCAST_{program.upper()}_"
-        self.options: dict[str, Option] = {}
-        self.sections: set[str] = set()
-        self._add(kind, kind(), "")
-        self.path_by_variable = {self.make_variable_name(path): path for path in self.options}
-        for path, option in self.options.items():
-            if option.member.flag is not None and option.member.flag.env is not None:
-                self.path_by_variable[option.member.flag.env] = path
+        self.variable_prefix = f"BLOCKCAST_{program.upper()}_"
+        self.option_by_path: dict[str, Option] = {}
+        self.section_paths: set[str] = set()
+        self._add_class(config_class, config_class(), "")
+        self.path_by_variable = {self.make_variable_name(path): path for path in self.option_by_path}
+        for path, option in self.option_by_path.items():
+            if option.member.flag is not None and option.member.flag.older_variable is not None:
+                self.path_by_variable[option.member.flag.older_variable] = path
 
-    def _add(self, kind: type, defaults: Any, prefix: str) -> None:
-        for member in list_members(kind):
+    def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
+        for member in list_members(config_class):
             path, default = prefix + member.name, getattr(defaults, member.name)
-            if member.help:
-                self.options[path] = Option(path, member, default)
+            if member.help_text:
+                self.option_by_path[path] = Option(path, member, default)
             if member.is_section and ROOT in member.marks:
-                self._add(member.kind, default, prefix)
+                self._add_class(member.value_type, default, prefix)
             elif member.is_section:
-                self.sections.add(path)
-                self._add(member.kind, default, f"{path}.")
+                self.section_paths.add(path)
+                self._add_class(member.value_type, default, f"{path}.")
 
     def make_variable_name(self, path: str) -> str:
-        return self.prefix + path.upper().replace(".", "_")
+        return self.variable_prefix + path.upper().replace(".", "_")
 
-    def unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
+    def make_unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
         """The error for a name that is not there, with the nearest one that is."""
-        setting_names = [*self.options] if setting_names is None else setting_names
-        paths_by_name = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
-        closest = difflib.get_close_matches(key, setting_names, 1) or difflib.get_close_matches(
-            key.rpartition(".")[2], paths_by_name, 1
+        setting_names = [*self.option_by_path] if setting_names is None else setting_names
+        path_by_last_word = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
+        closest_names = difflib.get_close_matches(key, setting_names, 1) or difflib.get_close_matches(
+            key.rpartition(".")[2], path_by_last_word, 1
         )
-        hint = f", the nearest is {paths_by_name.get(closest[0], closest[0])}" if closest else ""
+        hint = f", the nearest is {path_by_last_word.get(closest_names[0], closest_names[0])}" if closest_names else ""
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
     def collect_values(self, config: Any) -> dict[str, Any]:
         """path -> what a configuration has there."""
         return _collect_values(config, "")
 
-    def build(self, values: dict[str, Any]) -> Any:
+    def build_config(self, values: dict[str, Any]) -> Any:
         """The configuration in which these paths have these values. Raises ConfigError."""
-        return _build(self.kind, values, "")
+        return _build_config(self.config_class, values, "")
 
 
-def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
+def _build_config(config_class: type, values: dict[str, Any], prefix: str) -> Any:
     arguments: dict[str, Any] = {}
-    for member in list_members(kind):
+    for member in list_members(config_class):
         path = prefix + member.name
         if member.is_section:
-            arguments[member.name] = _build(member.kind, values, prefix if ROOT in member.marks else f"{path}.")
+            arguments[member.name] = _build_config(
+                member.value_type, values, prefix if ROOT in member.marks else f"{path}."
+            )
         elif path in values:
             arguments[member.name] = values[path]
-    return kind(**arguments)
+    return config_class(**arguments)
 
 
 def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
@@ -164,44 +168,44 @@ def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
     return values
 
 
-def check(config: Any, prefix: str = "") -> None:
+def check_config(config: Any, prefix: str = "") -> None:
     """Whether every field is of its type and in its range, however `config` was made. Raises ConfigError."""
     for member in list_members(type(config)):
         value = getattr(config, member.name)
         if member.is_section:
-            check(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
+            check_config(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
         elif value is not None:
             option = Option(prefix + member.name, member, None)
-            option.read(option.label, value)
+            option.parse_value(option.label, value)
 
 
-def list_members(kind: type) -> tuple[Member, ...]:
+def list_members(config_class: type) -> tuple[Member, ...]:
     """Its fields, in order."""
-    if kind not in _MEMBERS_BY_TYPE:
-        hints = get_type_hints(kind, include_extras=True)
-        names = getattr(kind, "__struct_fields__", None) or [item.name for item in fields(kind)]
-        _MEMBERS_BY_TYPE[kind] = tuple(_make_member(name, hints[name]) for name in names)
-    return _MEMBERS_BY_TYPE[kind]
+    if config_class not in _members_by_class:
+        hints = get_type_hints(config_class, include_extras=True)
+        names = getattr(config_class, "__struct_fields__", None) or [item.name for item in fields(config_class)]
+        _members_by_class[config_class] = tuple(_make_member(name, hints[name]) for name in names)
+    return _members_by_class[config_class]
 
 
-_MEMBERS_BY_TYPE: dict[type, tuple[Member, ...]] = {}
+_members_by_class: dict[type, tuple[Member, ...]] = {}
 
 
-def _make_member(name: str, hint: Any) -> Member:
-    base_type, notes = split_annotated(hint)
+def _make_member(name: str, annotated_type: Any) -> Member:
+    base_type, annotations = split_annotated(annotated_type)
     field_type = base_type
-    help_texts = [note for note in notes if isinstance(note, str) and note not in _MARKS]
+    help_texts = [annotation for annotation in annotations if isinstance(annotation, str) and annotation not in _MARKS]
     if get_origin(field_type) in (Union, types.UnionType):
         (field_type,) = (member_type for member_type in get_args(field_type) if member_type is not type(None))
-    for note in notes:
-        if not isinstance(note, (str, Flag)):
-            field_type = Annotated[field_type, note]
+    for annotation in annotations:
+        if not isinstance(annotation, (str, Flag)):
+            field_type = Annotated[field_type, annotation]
     return Member(
         name=name,
-        kind=field_type,
-        marks=tuple(note for note in notes if isinstance(note, str) and note in _MARKS),
-        help=help_texts[0] if help_texts else "",
+        value_type=field_type,
+        marks=tuple(annotation for annotation in annotations if isinstance(annotation, str) and annotation in _MARKS),
+        help_text=help_texts[0] if help_texts else "",
         details=help_texts[1] if len(help_texts) > 1 else "",
-        flag=next((note for note in notes if isinstance(note, Flag)), None),
+        flag=next((annotation for annotation in annotations if isinstance(annotation, Flag)), None),
         is_section=isinstance(base_type, type) and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
     )

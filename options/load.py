@@ -14,7 +14,7 @@ import msgspec
 from options.fields import FILE, FOLDER, Option, Schema
 from options.values import ConfigError, UntypedText
 
-_KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_KUBERNETES_PATTERN = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """Variables that Kubernetes sets for a service with the name of our prefix; they are no settings."""
 
 
@@ -23,30 +23,30 @@ class LoadedConfig:
     """A configuration and where its values came from; paths that are not in `origins` have their defaults."""
 
     config: Any
-    origins: dict[str, str]
+    origin_by_path: dict[str, str]
 
 
 @dataclass
 class _ConfigLayers:
     schema: Schema
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
+    value_by_path: dict[str, Any] = field(default_factory=dict)
+    origin_by_path: dict[str, str] = field(default_factory=dict)
 
-    def set(self, path: str, value: Any, label: str, origin: str) -> None:
+    def set_value(self, path: str, value: Any, label: str, origin: str) -> None:
         """One value, or a whole section. `label`: what an error calls it. Raises ConfigError."""
-        option = self.schema.options.get(path)
-        if path in self.schema.sections:
-            self.origins[path] = origin
+        option = self.schema.option_by_path.get(path)
+        if path in self.schema.section_paths:
+            self.origin_by_path[path] = origin
             for key, section_value in parse_section(label, value).items():
-                self.set(f"{path}.{key}", section_value, f"{label}.{key}", origin)
+                self.set_value(f"{path}.{key}", section_value, f"{label}.{key}", origin)
             return
         if option is None:
-            raise self.schema.unknown_setting_error(label, path)
-        self.values[path] = check_path_exists(label, option, option.read(label, value))
-        self.origins[path] = origin
+            raise self.schema.make_unknown_setting_error(label, path)
+        self.value_by_path[path] = check_path_exists(label, option, option.parse_value(label, value))
+        self.origin_by_path[path] = origin
 
 
-def load(
+def load_config(
     schema: Schema,
     *,
     table: Mapping[str, Any] | None = None,
@@ -61,19 +61,19 @@ def load(
     Raises ConfigError.
     """
     layers = _ConfigLayers(schema)
-    for path, value in flatten(schema, table or {}):
-        layers.set(path, value, f"{file_name}: {path}" if file_name else path, file_name)
-    for name, path in read_variables(schema, environment or {}):
-        layers.set(path, UntypedText((environment or {})[name]), name, name)
+    for path, value in iter_leaves(schema, table or {}):
+        layers.set_value(path, value, f"{file_name}: {path}" if file_name else path, file_name)
+    for variable, path in iter_variables(schema, environment or {}):
+        layers.set_value(path, UntypedText((environment or {})[variable]), variable, variable)
     for assignment in settings:
         path, separator, value_text = assignment.partition("=")
         if not separator:
             raise ConfigError(f"--set {assignment}: expected KEY=VALUE")
-        layers.set(path, UntypedText(value_text), f"--set {path}", "--set")
+        layers.set_value(path, UntypedText(value_text), f"--set {path}", "--set")
     for path, value in (flags or {}).items():
-        label = schema.options[path].label
-        layers.set(path, UntypedText(value) if isinstance(value, str) else value, label, label)
-    return LoadedConfig(schema.build(layers.values), layers.origins)
+        label = schema.option_by_path[path].label
+        layers.set_value(path, UntypedText(value) if isinstance(value, str) else value, label, label)
+    return LoadedConfig(schema.build_config(layers.value_by_path), layers.origin_by_path)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -84,31 +84,35 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def flatten(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Its leaves by path: an unknown table is told by its first key."""
     for key, value in table.items():
         path = prefix + key
-        if isinstance(value, dict) and value and path not in schema.sections and path not in schema.options:
-            yield from flatten(schema, value, f"{path}.")
+        if isinstance(value, dict) and value and path not in schema.section_paths and path not in schema.option_by_path:
+            yield from iter_leaves(schema, value, f"{path}.")
         else:
             yield path, value
 
 
-def read_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(name, path) of what is set and not empty, older names first.
 
     Raises ConfigError for a name that looks like ours and is not.
     """
-    for name, text in sorted(environment.items(), key=lambda item: item[0].startswith(schema.prefix)):
-        has_prefix = name.startswith(schema.prefix) and name != f"{schema.prefix}CONFIG"
-        if not text or not (has_prefix or name in schema.path_by_variable):
+    for variable, value_text in sorted(
+        environment.items(), key=lambda item: item[0].startswith(schema.variable_prefix)
+    ):
+        has_prefix = variable.startswith(schema.variable_prefix) and variable != f"{schema.variable_prefix}CONFIG"
+        if not value_text or not (has_prefix or variable in schema.path_by_variable):
             continue
-        if name in schema.path_by_variable:
-            if text.startswith("tcp://") and name == schema.make_variable_name("port"):
-                raise ConfigError(f"{name}: got {text!r}, which Kubernetes sets: use enableServiceLinks: false")
-            yield name, schema.path_by_variable[name]
-        elif _KUBERNETES.fullmatch(name[len(schema.prefix) :]) is None:
-            raise schema.unknown_setting_error(name, name, [*schema.path_by_variable])
+        if variable in schema.path_by_variable:
+            if value_text.startswith("tcp://") and variable == schema.make_variable_name("port"):
+                raise ConfigError(
+                    f"{variable}: got {value_text!r}, which Kubernetes sets: use enableServiceLinks: false"
+                )
+            yield variable, schema.path_by_variable[variable]
+        elif _KUBERNETES_PATTERN.fullmatch(variable[len(schema.variable_prefix) :]) is None:
+            raise schema.make_unknown_setting_error(variable, variable, [*schema.path_by_variable])
 
 
 def parse_section(label: str, value: Any) -> dict[str, Any]:

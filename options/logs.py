@@ -28,8 +28,8 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(level: str, *, as_json: bool) -> None:
     """Log to stderr; stdout carries only what a program says of itself: its address, a key."""
     handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if as_json else plain)
+    text_formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if as_json else text_formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

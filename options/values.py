@@ -26,7 +26,7 @@ class Size:
     """Bytes that the plain number 1 stands for: 1 << 20 where the setting is in MiB."""
 
 
-_UNITS = "kmgt"
+_UNIT_LETTERS = "kmgt"
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
 
 
@@ -50,44 +50,46 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
         count = math.ceil(float(number)) if "." in number else int(number)
         return count if text.strip()[-1].isdigit() else -(-count // unit_bytes)
     is_binary = len(suffix) == 2 if suffix else letter.isupper()
-    scale: int = (1024 if is_binary else 1000) ** (_UNITS.index(letter.lower()) + 1)
+    scale: int = (1024 if is_binary else 1000) ** (_UNIT_LETTERS.index(letter.lower()) + 1)
     return math.ceil(float(number) * scale / unit_bytes)
 
 
-def convert_text(text: str, kind: Any) -> Any:
+def parse_text(text: str, kind: Any) -> Any:
     """A value from text. Raises ValueError or MsgspecError without words for a person."""
-    base_type, marks = split_annotated(kind)
+    base_type, annotations = split_annotated(kind)
     if get_origin(base_type) is tuple:
         item_type = get_args(base_type)[0]
         return convert_value(
-            json.loads(text) if text.startswith("[") else [convert_text(word, item_type) for word in text.split()], kind
+            json.loads(text) if text.startswith("[") else [parse_text(word, item_type) for word in text.split()], kind
         )
     if base_type is str or get_origin(base_type) is Literal:
         return convert_value(text, kind)
-    return convert_value(text if _find_size(marks) else msgspec.convert(text, kind, strict=False), kind)
+    return convert_value(
+        text if _find_size_annotation(annotations) else msgspec.convert(text, kind, strict=False), kind
+    )
 
 
 def convert_value(value: Any, kind: Any) -> Any:
     """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
-    size = _find_size(split_annotated(kind)[1])
+    size = _find_size_annotation(split_annotated(kind)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
-    value_of_kind = msgspec.convert(value, kind)
-    for item in value_of_kind if isinstance(value_of_kind, tuple) else (value_of_kind,):
+    converted_value = msgspec.convert(value, kind)
+    for item in converted_value if isinstance(converted_value, tuple) else (converted_value,):
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("not finite")
         if isinstance(item, str):
             item.encode()  # bytes of a variable that are no UTF-8
-    return value_of_kind
+    return converted_value
 
 
-def _find_size(marks: list[Any]) -> Size | None:
-    return next((mark for mark in marks if isinstance(mark, Size)), None)
+def _find_size_annotation(annotations: list[Any]) -> Size | None:
+    return next((annotation for annotation in annotations if isinstance(annotation, Size)), None)
 
 
 def describe_type(kind: Any) -> str:
     """Describe the expected value in words: "a whole number from 0 to 65535"."""
-    base_type, marks = split_annotated(kind)
+    base_type, annotations = split_annotated(kind)
     if base_type is bool:
         return "true or false"
     if get_origin(base_type) is Literal:
@@ -100,21 +102,21 @@ def describe_type(kind: Any) -> str:
             else f"a list of {len(other_items) + 1}, each {describe_type(item_type)}"
         )
     if base_type is str:
-        metas = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
+        metas = [annotation for annotation in annotations if isinstance(annotation, msgspec.Meta)]
         examples = [example for meta in metas for example in meta.examples or ()]
         if not examples and any(meta.min_length for meta in metas):
             return "text that is not empty"
         return "text" + (f" such as {' or '.join(examples)}" if examples else "")
-    size = _find_size(marks)
+    size = _find_size_annotation(annotations)
     noun = "a whole number" if base_type is int else "a number"
     if size is not None:
         noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.unit_bytes > 1 else 'bytes'},"
-    return f"{noun} {_describe_range(marks)}".strip().removesuffix(",")
+    return f"{noun} {_describe_range(annotations)}".strip().removesuffix(",")
 
 
-def _describe_range(marks: list[Any]) -> str:
+def _describe_range(annotations: list[Any]) -> str:
     low, high = "", ""
-    for meta in marks:
+    for meta in annotations:
         if isinstance(meta, msgspec.Meta):
             low = f"from {_format_number(meta.ge)}" if meta.ge is not None else low
             low = f"above {_format_number(meta.gt)}" if meta.gt is not None else low
@@ -133,13 +135,13 @@ def read_value(label: str, value: Any, kind: Any, *, secret: bool = False) -> An
     """
     is_text = isinstance(value, UntypedText)
     try:
-        return convert_text(str(value), kind) if is_text else convert_value(value, kind)
+        return parse_text(str(value), kind) if is_text else convert_value(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         base_type = split_annotated(kind)[0]
         if isinstance(value, tuple) and get_origin(base_type) is tuple:  # of a flag that may be repeated
             for item in value:  # the one that is wrong is shown by itself
                 read_value(label, item, get_args(base_type)[0], secret=secret)
-        shown_value = "a value that is not shown here" if secret else shorten(str(value) if is_text else value)
+        shown_value = "a value that is not shown here" if secret else shorten_repr(str(value) if is_text else value)
         raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(kind)}") from None
 
 
@@ -149,6 +151,6 @@ class UntypedText(str):
     __slots__ = ()
 
 
-def shorten(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from options import ConfigError
-from options.command import SectionedCommand, config_command, load_from_command_line, with_flags
+from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 from options.tls import make_client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
@@ -53,7 +53,7 @@ def cli() -> None:
 
 @cli.command(cls=SectionedCommand, help=HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
-@with_flags(SCHEMA)
+@add_flags(SCHEMA)
 def run(urls: tuple[str, ...], **flags: Any) -> None:
     flags["workers"] = (*urls, *flags["workers"])
     config: ProcessConfig = load_from_command_line(SCHEMA, flags).config
@@ -86,7 +86,7 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 
 @cli.command(cls=SectionedCommand, help=EPP_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
-@with_flags(EPP_SCHEMA)
+@add_flags(EPP_SCHEMA)
 def epp(urls: tuple[str, ...], **flags: Any) -> None:
     try:
         import grpc  # noqa: F401
@@ -115,7 +115,7 @@ and what `router run` would have given: on /shadow, /shadow/report, and as the f
 
 @cli.command(cls=SectionedCommand, help=SHADOW_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
-@with_flags(SHADOW_SCHEMA)
+@add_flags(SHADOW_SCHEMA)
 def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     from router.app.shadow import run_shadow
 
@@ -141,9 +141,9 @@ up to six times, each answered with one token, and asks first. Ends with status 
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
-@with_flags(SCHEMA)
+@add_flags(SCHEMA)
 def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> None:
-    from router.commands.check import Finding, check_all
+    from router.commands.check import Finding, check_workers
 
     options["workers"] = (*urls, *options["workers"])
     config: ProcessConfig = load_from_command_line(SCHEMA, options).config
@@ -173,11 +173,11 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> No
         "tokenizer": config.tokenizer,
         "chat_template": config.chat_template,
     }
-    sys.exit(0 if asyncio.run(check_all(flags, report, **engine_options, tls=tls)) else 1)
+    sys.exit(0 if asyncio.run(check_workers(flags, report, **engine_options, tls=tls)) else 1)
 
 
 cli.add_command(top)
-cli.add_command(config_command(SCHEMA, ProcessConfig.verify))
+cli.add_command(make_config_command(SCHEMA, ProcessConfig.verify))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
-from router.prompting.fields import FieldSpans, locate_fields, splice
+from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
@@ -131,14 +131,14 @@ class RequestReader:
             if not (fields or body.request.has_worker_fields) or _JSON_OBJECT_START.match(request.pieces[0]) is None:
                 return
             spans = locate_fields(request.body)
-        removed_fields = [name for name in spans.spans if is_worker_field(name) and name not in allowed_fields]
+        removed_fields = [name for name in spans.span_by_field if is_worker_field(name) and name not in allowed_fields]
         for name in CONTAINER_FIELDS:
-            if name in spans.spans and name not in allowed_fields:
-                client_value = _strip_worker_fields(request.body[slice(*spans.spans[name])], allowed_fields)
+            if name in spans.span_by_field and name not in allowed_fields:
+                client_value = _strip_worker_fields(request.body[slice(*spans.span_by_field[name])], allowed_fields)
                 if client_value is not None:
                     fields[name] = client_value
         if fields or removed_fields:
-            request.pieces = splice(request.pieces, spans.edits(fields, removed_fields))
+            request.pieces = apply_edits(request.pieces, spans.make_edits(fields, removed_fields))
 
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
         """Find out what the headers ask for, and which model the request names. Raises RequestError."""
@@ -158,7 +158,8 @@ class RequestReader:
     ) -> str:
         registry = self._core.registry
         return model_names.resolve(
-            name, lambda: make_conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
+            name,
+            lambda: make_conversation_name(SessionNames.make_session(headers.session, body_request), body_request),
             lambda model: registry.is_model_served(model, headers.worker),
         )  # fmt: skip
 
@@ -194,11 +195,11 @@ class RequestReader:
         if body.media is not None:
             media_conversation = body.media.conversation_digest
             counted_tokens = 0 if token_ids is None else size.tokens
-            size = _estimate_size_with_media(counted_tokens, body.media.tokens, model.tokens_max)
+            size = _estimate_size_with_media(counted_tokens, body.media.estimated_tokens, model.tokens_max)
         output_tokens_min = body_request.output_tokens_min
         if model.tokens_max is not None:
             output_tokens_min = min(output_tokens_min, max(model.tokens_max - size.longest_tokens, 0))
-        session = SessionNames.session_of(headers.session, body_request)
+        session = SessionNames.make_session(headers.session, body_request)
         similar_prompt, common_tokens = _find_similar_prompt(body)
         return RouteRequest(
             request_id=context.request_id,
@@ -220,7 +221,7 @@ class RequestReader:
             priority=body_request.priority if headers.priority is None else headers.priority,
             worker=headers.worker,
             session=session.name,
-            parent=session.parent,
+            parent=session.parent_name,
             is_final=session.is_final,
             role=headers.role,
             deadline_s=None if headers.deadline_ms is None else context.started_at_s + headers.deadline_ms / 1000.0,

@@ -85,7 +85,7 @@ class TenantLimits:
         assert body is not None
         route.tenant, route.share = tenant, self._share_by_tenant.get(tenant, 1.0)
         if self._has_keys:
-            route.session, route.parent, _ = Session(route.session, route.parent).of_tenant(tenant)
+            route.session, route.parent, _ = Session(route.session, route.parent).add_tenant(tenant)
         priority_min = self._priority_min_by_tenant.get(tenant, self._priority_min)
         body_fields: dict[str, object] = {}
         if body.request.priority < priority_min:

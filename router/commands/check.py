@@ -32,13 +32,13 @@ from router.http_client import FetchError, fetch
 from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader
 
-EVENTS_S = 3.0
+EVENTS_TIMEOUT_S = 3.0
 """How long the events of an answered request, or a replay, are waited for."""
 MAX_ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 4 << 20
-BLOCKS = 4
+PROMPT_BLOCK_COUNT = 4
 """Length of the prompt, in the worker's blocks, and a part of one more."""
-CHAT = [
+SAMPLE_MESSAGES = [
     {"role": "system", "content": "You check things."},
     {"role": "user", "content": "Is this  read alike?\n"},
     {"role": "assistant", "content": None, "tool_calls": [
@@ -46,7 +46,7 @@ CHAT = [
     {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
     {"role": "user", "content": "And now?"},
 ]  # fmt: skip
-TOOLS = [{"type": "function", "function": {
+SAMPLE_TOOLS = [{"type": "function", "function": {
     "name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
 }}]  # fmt: skip
 
@@ -66,7 +66,7 @@ class ReceivedEvents:
     """What came from a worker's event sockets."""
 
     messages: list[Message] = field(default_factory=list)
-    worker_connects: bool = False
+    has_worker_connected: bool = False
     """It came on an address where we listened: the worker connects."""
 
     def find_stores(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
@@ -95,12 +95,12 @@ class WorkerCheck:
         self._received = ReceivedEvents()
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
-    async def run(self) -> AsyncIterator[Finding]:
+    async def run_steps(self) -> AsyncIterator[Finding]:
         """One step after the other."""
         self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
-            why = "is a router, whose events are none of its own: name the workers behind it, one by one"
-            yield Finding("address", False, f"{self._flag.url} {why}")
+            reason = "is a router, whose events are none of its own: name the workers behind it, one by one"
+            yield Finding("address", False, f"{self._flag.url} {reason}")
             return
         yield self._check_address()
         if not self._facts.is_alive:
@@ -110,31 +110,33 @@ class WorkerCheck:
         yield await self._compare_tokens(
             "tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"}
         )
-        yield await self._compare_tokens("template", "/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
+        yield await self._compare_tokens(
+            "template", "/v1/chat/completions", {"messages": SAMPLE_MESSAGES, "tools": SAMPLE_TOOLS}
+        )
         if not self._facts.sources:
             yield self._report_no_source()
-        ids = await self._make_prompt()
+        prompt_ids = await self._make_prompt()
         with ExitStack() as stack:
             listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
             silent_sources = [source for source in self._facts.sources if source not in listening_sources]
-            subscriber = stack.enter_context(Subscriber(self._stream_sources(listening_sources, StartMode.LIVE)))
+            subscriber = stack.enter_context(Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)))
             is_bound = _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
-            first_answer = await self._complete("request", {"prompt": ids})
+            first_answer = await self._request_completion("request", {"prompt": prompt_ids})
             yield first_answer[0]
             if first_answer[0].is_ok is not True:
                 return
-            await self._collect_events(subscriber, ids, is_bound)
+            await self._collect_events(subscriber, prompt_ids, is_bound)
             if self._facts.sources:
-                for finding in self._check_events(ids, silent_sources):
+                for finding in self._check_events(prompt_ids, silent_sources):
                     yield finding
-            second_answer = await self._complete("again", {"prompt": ids})
-            yield self._check_cached(ids, second_answer)
-            yield await self._check_salt(ids)
-            async for finding in self._check_adapters(ids, subscriber, is_bound):
+            second_answer = await self._request_completion("again", {"prompt": prompt_ids})
+            yield self._check_cached(prompt_ids, second_answer)
+            yield await self._check_salt(prompt_ids)
+            async for finding in self._check_adapters(prompt_ids, subscriber, is_bound):
                 yield finding
-        if self._facts.sources and self._received.find_stores(ids):
-            yield await self._check_replay(ids)
+        if self._facts.sources and self._received.find_stores(prompt_ids):
+            yield await self._check_replay(prompt_ids)
 
     def _check_address(self) -> Finding:
         facts = self._facts
@@ -167,13 +169,17 @@ class WorkerCheck:
             return Finding(step, None if "tokens" in answer else False, reason)
         token_ids = self._prompts.read(request, tokenizer).token_ids
         if "tokens" not in answer:
-            return Finding(step, None, f"cannot be compared: /tokenize says {_error_text(answer)}")
+            return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
         if token_ids is None:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
         if list(token_ids) == answer["tokens"]:
             return Finding(step, True, f"{len(token_ids)} tokens, the same here and there")
         position = next(
-            (i for i, (a, b) in enumerate(zip(token_ids, answer["tokens"])) if a != b),
+            (
+                token_index
+                for token_index, (token_here, token_there) in enumerate(zip(token_ids, answer["tokens"]))
+                if token_here != token_there
+            ),
             min(len(token_ids), len(answer["tokens"])),
         )
         flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
@@ -189,16 +195,18 @@ class WorkerCheck:
 
     async def _make_prompt(self) -> list[int]:
         """Random words, as many as it takes; ids that any model has where nobody can encode them."""
-        block = self._facts.block_size or 16
-        length = min(BLOCKS * block + block // 2, (self._model.max_model_len or 1 << 20) - 8)
-        source = random.SystemRandom()
-        text = " ".join(f"{source.getrandbits(40):x}" for _ in range(length))
+        block_size = self._facts.block_size or 16
+        prompt_tokens = min(
+            PROMPT_BLOCK_COUNT * block_size + block_size // 2, (self._model.max_model_len or 1 << 20) - 8
+        )
+        random_source = random.SystemRandom()
+        text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))
         request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        ids = self._prompts.read(request, self._prompts.tokenizer_of(self._model.base)).token_ids
-        if ids is None:
+        prompt_ids = self._prompts.read(request, self._prompts.tokenizer_of(self._model.base)).token_ids
+        if prompt_ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
-            ids = answer.get("tokens") or [source.randrange(100, 200) for _ in range(length)]
-        return list(ids[:length])
+            prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]
+        return list(prompt_ids[:prompt_tokens])
 
     # The events -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ class WorkerCheck:
         writer.close()
         return True
 
-    def _stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
+    def _make_stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """All topics are taken, so that one that is named wrongly is seen."""
         return [
             StreamSource(
@@ -228,23 +236,23 @@ class WorkerCheck:
 
     async def _collect_events(self, subscriber: Subscriber, ids: Sequence[int], is_bound: bool) -> None:
         """Until the prompt's blocks were announced, or for EVENTS_S."""
-        deadline = time.monotonic() + (EVENTS_S if self._facts.sources else 0.0)
-        while time.monotonic() < deadline and not self._received.find_stores(ids):
+        deadline_s = time.monotonic() + (EVENTS_TIMEOUT_S if self._facts.sources else 0.0)
+        while time.monotonic() < deadline_s and not self._received.find_stores(ids):
             item = await asyncio.to_thread(subscriber.get, 0.1)
             if isinstance(item, Message):
                 self._received.messages.append(item)
-                self._received.worker_connects |= is_bound and item.stream_id.startswith("bound ")
+                self._received.has_worker_connected |= is_bound and item.stream_id.startswith("bound ")
 
     def _check_events(self, ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
         received_events, stores = self._received, self._received.find_stores(ids)
-        if received_events.worker_connects:
+        if received_events.has_worker_connected:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:
             return [self._report_silence(silent_sources)]
         findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stores)} blocks announced")]
         message, event = stores[0]
-        source = self._source_of(message)
+        source = self._find_source(message)
         topic = message.topic.decode("utf-8", "replace")
         if source is not None and source.topic and topic != source.topic:
             findings.append(Finding("topic", False, f"events come under {topic!r}, the worker is said to publish under "
@@ -272,10 +280,10 @@ class WorkerCheck:
             return Finding(
                 "events", False, f"{endpoints} announces other prompts than this one: it is another worker's address"
             )
-        text = f"a request was answered and {endpoints} said nothing for {EVENTS_S:g} s"
+        text = f"a request was answered and {endpoints} said nothing for {EVENTS_TIMEOUT_S:g} s"
         return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
 
-    def _source_of(self, message: Message) -> EventSource | None:
+    def _find_source(self, message: Message) -> EventSource | None:
         return next(
             (source for source in self._facts.sources if str(source.data_parallel_rank) == message.stream_id), None
         )
@@ -285,8 +293,8 @@ class WorkerCheck:
         if not sources:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
             return Finding("replay", False, f'{text}; vLLM: "replay_endpoint": "tcp://*:5558"')
-        deadline = time.monotonic() + EVENTS_S
-        with Subscriber(self._stream_sources(sources, StartMode.RING)) as subscriber:
+        deadline = time.monotonic() + EVENTS_TIMEOUT_S
+        with Subscriber(self._make_stream_sources(sources, StartMode.RING)) as subscriber:
             while time.monotonic() < deadline:
                 item = await asyncio.to_thread(subscriber.get, 0.1)
                 if isinstance(item, Message) and item.origin is not Origin.LIVE:
@@ -302,7 +310,7 @@ class WorkerCheck:
         finding, usage = second_answer
         if finding.is_ok is not True:
             return finding
-        cached_tokens = _cached_tokens(usage)
+        cached_tokens = _get_cached_tokens(usage)
         if cached_tokens is None:
             text = "the worker does not say how much was cached, so predictions cannot be checked"
             return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
@@ -320,10 +328,10 @@ class WorkerCheck:
         return Finding("cached", cached_tokens == expected, text)
 
     async def _check_salt(self, ids: Sequence[int]) -> Finding:
-        finding, usage = await self._complete("salt", {"prompt": list(ids), "cache_salt": self._salt})
+        finding, usage = await self._request_completion("salt", {"prompt": list(ids), "cache_salt": self._salt})
         if finding.is_ok is not True:
             return Finding("salt", None, f"not taken: {finding.text}")
-        if _cached_tokens(usage):
+        if _get_cached_tokens(usage):
             text = "a prompt with another `cache_salt` was answered from the cache: tenants share one"
             return Finding("salt", False, f"{text}, and hits are predicted too low")
         return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
@@ -335,15 +343,15 @@ class WorkerCheck:
         adapter = next((model for model in self._facts.models if model.lora is not None), None)
         if adapter is None:
             return
-        finding, usage = await self._complete("LoRA", {"prompt": list(ids), "model": adapter.name})
+        finding, usage = await self._request_completion("LoRA", {"prompt": list(ids), "model": adapter.name})
         if finding.is_ok is not True:
             yield finding
             return
         rotated_ids = [*ids[1:], ids[0]]  # a prompt that nobody else has announced
-        await self._complete("LoRA", {"prompt": rotated_ids, "model": adapter.name})
+        await self._request_completion("LoRA", {"prompt": rotated_ids, "model": adapter.name})
         await self._collect_events(subscriber, rotated_ids, is_bound)
         stores = self._received.find_stores(rotated_ids)
-        if _cached_tokens(usage) or not all(_belongs_to_adapter(event, adapter.name) for _, event in stores):
+        if _get_cached_tokens(usage) or not all(_belongs_to_adapter(event, adapter.name) for _, event in stores):
             text = f"blocks of {adapter.name} pass for the base model's: their hits are mistaken"
             yield Finding("LoRA", False, text)
         elif self._facts.sources and not stores:
@@ -351,13 +359,13 @@ class WorkerCheck:
         else:
             yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
 
-    async def _complete(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
+    async def _request_completion(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
         """A completion of one token: how it went, and its usage."""
         body = {"model": self._model.name, "max_tokens": 1, "temperature": 0, **fields}
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
         if not isinstance(usage, dict):
-            return Finding(step, False, f"/v1/completions says {_error_text(answer)}"), {}
+            return Finding(step, False, f"/v1/completions says {_format_error(answer)}"), {}
         counted_tokens = usage.get("prompt_tokens")
         if counted_tokens != len(fields["prompt"]):
             return Finding(
@@ -377,7 +385,7 @@ class WorkerCheck:
         except (FetchError, ValueError, RecursionError) as error:
             return {"error": str(error)}
         return (
-            content if isinstance(content, dict) and status == 200 else {"error": f"{status}: {_error_text(content)}"}
+            content if isinstance(content, dict) and status == 200 else {"error": f"{status}: {_format_error(content)}"}
         )
 
 
@@ -396,7 +404,7 @@ def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> b
     return is_bound
 
 
-def _cached_tokens(usage: dict[str, Any]) -> int | None:
+def _get_cached_tokens(usage: dict[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details")
     cached_tokens = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached_tokens if isinstance(cached_tokens, int) else None
@@ -410,14 +418,14 @@ def _belongs_to_adapter(event: BlockStored, name: str) -> bool:
     )
 
 
-def _error_text(answer: object) -> str:
+def _format_error(answer: object) -> str:
     text = answer.get("error", answer) if isinstance(answer, dict) else answer
     if isinstance(text, dict):
         text = text.get("message", text)
     return str(text)[:200]
 
 
-async def check_all(
+async def check_workers(
     flags: Sequence[WorkerFlag],
     report: Callable[[str, Finding], None],
     *,
@@ -429,14 +437,14 @@ async def check_all(
     """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
     `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-    is_sound = True
+    are_all_sound = True
     with ThreadPoolExecutor(1) as executor:
         prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
         ) as session:
             for flag in flags:
-                async for finding in WorkerCheck(flag, session, prompts, headers).run():
+                async for finding in WorkerCheck(flag, session, prompts, headers).run_steps():
                     report(flag.worker_id, finding)
-                    is_sound &= finding.is_ok is not False
-    return is_sound
+                    are_all_sound &= finding.is_ok is not False
+    return are_all_sound

@@ -25,14 +25,14 @@ class AdminClient:
     """Whom to ask, and as whom."""
 
     url: str
-    key: str | None
+    admin_key: str | None
     tls_ca: str | None
     tls_cert: str | None
     tls_key: str | None
 
-    def get(self, path: str, *, seconds: float) -> tuple[int, Any]:
+    def fetch_json(self, path: str, *, timeout_s: float) -> tuple[int, Any]:
         """Return (status, JSON) of a GET. Raises click.ClickException."""
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        headers = {} if self.admin_key is None else {"Authorization": f"Bearer {self.admin_key}"}
         try:
             context = make_client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
         except ConfigError as error:
@@ -43,7 +43,7 @@ class AdminClient:
                 connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
             ) as session:
                 return await fetch(
-                    session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=seconds,
+                    session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=timeout_s,
                     bytes_max=MAX_ANSWER_BYTES,
                 )  # fmt: skip
 
@@ -59,7 +59,7 @@ class AdminClient:
             raise click.ClickException(f"{self.url}{path} answers {status} and no JSON: {error}") from None
 
 
-def router_options(command: Callable[..., None]) -> Callable[..., None]:
+def add_router_options(command: Callable[..., None]) -> Callable[..., None]:
     """The argument URL and the options that say how to ask there; `command` gets them as `router`."""
 
     @wraps(command)
@@ -70,15 +70,15 @@ def router_options(command: Callable[..., None]) -> Callable[..., None]:
             raise click.ClickException(f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         command(AdminClient(url, key, tls_ca, tls_cert, tls_key), **options)
 
-    file = click.Path(dir_okay=False)
+    file_type = click.Path(dir_okay=False)
     for option in (
-        click.option("--tls-key", type=file, metavar="FILE", help="Private key (PEM) of --tls-cert."),
+        click.option("--tls-key", type=file_type, metavar="FILE", help="Private key (PEM) of --tls-cert."),
         click.option(
-            "--tls-cert", type=file, metavar="FILE", help="Certificate (PEM) shown to a router that requires one."
+            "--tls-cert", type=file_type, metavar="FILE", help="Certificate (PEM) shown to a router that requires one."
         ),
         click.option(
             "--tls-ca",
-            type=file,
+            type=file_type,
             metavar="FILE",
             help="Authorities (PEM) of an https:// router. [default: the system's]",
         ),

@@ -11,68 +11,73 @@ from typing import Any
 
 import click
 
-from router.commands.client import AdminClient, router_options
+from router.commands.client import AdminClient, add_router_options
 
 COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
-SORTS = ("trouble", "name", "load", "requests")
+SORT_ORDERS = ("trouble", "name", "load", "requests")
 
 WorkersPage = dict[str, Any]
 """The body of `GET /workers`."""
 
 
 def make_table_rows(
-    now: WorkersPage, before: WorkersPage | None, seconds: float, sort: str = "trouble"
+    page: WorkersPage, previous_page: WorkersPage | None, interval_s: float, sort: str = "trouble"
 ) -> list[list[str]]:
     """One a target, in the order of COLUMNS. "-" where nothing was measured."""
-    earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
+    previous_row_by_target = {row.get("target"): row for row in (previous_page or {}).get("workers", [])}
     scored_rows = []
-    for row in now["workers"]:
+    for row in page["workers"]:
         if "target" not in row:  # never reached
             scored_rows.append(([row["worker_id"], row["state"], *["-"] * 6, row.get("state_reason", "")], 0.0, 0.0))
             continue
-        previous = earlier.get(row["target"], {})
-        new_requests = row["routed_requests"] - previous.get("routed_requests", row["routed_requests"])
-        rate = new_requests / seconds if previous and seconds > 0 else None
+        previous_row = previous_row_by_target.get(row["target"], {})
+        new_requests = row["routed_requests"] - previous_row.get("routed_requests", row["routed_requests"])
+        requests_per_s = new_requests / interval_s if previous_row and interval_s > 0 else None
         alarms = ", ".join(row["alarms"]) or row["state_reason"]
         scored_rows.append((
-            [row["target"], row["state"], _number(rate), str(row["prefilling"]), str(row["decoding"]),
-             f"{row['queue_s']:.2f}", _tokens(row["predicted_cached_tokens"]), _tokens(row["reported_cached_tokens"]),
-             alarms], rate or 0.0, float(row["queue_s"]),
+            [row["target"], row["state"], _format_number(requests_per_s), str(row["prefilling"]), str(row["decoding"]),
+             f"{row['queue_s']:.2f}", _format_tokens(row["predicted_cached_tokens"]),
+             _format_tokens(row["reported_cached_tokens"]), alarms], requests_per_s or 0.0, float(row["queue_s"]),
         ))  # fmt: skip
-    keys = {
+    sort_key_by_order = {
         "trouble": lambda scored_row: (scored_row[0][1] == "up" and not scored_row[0][-1], scored_row[0][0]),
         "name": lambda scored_row: scored_row[0][0],
         "requests": lambda scored_row: -scored_row[1],
         "load": lambda scored_row: -scored_row[2],
     }
-    return [cells for cells, _, _ in sorted(scored_rows, key=keys[sort])]
+    return [cells for cells, _, _ in sorted(scored_rows, key=sort_key_by_order[sort])]
 
 
-def format_summary(now: WorkersPage, before: WorkersPage | None, seconds: float) -> str:
+def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
     """One line on the whole router, its health first."""
-    states = [row["state"] for row in now["workers"]]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
-    routed_requests = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
-    rate = f"{routed_requests / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
-    troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in now["workers"])
+    states = [row["state"] for row in page["workers"]]
+    state_counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
+    routed_requests = page["counters"].get("routed", 0) - (previous_page or page)["counters"].get("routed", 0)
+    requests_per_s = (
+        f"{routed_requests / interval_s:.1f} requests/s"
+        if previous_page is not None and interval_s > 0
+        else "- requests/s"
+    )
+    troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in page["workers"])
     health = "No workers" if not states else f"{troubled_count} in trouble" if troubled_count else "Healthy"
     return (
-        f"{health}: {counts or 'none'}; {rate}, {now['in_flight']} in flight, {now['queued']} queued, "
-        f"index {now['index']['entries']:,} blocks in {now['index']['memory_bytes'] / 2**20:.0f} MiB"
+        f"{health}: {state_counts or 'none'}; {requests_per_s}, {page['in_flight']} in flight, "
+        f"{page['queued']} queued, index {page['index']['entries']:,} blocks "
+        f"in {page['index']['memory_bytes'] / 2**20:.0f} MiB"
     )
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _tokens(count: int) -> str:
+def _format_tokens(count: int) -> str:
     return f"{count:,}" if count else "-"
 
 
 def fetch_workers(router: AdminClient) -> WorkersPage:
     """Raises click.ClickException."""
-    status, page = router.get("/workers", seconds=5)
+    status, page = router.fetch_json("/workers", timeout_s=5)
     if status != 200 or not isinstance(page, dict) or "workers" not in page:
         raise click.ClickException(f"{router.url}/workers is not a router's ({status})")
     return page
@@ -84,13 +89,13 @@ def fetch_workers(router: AdminClient) -> WorkersPage:
   router top http://127.0.0.1:8080 --key KEY
   router top --once --sort load
 """)  # fmt: skip
-@router_options
+@add_router_options
 @click.option(
     "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between two updates."
 )
 @click.option(
     "--sort",
-    type=click.Choice(SORTS),
+    type=click.Choice(SORT_ORDERS),
     default="trouble",
     show_default=True,
     help="Order of workers; trouble: those that are not well first.",

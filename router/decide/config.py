@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from options import Flag, Seconds, check
+from options import Flag, Seconds, check_config
 
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
@@ -136,4 +136,4 @@ class CoreConfig:
         "Most requests in flight or queued; more are answered 429."] = 100_000
 
     def __post_init__(self) -> None:
-        check(self)
+        check_config(self)

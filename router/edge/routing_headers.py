@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prompts.errors import bad_value
 from router.http.request import HttpRequest
 from router.prompting.encode import NAME_BYTES_MAX
-from router.prompting.sessions import NamesByMeaning, SessionNames
+from router.prompting.sessions import NameByMeaning, SessionNames
 
 
 class RoutingHeaders:
@@ -31,7 +31,7 @@ class RoutingHeaders:
         self.role = _decode_header(request.get_header(b"x-blockcast-role"))
         self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
         """Whether the client asks for the reasons of its miss."""
-        self.session: NamesByMeaning = names.read_headers(request.headers.get)
+        self.session: NameByMeaning = names.read_headers(request.headers.get)
 
 
 class ResolvedModel(NamedTuple):

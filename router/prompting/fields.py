@@ -17,9 +17,9 @@ from prompts.schemas import decode_json
 
 MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""
-_KEY = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*')
-_AFTER_VALUE = re.compile(rb"[ \t\r\n]*[,}]")
-_values_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_KEY_PATTERN = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*')
+_AFTER_VALUE_PATTERN = re.compile(rb"[ \t\r\n]*[,}]")
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Edit = tuple[int, int, bytes]
 """(start, end, the bytes that take the place of those from start to end)."""
 
@@ -27,89 +27,107 @@ Edit = tuple[int, int, bytes]
 class FieldSpans(msgspec.Struct):
     """Spans of the fields of a JSON object, as byte offsets."""
 
-    spans: dict[str, tuple[int, int]]
+    span_by_field: dict[str, tuple[int, int]]
     """Field -> (start, end) of its value."""
     content_start: int
     """Offset behind the opening brace."""
-    key_starts: dict[str, int] = {}
+    key_start_by_field: dict[str, int] = {}
     """Field -> start of its name."""
 
-    def edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
+    def make_edits(self, value_by_field: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
         """Return the edits that give these fields these values, and take out those that are removed."""
-        edits = self._removals(removed_fields)
-        missing: dict[str, object] = {}
-        for name, value in fields.items():
-            if name in self.spans:
-                edits.append((*self.spans[name], msgspec.json.encode(value)))
+        edits = self._make_removals(removed_fields)
+        value_by_missing_field: dict[str, object] = {}
+        for name, value in value_by_field.items():
+            if name in self.span_by_field:
+                edits.append((*self.span_by_field[name], msgspec.json.encode(value)))
             else:
-                missing[name] = value
-        if missing:
-            insertion = msgspec.json.encode(missing)[1:-1]
-            has_remaining = any(name not in removed_fields for name in self.spans)
+                value_by_missing_field[name] = value
+        if value_by_missing_field:
+            insertion = msgspec.json.encode(value_by_missing_field)[1:-1]
+            has_remaining = any(name not in removed_fields for name in self.span_by_field)
             edits.append((self.content_start, self.content_start, insertion + b"," if has_remaining else insertion))
         return edits
 
-    def _removals(self, removed_fields: Collection[str]) -> list[Edit]:
+    def _make_removals(self, removed_fields: Collection[str]) -> list[Edit]:
         """Remove each field with the comma before it; those in front of all that stay, with the comma behind them."""
-        names = list(self.spans)
-        first = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
+        names = list(self.span_by_field)
+        first_kept_index = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
         edits: list[Edit] = []
-        if first:
-            edits.append((self.content_start, self._start_of(names, first), b""))
-        for before, name in zip(names[first:], names[first + 1 :]):
+        if first_kept_index:
+            edits.append((self.content_start, self._get_key_start(names, first_kept_index), b""))
+        for previous_name, name in zip(names[first_kept_index:], names[first_kept_index + 1 :]):
             if name in removed_fields:
-                edits.append((self.spans[before][1], self.spans[name][1], b""))
+                edits.append((self.span_by_field[previous_name][1], self.span_by_field[name][1], b""))
         return edits
 
-    def _start_of(self, names: list[str], i: int) -> int:
+    def _get_key_start(self, names: list[str], field_index: int) -> int:
         """Return the start of a field's name, or the end of the last value where there are no more."""
-        return self.key_starts[names[i]] if i < len(names) else self.spans[names[-1]][1]
+        return (
+            self.key_start_by_field[names[field_index]]
+            if field_index < len(names)
+            else self.span_by_field[names[-1]][1]
+        )
 
 
 class FormSpans(FieldSpans):
     """Places in a multipart form (router/prompting/forms.py), whose values are plain text. A missing field stays so."""
 
-    def edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
-        values = {**fields, **dict.fromkeys(removed_fields, "")}
-        texts = {name: v if isinstance(v, str) else msgspec.json.encode(v).decode() for name, v in values.items()}
-        return [(*self.spans[name], text.encode()) for name, text in texts.items() if name in self.spans]
+    def make_edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
+        value_by_field = {**fields, **dict.fromkeys(removed_fields, "")}
+        text_by_field = {
+            name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            for name, value in value_by_field.items()
+        }
+        return [
+            (*self.span_by_field[name], text.encode())
+            for name, text in text_by_field.items()
+            if name in self.span_by_field
+        ]
 
 
 def locate_fields(body: bytes) -> FieldSpans:
     """Find the top-level fields of a JSON object. Raises RequestError where it is none, or holds a field twice."""
-    values: dict[str, msgspec.Raw] = decode_json(_values_decoder, body)
-    if len(values) > MAX_FIELDS:
-        raise RequestError(f"the body has {len(values)} fields, expected at most {MAX_FIELDS}", param=None)
-    spans: dict[str, tuple[int, int]] = {}
-    key_starts: dict[str, int] = {}
+    raw_value_by_field: dict[str, msgspec.Raw] = decode_json(_FIELDS_DECODER, body)
+    if len(raw_value_by_field) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
+    span_by_field: dict[str, tuple[int, int]] = {}
+    key_start_by_field: dict[str, int] = {}
     content_start = position = body.index(b"{") + 1
-    while key := _KEY.match(body, position):
-        name: str = msgspec.json.decode(key[1], type=str)
-        value, start = bytes(values[name]), key.end()
+    while key_match := _KEY_PATTERN.match(body, position):
+        name: str = msgspec.json.decode(key_match[1], type=str)
+        value, start = bytes(raw_value_by_field[name]), key_match.end()
         end = start + len(value)
-        value_end = _AFTER_VALUE.match(body, end) if body.startswith(value, start) else None
-        if value_end is None or name in spans:  # the value is that of the field's last occurrence
-            raise duplicate_field_error(name)
-        spans[name], key_starts[name] = (start, end), key.start(1)
+        value_end = _AFTER_VALUE_PATTERN.match(body, end) if body.startswith(value, start) else None
+        if value_end is None or name in span_by_field:  # the value is that of the field's last occurrence
+            raise make_duplicate_field_error(name)
+        span_by_field[name], key_start_by_field[name] = (start, end), key_match.start(1)
         position = value_end.end()
-    return FieldSpans(spans, content_start, key_starts)
+    return FieldSpans(span_by_field, content_start, key_start_by_field)
 
 
-def splice(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
+def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
     """Return a body with edits, which do not overlap. Pieces without one are the same objects."""
-    result = list(pieces)
-    starts = [0]
-    for piece in result:
-        starts.append(starts[-1] + len(piece))
+    new_pieces = list(pieces)
+    piece_starts = [0]
+    for piece in new_pieces:
+        piece_starts.append(piece_starts[-1] + len(piece))
     for start, end, replacement in sorted(edits, reverse=True):  # from the back: what stands before keeps its place
         for i in reversed(range(len(pieces))):
-            low, high = max(start, starts[i]) - starts[i], min(end, starts[i + 1]) - starts[i]
-            if low < high or (start == end and starts[i] <= start < starts[i + 1]):
-                is_first_piece = start >= starts[i]
-                result[i] = result[i][:low] + (replacement if is_first_piece else b"") + result[i][max(low, high) :]
-    return tuple(result)
+            slice_start, slice_end = (
+                max(start, piece_starts[i]) - piece_starts[i],
+                min(end, piece_starts[i + 1]) - piece_starts[i],
+            )
+            if slice_start < slice_end or (start == end and piece_starts[i] <= start < piece_starts[i + 1]):
+                is_first_piece = start >= piece_starts[i]
+                new_pieces[i] = (
+                    new_pieces[i][:slice_start]
+                    + (replacement if is_first_piece else b"")
+                    + new_pieces[i][max(slice_start, slice_end) :]
+                )
+    return tuple(new_pieces)
 
 
-def duplicate_field_error(name: str) -> RequestError:
+def make_duplicate_field_error(name: str) -> RequestError:
     """Return the error of a field that a body holds twice, where the router has to know which value counts."""
     return RequestError(f"{name[:80]}: the body has this field twice, expected it once", param=name[:80])

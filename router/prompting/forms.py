@@ -11,14 +11,14 @@ from email.message import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, read_form_fields
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
-from router.prompting.fields import FormSpans, duplicate_field_error
+from router.prompting.fields import FormSpans, make_duplicate_field_error
 
 MAX_PARTS = 1000
 MAX_HEAD_BYTES = 8192
 """Headers of one part."""
 MAX_VALUE_BYTES = 4096
 MAX_BOUNDARY_BYTES = 256
-FIELDS = frozenset(("model", "stream", "priority"))
+ROUTING_FIELDS = frozenset(("model", "stream", "priority"))
 
 
 def is_form(content_type: bytes | None) -> bool:
@@ -28,48 +28,48 @@ def is_form(content_type: bytes | None) -> bool:
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
     """Read what a form says of where it should go. Raises RequestError where it is no form, or holds a field twice."""
-    boundary = _header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
+    boundary = _parse_header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
     if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
         raise RequestError("content-type: a form needs a boundary", param=None)
-    values: dict[str, str] = {}
-    spans: dict[str, tuple[int, int]] = {}
-    for start, end in _part_spans(pieces, b"--" + boundary):
-        head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(b"\r\n\r\n")
+    value_by_field: dict[str, str] = {}
+    span_by_field: dict[str, tuple[int, int]] = {}
+    for start, end in _iter_part_spans(pieces, b"--" + boundary):
+        part_head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(b"\r\n\r\n")
         if not separator:
             raise RequestError(
                 f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
             )
-        name = _field_name(head)
-        if name is None or not (name in FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
+        name = _parse_field_name(part_head)
+        if name is None or not (name in ROUTING_FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
             continue
-        if name in spans:
-            raise duplicate_field_error(name)
-        spans[name] = start + len(head) + 4, end
-        if end - spans[name][0] > MAX_VALUE_BYTES:
+        if name in span_by_field:
+            raise make_duplicate_field_error(name)
+        span_by_field[name] = start + len(part_head) + 4, end
+        if end - span_by_field[name][0] > MAX_VALUE_BYTES:
             raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
-        values[name] = _slice_pieces(pieces, *spans[name]).decode("utf-8", "replace")
-    return read_form_fields(values), FormSpans(spans, 0)
+        value_by_field[name] = _slice_pieces(pieces, *span_by_field[name]).decode("utf-8", "replace")
+    return read_form_fields(value_by_field), FormSpans(span_by_field, 0)
 
 
-def _part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
+def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
     """(start, end) of each part, headers and content, up to the closing delimiter."""
-    part_start, count = None, 0
-    for offset in _find_offsets(pieces, delimiter):
-        before, after = _slice_pieces(pieces, max(offset - 2, 0), offset), offset + len(delimiter)
-        following = _slice_pieces(pieces, after, after + 2)
-        if (offset and before != b"\r\n") or following not in (b"\r\n", b"--"):
+    part_start, part_count = None, 0
+    for offset in _iter_offsets(pieces, delimiter):
+        previous_bytes, delimiter_end = _slice_pieces(pieces, max(offset - 2, 0), offset), offset + len(delimiter)
+        next_bytes = _slice_pieces(pieces, delimiter_end, delimiter_end + 2)
+        if (offset and previous_bytes != b"\r\n") or next_bytes not in (b"\r\n", b"--"):
             continue
         if part_start is not None:
             yield part_start, offset - 2
-        part_start, count = after + 2, count + 1
-        if following == b"--":
+        part_start, part_count = delimiter_end + 2, part_count + 1
+        if next_bytes == b"--":
             return
-        if count > MAX_PARTS:
+        if part_count > MAX_PARTS:
             raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)
 
 
-def _find_offsets(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
+def _iter_offsets(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
     """Offsets of the pattern, also across the edges of pieces."""
     offset, overlap = 0, b""
     for piece in pieces:
@@ -93,17 +93,17 @@ def _slice_pieces(pieces: Sequence[bytes], start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def _field_name(head: bytes) -> str | None:
+def _parse_field_name(part_head: bytes) -> str | None:
     """Of a part; None for a file, and for what names no field."""
-    for line in head.split(b"\r\n"):
-        key, _, value = line.partition(b":")
-        if key.strip().lower() == b"content-disposition":
-            parameters = _header_parameters(value)
+    for line in part_head.split(b"\r\n"):
+        header_name, _, value = line.partition(b":")
+        if header_name.strip().lower() == b"content-disposition":
+            parameters = _parse_header_parameters(value)
             return None if "filename" in parameters else parameters.get("name")
     return None
 
 
-def _header_parameters(value: bytes) -> dict[str, str]:
+def _parse_header_parameters(value: bytes) -> dict[str, str]:
     """Of a header such as `form-data; name="model"`."""
     message = Message()
     message["content-type"] = " ".join(value.decode("latin-1").split())

@@ -14,9 +14,9 @@ from prompts.routing import RoutingRequest
 from prompts.schemas import MEDIA_PARTS
 from router.prompting.encode import CHARS_PER_TOKEN
 
-MEDIA_TOKENS = 1000
+TOKENS_PER_MEDIUM = 1000
 """Taken for an image's, or another medium's, share of a prompt. An estimate, for prices only."""
-_KINDS = MEDIA_PARTS | {"document"}
+_MEDIA_PART_TYPES = MEDIA_PARTS | {"document"}
 _MEDIA_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 _VOLATILE_FIELDS = frozenset(("cache_control", "id", "status"))
 """Of a part: what clients change from turn to turn."""
@@ -27,45 +27,45 @@ class MediaPrompt(NamedTuple):
 
     conversation_digest: int
     """Digest of its first messages, up to the first of its user: the same in all turns of it."""
-    tokens: int
+    estimated_tokens: int
     """That the whole prompt may have."""
 
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     """Read a chat's media; None where it has none."""
-    messages = _messages(request, body)
-    chars, count = 0, 0
-    for part in _parts(messages):
+    messages = _list_messages(request, body)
+    char_count, medium_count = 0, 0
+    for part in _iter_parts(messages):
         if isinstance(part, str):
-            chars += len(part)
-        elif part.get("type") in _KINDS or "image_url" in part:
-            count += 1
+            char_count += len(part)
+        elif part.get("type") in _MEDIA_PART_TYPES or "image_url" in part:
+            medium_count += 1
         else:
-            chars += sum(len(text) for text in part.values() if isinstance(text, str))
-    if not count:
+            char_count += sum(len(text) for text in part.values() if isinstance(text, str))
+    if not medium_count:
         return None
-    return MediaPrompt(_digest_opening(messages), chars // CHARS_PER_TOKEN + MEDIA_TOKENS * count)
+    return MediaPrompt(_digest_opening(messages), char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count)
 
 
-def _messages(request: RoutingRequest, body: bytes) -> list[Any]:
+def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
     """As JSON has them, the system's first; none where there can be no media."""
     source = request.source
     if source is None:
         return list(request.messages or ()) if request.has_media else []
     if not any(marker in body for marker in _MEDIA_MARKERS):
         return []
-    first: Any
+    system_prompt: Any
     messages: Any
     if isinstance(source, ResponsesRequest):
-        first, messages = source.instructions, source.input if isinstance(source.input, list) else []
+        system_prompt, messages = source.instructions, source.input if isinstance(source.input, list) else []
     else:
         assert isinstance(source, CountRequest)
-        first, messages = source.system, source.messages
-    result: list[Any] = msgspec.to_builtins([{"role": "system", "content": first}, *messages])
+        system_prompt, messages = source.system, source.messages
+    result: list[Any] = msgspec.to_builtins([{"role": "system", "content": system_prompt}, *messages])
     return result
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _iter_parts(value: Any) -> Iterator[Any]:
     """Texts and parts of messages, also those inside of tool results."""
     for message in value:
         content = message.get("content") if isinstance(message, dict) else message
@@ -74,23 +74,25 @@ def _parts(value: Any) -> Iterator[Any]:
         elif isinstance(content, list):
             for part in content:
                 if isinstance(part, dict) and isinstance(part.get("content"), list):
-                    yield from _parts([part])
+                    yield from _iter_parts([part])
                 elif isinstance(part, (dict, str)):
                     yield part
 
 
 def _digest_opening(messages: list[Any]) -> int:
-    users = (i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user")
-    first = messages[: next(users, 0) + 1]
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(_without_volatile_fields(first)))
+    user_indices = (
+        i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"
+    )
+    opening_messages = messages[: next(user_indices, 0) + 1]
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(_strip_volatile_fields(opening_messages)))
 
 
-def _without_volatile_fields(value: Any) -> Any:
+def _strip_volatile_fields(value: Any) -> Any:
     """A value without what clients change from turn to turn."""
     if isinstance(value, dict):
         return {
-            name: _without_volatile_fields(item)
+            name: _strip_volatile_fields(item)
             for name, item in value.items()
             if name not in _VOLATILE_FIELDS and item is not None
         }
-    return [_without_volatile_fields(item) for item in value] if isinstance(value, list) else value
+    return [_strip_volatile_fields(item) for item in value] if isinstance(value, list) else value

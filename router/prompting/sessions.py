@@ -16,16 +16,16 @@ MAX_NAME_CHARS = 64
 """Longer names, and those that cannot be printed, are known by their digest."""
 
 Meaning = Literal["session", "agent", "parent", "parent_agent", "final"]
-NamesByMeaning = dict[Meaning, str]
+NameByMeaning = dict[Meaning, str]
 
 
 class NameSource(NamedTuple):
     """A header or body field in which clients name a session, an agent or a parent."""
 
-    source: Literal["header", "body"]
+    location: Literal["header", "body"]
     name: str
     meaning: Meaning
-    clients: str
+    client_names: str
 
 
 NAME_SOURCES = (
@@ -56,12 +56,12 @@ class Session(NamedTuple):
     """The session of a request, as its client names it."""
 
     name: str | None = None
-    parent: str | None = None
+    parent_name: str | None = None
     """The session that started this one: both begin alike."""
     is_final: bool = False
     """No request of the session will follow."""
 
-    def of_tenant(self, tenant: str) -> Session:
+    def add_tenant(self, tenant: str) -> Session:
         """Return this session with the tenant's name in front, apart from equally named ones of other tenants."""
         name, parent, is_final = self
         names = [
@@ -76,37 +76,39 @@ class SessionNames:
 
     def __init__(self, extra_headers: Sequence[str] = ()) -> None:
         """`extra_headers`: each `NAME` or `MEANING=NAME`."""
-        extra_rows = [_row(text) for text in extra_headers]
+        extra_rows = [_parse_extra_header(text) for text in extra_headers]
         rows = [*extra_rows, *NAME_SOURCES]
-        self._headers = [(row.name.lower().encode(), row.meaning) for row in rows if row.source == "header"]
+        self._header_meanings = [(row.name.lower().encode(), row.meaning) for row in rows if row.location == "header"]
 
-    def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NamesByMeaning:
+    def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NameByMeaning:
         """Read the names in headers. `get_header` returns the value of a lower-case name."""
-        values: NamesByMeaning = {}
-        for name, meaning in self._headers:
-            if meaning not in values and (value := get_header(name)):
-                values[meaning] = value.decode("latin-1")
-        return values
+        name_by_meaning: NameByMeaning = {}
+        for name, meaning in self._header_meanings:
+            if meaning not in name_by_meaning and (value := get_header(name)):
+                name_by_meaning[meaning] = value.decode("latin-1")
+        return name_by_meaning
 
     @staticmethod
-    def session_of(names: NamesByMeaning, request: RoutingRequest) -> Session:
+    def make_session(name_by_meaning: NameByMeaning, request: RoutingRequest) -> Session:
         """Return the session of a request with these names in its headers, and with this body."""
-        name = names.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
+        name = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
         if not name:
             return _NO_SESSION
-        parent, agent = names.get("parent"), names.get("agent")
+        parent, agent = name_by_meaning.get("parent"), name_by_meaning.get("agent")
         if agent is not None and agent != name:
-            parent_agent = names.get("parent_agent", name)
+            parent_agent = name_by_meaning.get("parent_agent", name)
             parent = name if parent_agent == name else f"{name}/{parent_agent}"
             name = f"{name}/{agent}"
         name, parent = shorten_name(name), None if parent is None else shorten_name(parent)
-        return Session(name, None if parent == name else parent, names.get("final", "").lower() in ("true", "1"))
+        return Session(
+            name, None if parent == name else parent, name_by_meaning.get("final", "").lower() in ("true", "1")
+        )
 
 
 _NO_SESSION = Session()
 
 
-def _row(text: str) -> NameSource:
+def _parse_extra_header(text: str) -> NameSource:
     meaning, _, name = text.rpartition("=")
     return NameSource("header", name, meaning or "session", "")  # type: ignore[arg-type]
 

@@ -218,7 +218,7 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
     from router.app.process import RouterProcess
 
     async def scenario() -> None:
-        config: ProcessConfig = SCHEMA.build({})
+        config: ProcessConfig = SCHEMA.build_config({})
         process = RouterProcess(config, "test")
         assert process._request_reader.model_names is None
         assert not process._tenants.share_by_tenant

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
-from options import SECRET, ConfigError, Option, Schema, load
-from options.command import _visible_options, render_settings_list
+from options import SECRET, ConfigError, Option, Schema, load_config
+from options.command import _list_visible_options, render_settings_list
 from options.load import read_file
 from options.values import UntypedText, split_annotated
 from router.app.cli import cli as router_cli
@@ -28,13 +28,13 @@ CLIS = {"router": router_cli, "engine": engine_cli}
 EVERY = [
     pytest.param(schema, option, id=f"{schema.program}-{option.path}")
     for schema in (ROUTER, ENGINE)
-    for option in schema.options.values()
+    for option in schema.option_by_path.values()
 ]
 EVERY += [
     pytest.param(schema, option, id=f"{name}-{path}")
     for name, schema in (("epp", EPP), ("shadow", SHADOW))
-    for path, option in schema.options.items()
-    if path not in ROUTER.options
+    for path, option in schema.option_by_path.items()
+    if path not in ROUTER.option_by_path
 ]
 LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # type: ignore[union-attr]
 
@@ -102,9 +102,9 @@ def run_config_check(program: str, *args: str, **environment: str) -> Result:
 
 @pytest.mark.parametrize(("schema", "option"), EVERY)
 def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, option: Option) -> None:
-    assert option.member.help
-    assert "\n" not in option.member.help
-    bare, marks = split_annotated(option.member.kind)
+    assert option.member.help_text
+    assert "\n" not in option.member.help_text
+    bare, marks = split_annotated(option.member.value_type)
     for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
         item, item_marks = split_annotated(kind)
         if item in (int, float):
@@ -115,33 +115,33 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, opt
 
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
 def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
-    for value in wrong(option.member.kind):
+    for value in wrong(option.member.value_type):
         with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as error_info:
-            load(schema, table=nest_value(option.path, value), file_name="f.toml")
+            load_config(schema, table=nest_value(option.path, value), file_name="f.toml")
         if SECRET not in option.member.marks and not isinstance(value, dict):
             assert repr(value)[:50] in str(error_info.value)
 
 
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
 def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, option: Option) -> None:
-    texts = [as_text(value) for value in wrong(option.member.kind)]
+    texts = [as_text(value) for value in wrong(option.member.value_type)]
     for text in texts:
         if not text or _fits(option, text):
             continue
         with pytest.raises(ConfigError, match=rf"^{schema.make_variable_name(option.path)}: got .*expected"):
-            load(schema, environment={schema.make_variable_name(option.path): text})
+            load_config(schema, environment={schema.make_variable_name(option.path): text})
         with pytest.raises(ConfigError, match=rf"^--set {option.path}: got .*expected"):
-            load(schema, settings=[f"{option.path}={text}"])
+            load_config(schema, settings=[f"{option.path}={text}"])
 
 
 @pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].member.flag is not None])  # type: ignore[union-attr]
 def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
-    kind, _ = split_annotated(option.member.kind)
+    kind, _ = split_annotated(option.member.value_type)
     if kind is bool:
         return  # there is nothing that could be wrong
     if schema in (EPP, SHADOW):
         return  # `router config` does not take it
-    for value in wrong(option.member.kind):
+    for value in wrong(option.member.value_type):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
         text = as_text(items[0]) if items else None
         if text is None or _fits(option, text) or (get_origin(kind) is tuple and _fits(option, f"[{text!r}]")):
@@ -157,7 +157,7 @@ def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> N
 def _fits(option: Option, text: str) -> bool:
     """As text it is right after all: 1.5 where the file's "1.5" was wrong, a list's one word."""
     try:
-        option.read("", UntypedText(text))
+        option.parse_value("", UntypedText(text))
     except ConfigError:
         return False
     return True
@@ -177,11 +177,11 @@ def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) ->
         ({"environment": {variable: text}, "table": nest_value(option.path, plain), "file_name": "f"}, variable),
         ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
-        loaded_config = load(schema, **sources)  # type: ignore[arg-type]
+        loaded_config = load_config(schema, **sources)  # type: ignore[arg-type]
         actual = schema.collect_values(loaded_config.config)[option.path]
         assert actual == value
         assert "Text" not in {type(actual).__name__, *(type(item).__name__ for item in parts_of(actual))}
-        assert loaded_config.origins[option.path] == origin
+        assert loaded_config.origin_by_path[option.path] == origin
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 
 
 def _example(option: Option) -> Any:
-    bare, marks = split_annotated(option.member.kind)
+    bare, marks = split_annotated(option.member.value_type)
     if option.member.marks and option.member.marks != (SECRET,):
         return None
     if option.path.startswith("tls"):
@@ -262,14 +262,14 @@ def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
 )
 def test_an_unknown_name_is_refused_with_the_nearest(sources: Any, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"no such setting, the nearest is {nearest} "):
-        load(ROUTER, **sources)
+        load_config(ROUTER, **sources)
 
 
 def test_what_kubernetes_sets_is_left_alone_or_explained() -> None:
     names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP", "PORT_8080_TCP_ADDR")
-    load(ROUTER, environment={f"BLOCKCAST_ROUTER_{name}": "tcp://10.0.0.1:8080" for name in names})
+    load_config(ROUTER, environment={f"BLOCKCAST_ROUTER_{name}": "tcp://10.0.0.1:8080" for name in names})
     with pytest.raises(ConfigError, match="enableServiceLinks"):
-        load(ROUTER, environment={"BLOCKCAST_ROUTER_PORT": "tcp://10.0.0.1:8080"})
+        load_config(ROUTER, environment={"BLOCKCAST_ROUTER_PORT": "tcp://10.0.0.1:8080"})
 
 
 @pytest.mark.parametrize(
@@ -312,13 +312,13 @@ def test_a_line_of_the_workers_file_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_whole_section_comes_as_json() -> None:
-    loaded_config = load(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
+    loaded_config = load_config(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
     assert (loaded_config.config.engine.kv_events.topic, loaded_config.config.engine.kv_events.hwm) == ("t", 5)
     for text in ("[1]", "{", "5", "abc"):
         with pytest.raises(ConfigError, match="--kv-events-config"):
-            load(ENGINE, flags={"kv_events": text})
+            load_config(ENGINE, flags={"kv_events": text})
     with pytest.raises(ConfigError, match=r"--kv-events-config\.hwn: no such setting, the nearest is kv_events.hwm"):
-        load(ENGINE, flags={"kv_events": '{"hwn": 5}'})
+        load_config(ENGINE, flags={"kv_events": '{"hwn": 5}'})
 
 
 def with_listing(page: str, schema: Schema) -> str:
@@ -334,21 +334,26 @@ def test_the_page_holds_the_list(schema: Schema) -> None:
     text = PAGE.read_text()
     assert text == with_listing(text, schema)
     settings_list = render_settings_list(schema)
-    assert all(f"`{option.path}`" in settings_list for option in _visible_options(schema))
+    assert all(f"`{option.path}`" in settings_list for option in _list_visible_options(schema))
 
 
 def test_the_page_s_file_is_one(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
-    config = load(ROUTER, table=read_file(file)).config
+    config = load_config(ROUTER, table=read_file(file)).config
     assert config.segment_cache_mb == 1024
     assert len(config.worker_flags) == 2
 
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
 def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
-    assert len({schema.make_variable_name(path) for path in schema.options}) == len(schema.options)
-    names = [name for option in schema.options.values() if option.member.flag is not None for name in option.names]
+    assert len({schema.make_variable_name(path) for path in schema.option_by_path}) == len(schema.option_by_path)
+    names = [
+        name
+        for option in schema.option_by_path.values()
+        if option.member.flag is not None
+        for name in option.flag_names
+    ]
     assert len(names) == len(set(names))
 
 

@@ -13,10 +13,10 @@ from options.values import (
     ConfigError,
     Size,
     UntypedText,
-    convert_text,
     convert_value,
     describe_type,
     parse_size,
+    parse_text,
     read_value,
 )
 
@@ -69,7 +69,7 @@ def test_sizes_grow_with_their_number(number: int, unit: str) -> None:
     ],
 )
 def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
-    assert convert_text(text, kind) == value
+    assert parse_text(text, kind) == value
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,12 @@ private:
                 case 3: payload.insert(payload.begin() + static_cast<long>(at), static_cast<u8>(random_())); break;
                 case 4: payload.erase(payload.begin() + static_cast<long>(at)); break;
                 case 5: payload[at] = edge_bytes[below(sizeof edge_bytes)]; break;
-                default: splice(payload, at); break;
+                default: apply_edits(payload, at); break;
             }
         }
     }
 
-    void splice(Payload& payload, std::size_t at) {
+    void apply_edits(Payload& payload, std::size_t at) {
         const Payload& other = corpus_[below(corpus_.size())];
         const std::size_t from = below(other.size()), count = below(std::min<std::size_t>(64, other.size() - from) + 1);
         payload.insert(payload.begin() + static_cast<long>(at), other.begin() + static_cast<long>(from),

@@ -20,7 +20,7 @@ from events.sources import EventSource, encode_sources
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.commands import check
-from router.commands.check import Finding, check_all
+from router.commands.check import Finding, check_workers
 from router.fleet.discovery import parse_worker_flag
 from router.picker.certificate import self_signed
 from router.prompting.encode import read_prompt, truncate_prompt
@@ -153,7 +153,7 @@ def run_checks(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
             if fault == "nobody":
                 url = f"http://127.0.0.1:{free_port()}"
             report = lambda _, step_finding: findings_by_step.__setitem__(step_finding.step, step_finding)  # noqa: E731
-            sound = await check_all([parse_worker_flag(url)], report, **settings)
+            sound = await check_workers([parse_worker_flag(url)], report, **settings)
         assert sound == all(finding.is_ok is not False for finding in findings_by_step.values())
         return findings_by_step
 
@@ -190,7 +190,7 @@ SILENT = ("wrong address", "another worker's", "no caching", "dead replay")
 @pytest.mark.parametrize("fault", PLANTED)
 def test_what_was_planted_is_named(checkpoint: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault in SILENT:
-        monkeypatch.setattr(check, "EVENTS_S", 0.5)
+        monkeypatch.setattr(check, "EVENTS_TIMEOUT_S", 0.5)
     step, words = PLANTED[fault]
     findings_by_step = run_checks(checkpoint, fault)
     assert findings_by_step[step].is_ok is False, findings_by_step

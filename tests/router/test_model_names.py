@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from options import ConfigError, load
+from options import ConfigError, load_config
 from router.app.config import SCHEMA
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
@@ -57,4 +57,4 @@ def test_a_pattern_is_listed_nowhere() -> None:
 @pytest.mark.parametrize("alias", ["a*b*=m", "**=m", "=m", "a=m*", "a*", "a*="])
 def test_a_pattern_has_one_star_and_stands_for_one_model(alias: str) -> None:
     with pytest.raises(ConfigError, match=r"--model-alias: got .*claude-\*="):
-        load(SCHEMA, flags={"model_aliases": (alias,)})
+        load_config(SCHEMA, flags={"model_aliases": (alias,)})

@@ -177,7 +177,7 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
 
 
 def attach_policy(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
-    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "step_times": StepTimes(), **config}
+    settings = {"worker_count": workers, "cache_blocks": 1000, "speed": 1.0, "step_times": StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
     return policy
 

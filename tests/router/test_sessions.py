@@ -26,7 +26,7 @@ SCOPE = Scope("m")
 
 def read(headers: dict[str, str], body: bytes = b"{}", extra_headers: tuple[str, ...] = ()) -> Session:
     encoded_headers = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    return SessionNames.session_of(
+    return SessionNames.make_session(
         SessionNames(extra_headers).read_headers(encoded_headers.get), parse_routing("/v1/chat/completions", body)
     )
 
@@ -36,13 +36,13 @@ def body_with(path: str, value: str) -> bytes:
     return b'{"%b": %b}' % (outer.encode(), f'{{"{inner}": "{value}"}}'.encode() if inner else f'"{value}"'.encode())
 
 
-@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.source}-{row.name}" for row in NAME_SOURCES])
+@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.location}-{row.name}" for row in NAME_SOURCES])
 def test_every_name_of_the_table_is_recognised(row: NameSource) -> None:
     base = {} if row.meaning == "session" else {"session-id": "s"}
     if row.meaning == "parent_agent":
         base["x-claude-code-agent-id"] = "a"
-    headers = {**base, row.name: "true" if row.meaning == "final" else "v"} if row.source == "header" else base
-    session = read(headers, body_with(row.name, "v") if row.source == "body" else b"{}")
+    headers = {**base, row.name: "true" if row.meaning == "final" else "v"} if row.location == "header" else base
+    session = read(headers, body_with(row.name, "v") if row.location == "body" else b"{}")
     expected = {
         "session": Session("v"),
         "agent": Session("s/v", "s"),
@@ -53,19 +53,19 @@ def test_every_name_of_the_table_is_recognised(row: NameSource) -> None:
     assert session == expected[row.meaning]
 
 
-@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.source}-{row.name}" for row in NAME_SOURCES])
+@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.location}-{row.name}" for row in NAME_SOURCES])
 def test_every_name_stands_in_the_docs(row: NameSource) -> None:
     description = {"parent_agent": "parent agent", "final": "end"}.get(row.meaning, row.meaning)
     assert re.search(
-        rf"^\| {row.source} \| `{re.escape(row.name)}` \| {description} \|", DOCS.read_text(), re.MULTILINE
+        rf"^\| {row.location} \| `{re.escape(row.name)}` \| {description} \|", DOCS.read_text(), re.MULTILINE
     )
 
 
-@pytest.mark.parametrize("row", [row for row in NAME_SOURCES if row.source == "body"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in NAME_SOURCES if row.location == "body"], ids=lambda row: row.name)
 def test_a_large_body_that_a_helper_reads_tells_the_same(row: NameSource) -> None:
     fields = read_routing_fields(body_with(row.name, "v"))
     del fields["has_messages"]
-    assert SessionNames.session_of({}, RoutingRequest(kind="chat", **fields)) == Session("v")
+    assert SessionNames.make_session({}, RoutingRequest(kind="chat", **fields)) == Session("v")
 
 
 def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:
@@ -94,12 +94,12 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
     if value.encode("utf-8", "replace") == value.encode("latin-1", "replace"):
         headers = read({"session-id": value, "x-claude-code-agent-id": value + "!", "x-parent-session-id": value})
         assert headers.name is not None
-        assert headers.parent is not None
-        assert max(len(headers.name), len(headers.parent)) <= MAX_NAME_CHARS
-        assert (headers.name + headers.parent).isprintable()
+        assert headers.parent_name is not None
+        assert max(len(headers.name), len(headers.parent_name)) <= MAX_NAME_CHARS
+        assert (headers.name + headers.parent_name).isprintable()
     for field in ("user", "prompt_cache_key", "metadata_user_id"):
         names: list[Any] = [
-            SessionNames.session_of({}, RoutingRequest(kind="chat", **{field: text})).name
+            SessionNames.make_session({}, RoutingRequest(kind="chat", **{field: text})).name
             for text in (value, value, value + "!")
         ]
         assert len(names[0]) <= MAX_NAME_CHARS

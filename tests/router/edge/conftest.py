@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from reference.tally import NaiveTally
 
-from options import Schema, load
+from options import Schema, load_config
 from router.app.admin import AdminRoutes
 from router.app.dispatch import RequestDispatcher, RequestPlacer
 from router.app.guard import Guard, allow_all
@@ -280,7 +280,9 @@ class Edge:
         self.timeouts = timeouts or Timeouts()
         self.core = RouterCore(
             self.index,
-            load(Schema(CoreConfig, "router"), table={"policy": policy, "pin_grace_s": 0.0, **(core or {})}).config,
+            load_config(
+                Schema(CoreConfig, "router"), table={"policy": policy, "pin_grace_s": 0.0, **(core or {})}
+            ).config,
         )
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()

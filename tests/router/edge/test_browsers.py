@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from options import ConfigError, Schema, load
+from options import ConfigError, Schema, load_config
 from router.edge.config import EdgeConfig
 
 ORIGIN = b"Origin: http://app.example"
@@ -102,7 +102,7 @@ def test_without_origins_a_question_is_answered_and_nothing_allowed(edge: Any) -
 @pytest.mark.parametrize("origin", ["app.example", "http://app.example/", "http://a b", "", "**"])
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors"):
-        load(Schema(EdgeConfig, "router"), table={"cors_origins": [origin]})
+        load_config(Schema(EdgeConfig, "router"), table={"cors_origins": [origin]})
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/responses/resp_1"])

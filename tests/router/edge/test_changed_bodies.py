@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from router.prompting.encode import read_routing_fields
-from router.prompting.fields import locate_fields, splice
+from router.prompting.fields import apply_edits, locate_fields
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
 
@@ -51,7 +51,10 @@ def test_given_fields_win_and_the_rest_stays(fields: dict[str, Any], space: str,
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in pairwise(edges)]
     new: dict[str, object] = {"cache_salt": 'x"}', "priority": 3}
-    assert decode_without_duplicates(b"".join(splice(pieces, locate_fields(data).edits(new)))) == {**fields, **new}
+    assert decode_without_duplicates(b"".join(apply_edits(pieces, locate_fields(data).make_edits(new)))) == {
+        **fields,
+        **new,
+    }
 
 
 @given(st.permutations(["a", "b", "c"]), st.sampled_from(["1", "12", '"1"', '{"a":1,"b":2}', "[1]"]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.http.request import PIECE_BYTES
-from router.prompting.fields import splice
+from router.prompting.fields import apply_edits
 from router.prompting.forms import MAX_PARTS, MAX_VALUE_BYTES, read_form
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
@@ -47,7 +47,7 @@ def test_fields_are_found_wherever_they_and_the_pieces_edges_are(parts: list[byt
     pieces = [body[start:end] for start, end in zip([0, *edges], [*edges, len(body)], strict=True)]
     parsed, spans = read_form(pieces, b'Multipart/Form-Data; Boundary="XyZ"')
     assert (parsed.model, parsed.stream, parsed.priority) == ("m-1", True, 0)
-    changed = b"".join(splice(pieces, spans.edits({"model": "other", "priority": 3})))
+    changed = b"".join(apply_edits(pieces, spans.make_edits({"model": "other", "priority": 3})))
     assert changed == body.replace(b"m-1", b"other")
 
 

@@ -10,7 +10,7 @@ import pytest
 from core_by_hand import chosen_worker, make_core, request
 
 from prompts.routing import parse_routing
-from router.prompting.media import MEDIA_TOKENS, read_media
+from router.prompting.media import TOKENS_PER_MEDIUM, read_media
 
 IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 200
 LONG = "data:image/png;base64," + "iVBORw0KGgo" * 9_000
@@ -53,7 +53,7 @@ def test_turns_have_one_digest_and_conversations_another(kind: str) -> None:
     turns = [read(body(kind, 1, turn)) for turn in range(4)]
     assert len({one.conversation_digest for one in turns}) == 1
     assert [one.tokens for one in turns] == sorted(one.tokens for one in turns)
-    assert MEDIA_TOKENS <= turns[0].tokens < MEDIA_TOKENS + 100
+    assert TOKENS_PER_MEDIUM <= turns[0].tokens < TOKENS_PER_MEDIUM + 100
     assert read(body(kind, 2, 1)).conversation_digest != turns[0].conversation_digest
     plain = json.dumps({"model": "m", "messages": [{"role": "user", "content": "an image"}], "input": "image"}).encode()
     assert read(plain) is None
@@ -65,7 +65,7 @@ def test_an_image_inside_of_a_tool_s_result_is_one() -> None:
     data = json.dumps({"model": "m", "max_tokens": 1, "messages": turns}).encode()
     found = read_media(parse_routing("/v1/messages", data), data)
     assert found is not None
-    assert found.tokens >= MEDIA_TOKENS
+    assert found.estimated_tokens >= TOKENS_PER_MEDIUM
 
 
 @pytest.mark.parametrize("kind", PATHS)

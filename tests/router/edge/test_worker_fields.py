@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.worker_fields import WORKER_FIELDS, WORKER_HEADERS
-from router.prompting.fields import locate_fields, splice
+from router.prompting.fields import apply_edits, locate_fields
 
 REMOTE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [1, 2]}
 MESSAGES = [{"role": "user", "content": 'say "kv_transfer_params": {"a": 1}'}]
@@ -49,7 +49,7 @@ def test_what_is_left_of_a_body_is_json(names: list[str], dropped: set[str], dat
     cut = data.draw(st.integers(0, len(body)))
     new = data.draw(st.dictionaries(st.sampled_from("abgh"), st.integers(), max_size=3))
     new = {name: value for name, value in new.items() if name not in dropped}
-    left = b"".join(splice((body[:cut], body[cut:]), locate_fields(body).edits(new, dropped)))
+    left = b"".join(apply_edits((body[:cut], body[cut:]), locate_fields(body).make_edits(new, dropped)))
     kept = {name: value for name, value in fields.items() if name not in dropped}
     assert json.loads(left) == {**kept, **new}
 
