@@ -139,16 +139,11 @@ class Chooser:
         )
         if queued_ahead_s:
             choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in candidates]
-        predicted_tokens = choice.cost.cached_tokens
-        if shortlist[0].speed.pool.is_untrained and not all(target.prefill_queue.requests for target in shortlist):
-            # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
-            choice.cost.cached_tokens = choice.resident_tokens[:]
         self._price_media(request, choice, now)
         session_index = self._find_session_candidate(request, shortlist, now) if self._session_affinity else None
         choice.winner_index = (
             self._pick_by_policy(request, shortlist, choice) if session_index is None else session_index
         )
-        choice.cost.cached_tokens[choice.winner_index] = predicted_tokens[choice.winner_index]
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.cost.cached_tokens[choice.winner_index]
             load_order.record_request(request.prompt_tokens, computed_tokens, choice.cost.expected_tokens)

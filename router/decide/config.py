@@ -49,7 +49,6 @@ class LearnConfig:
     """Online estimation of each worker's ServiceModel."""
 
     enabled: Annotated[bool, "Learn how fast workers are."] = True
-    half_life: Annotated[Positive, "Number of observations after which one weighs half."] = 300.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,7 +381,7 @@ def make_worker_snapshot(
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
             "load_factor": target.speed.tier_load.factor,
-            "observations": target.speed.pool.get_observation_count(target.name),
+            "observations": target.speed.observation_count,
         },
         routed_requests=load.routed_requests,
         predicted_cached_tokens=load.predicted_cached_tokens,

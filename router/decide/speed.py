@@ -1,355 +1,218 @@
-"""Learning how fast a worker is from the first tokens the router sees. Pure arithmetic; the tracker feeds it.
+"""Learning how fast workers are from the first tokens and answers that the router sees. Pure arithmetic.
 
-The time between two first tokens of a busy worker is modelled as
-
-    seconds = a * u  +  b * q  +  o * s  +  k * z
-
-u: uncached prompt tokens; q: sum of L^2 - h^2; s: engine steps (uncached / step budget, at least one); z: what running
-decodes add to s steps by the prior's constants. Each term is scaled by its prior, so the unknowns are four ratios that
-are 1 on a worker which is exactly as assumed. They are the most probable ones (Bayesian linear regression): what is
-known beforehand is that the first is near the prior's, weakly, and the lesser three near the first (a worker of half
-speed is slower in everything); each interval counts by how exactly it can be known, a long one the more; old ones
-fade; there are lower bounds, and an interval that is too long counts less than one that is too short: it can be long
-for reasons that are not the worker's speed.
+An interval of a worker takes `factor * (prefill_ratio * P + step_ratio * S)`: P and S are the seconds that its prefill
+and its steps take by the prior, the two ratios are the pool's, the factor is the worker's own. First tokens teach the
+prefill ratio, answers the step ratio. Each ratio is an interquartile mean over the pool's last intervals, so that a
+quarter of them may be far too long (a request that waited, a worker that was busy otherwise), and is drawn to the prior
+as if that had been half an interval more. Routers share what they learned.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
-
-import msgspec
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from router.decide.config import LearnConfig, ServiceModel
+from router.decide.observations import Observation, PrefillInterval, WorkTotals
 
-_INTERVAL_TOKENS_MAX, _INTERVAL_STEPS_MAX = 4.0, 16
-"""An interval of so many steps' tokens, or of so many steps, is not made longer."""
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
-_SPREAD = (3.0, 1.0, 1.0, 3.0)
-"""How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
-standard deviations of what is known beforehand. A sequence's part of a step is small and differs most between
-engines."""
-PREFILL_RATE_SHARE: Final = 0.9
-"""Share of the estimated prefill rate that is used before anything was observed: half of the true rate costs 2 % of the
-mean TTFT, twice the true rate costs 9 %."""
-_LATE_RATIO: Final = 1.1
-"""So many times as long as expected is late."""
-_SHARE_MIN: Final = 0.1
-"""No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
-_POOL_HALF_LIFE_FACTOR: Final = 8.0
-"""The pool's half-life, in those of a worker."""
+_INTERVALS_MAX: Final = 192
+"""Intervals of each kind that a pool's ratio is the mean of."""
+_EARLY_INTERVALS: Final = 32
+"""So many intervals are each learned from at once; later every LEARN_EVERY-th."""
+_LEARN_EVERY: Final = 8
+_PRIOR_WEIGHT: Final = 0.5
+"""Intervals that the prior counts as."""
+_MODEL_TOLERANCE: Final = 1.02
+"""The model in use is renewed when it is off by more."""
 _WORKER_INTERVALS_MAX, _WORKER_INTERVALS_MIN = 41, 20
 """Intervals of a worker that its factor is the median of, at most and at least."""
-_LEAVES_POOL_BEYOND, _RETURNS_TO_POOL_BELOW = math.log(1.25), math.log(1.12)
-"""A worker leaves the pool's model beyond the first factor and returns to it below the second."""
+_LEAVES_POOL_BEYOND, _RETURNS_TO_POOL_BELOW = 1.25, 1.12
+"""A worker leaves the pool's model beyond the first factor and returns to it below the second: the price compares
+workers, and a few per cent of noise between equal ones would send everything to the luckiest."""
 _FORGOTTEN_AFTER, _PROBES = 64, 3
 """After so many of the pool's observations for each of its workers without one of its own, a worker is like the pool
-again until so many tell otherwise."""
+again until so many tell otherwise: a worker that is thought slow gets little and shows little."""
 _FASTER_MAX: Final = 3.0
 """A worker is not taken to be more times as fast as its pool."""
-_MODEL_TOLERANCE = math.log(1.02)
-"""The pool's model in use is renewed when it is off by more."""
-_STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S, _EARLY_INTERVALS = 0.5, 4.0, 200
-"""Seconds between two looks at a worker's steps before so many intervals of the pool, and after."""
+_STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
+"""Seconds between two looks at a worker's steps while few were seen, and after."""
 _TIER_LOADS_MAX, _TIER_LOADS_MIN = 15, 3
 """Loads of a worker that its rate is the median of, at most and at least."""
-_RECENT_INTERVALS: Final = 15
-"""Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
 
-Ratios = tuple[float, float, float, float]
-"""(prefill, quadratic, step, decode): seconds by the prior, or what relates to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One interval in which a worker did nothing but this prefill work."""
+class PriorTimes(NamedTuple):
+    """How long an interval took, and the seconds that its parts take by the prior."""
 
     elapsed_s: float
-    uncached_tokens: float
-    quadratic_work: float
-    """Sum of L^2 - h^2 over the prompts, tokens^2."""
-    steps: float
-    decode_requests: float
-    decode_context_tokens: float
-    is_complete: bool = False
-    """No prefill was under way when it ended; else part of some may be in it that is not said here, or not all."""
-    relative_noise: float = 0.5
-    """The relative error of a long interval, beside that of when it began."""
+    prefill_s: float
+    steps_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """What an observation added to an estimate."""
+class SharedSpeed(NamedTuple):
+    """What one router learned of a pool, as absolute times, as routers may differ in the prior; and how many intervals
+    say so."""
 
-    features: Ratios
-    elapsed_s: float
-    expected_s: float
-    """What had been expected."""
-    weight: float
-    observation_number: int
+    prefill_s_per_token: float
+    prefill_weight: float
+    step_s: float
+    """Time of a step of one sequence without its context."""
+    step_weight: float
 
 
-class SpeedEstimate:
-    """What is known of one worker's speed. `ratios` times the prior's constants are the estimate."""
+class PoolSpeed:
+    """The speed of the workers that serve one model."""
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._prior = prior
-        self._config = config
-        self._decay = 0.5 ** (1.0 / config.half_life)
-        self._normal_matrix = [[0.0] * 4 for _ in range(4)]
-        self._normal_vector = [0.0] * 4
-        self._recent_ratios: deque[float] = deque(maxlen=_RECENT_INTERVALS)
-        self._typical_ratio = 1.0
-        self._prior_ratio = 1.0
-        """What the prefill ratio is near to, as far as is known beforehand."""
-        self.ratios = [1.0] * 4
+        self._prior_step_s = prior.step_s + prior.decode_request_s
+        self.is_enabled = config.enabled
+        self._prefills: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
+        self._steps: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
+        self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
+        """What this router learned by itself."""
+        self._shared_by_router: dict[str, SharedSpeed] = {}
+        self._prior_ratio = self._prefill_ratio = self._step_ratio = 1.0
+        self.members: list[Speed] = []
         self.observation_count = 0
+        self.model = prior
+        """The service model of a worker that is like its pool."""
 
-    def raise_prior(self, ratio: float) -> None:
-        """Nothing was observed yet, as all takes so many times as long as was expected, at least."""
-        if self._config.enabled and not self.observation_count:
-            self._prior_ratio = self._typical_ratio = min(self._prior_ratio * ratio, _RATIO_MAX)
-            self.ratios = [self._prior_ratio] * 4
-
-    def observe(self, observation: Observation) -> TrainingSample | None:
-        """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
-        features = self._compute_features(observation)
-        prior_expected_s = features[0] + features[1] + features[2] + features[3]
-        if not self._config.enabled or observation.elapsed_s <= 0.0 or prior_expected_s <= 0.0:
-            return None
-        self.observation_count += 1
-        model_expected_s = expected_s = sum(r * f for r, f in zip(self.ratios, features))
-        self._recent_ratios.append(observation.elapsed_s / expected_s)
-        # Outliers are judged against what is usual lately, not against a model that may still be far off.
-        median_ratio = sorted(self._recent_ratios)[len(self._recent_ratios) // 2]
-        expected_s *= median_ratio
-        self._typical_ratio = expected_s / prior_expected_s
-        prior = self._prior
-        uncertainty_s = 0.0 if observation.is_complete else 0.25 * prior.step_tokens * prior.prefill_s_per_token
-        resolution_s = self._typical_ratio * (uncertainty_s + prior.step_s)
-        error_scale_s = expected_s + resolution_s
-        relative_error = (observation.elapsed_s - expected_s) / error_scale_s
-        trust = 1.0
-        if relative_error > 1.0:
-            trust = 1.0 / (relative_error * relative_error)
-        elif relative_error < -0.75:
-            trust = 0.75 / -relative_error
-        weight = trust / (resolution_s * resolution_s + (observation.relative_noise * expected_s) ** 2)
-        self._add_sample(features, observation.elapsed_s, weight, decay=self._decay)
-        self._solve()
-        return TrainingSample(features, observation.elapsed_s, model_expected_s, weight, self.observation_count)
-
-    def revise(self, sample: TrainingSample, observation: Observation) -> None:
-        """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
-        weight = sample.weight * self._decay ** (self.observation_count - sample.observation_number)
-        self._add_sample(sample.features, sample.elapsed_s, -weight)
-        self._add_sample(self._compute_features(observation), observation.elapsed_s, weight)
-        self._solve()
-
-    def make_service_model(self, *, cautious: bool = True) -> ServiceModel:
-        """The constants to predict with; with `cautious`, `prefill_s_per_token` errs low while little was seen."""
-        prior, (prefill_ratio, quadratic_ratio, step_ratio, decode_ratio) = self._prior, self.ratios
-        caution = 1.0
-        if self._config.enabled and cautious:
-            caution -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observation_count / 50.0)
-        prefill_s_per_token = prior.prefill_s_per_token * prefill_ratio * caution
-        quadratic_rate = prior.prefill_s_per_token * quadratic_ratio * caution / prior.quadratic_tokens  # a / Lq
-        return ServiceModel(
-            prefill_s_per_token=prefill_s_per_token,
-            quadratic_tokens=prefill_s_per_token / quadratic_rate,
-            step_s=prior.step_s * step_ratio,
-            decode_request_s=prior.decode_request_s * decode_ratio,
-            decode_context_s=prior.decode_context_s * decode_ratio,
-            step_tokens=prior.step_tokens,
-        )
-
-    def _compute_features(self, observation: Observation) -> Ratios:
-        prior = self._prior
-        prefill_s_per_token = prior.prefill_s_per_token
-        step_decode_s = (
-            prior.decode_request_s * observation.decode_requests
-            + prior.decode_context_s * observation.decode_context_tokens
-        )
-        return (
-            prefill_s_per_token * observation.uncached_tokens,
-            prefill_s_per_token * observation.quadratic_work / (2.0 * prior.quadratic_tokens),
-            prior.step_s * observation.steps,
-            step_decode_s * observation.steps,
-        )
-
-    def _add_sample(self, features: Ratios, elapsed_s: float, weight: float, *, decay: float = 1.0) -> None:
-        for i, fi in enumerate(features):
-            row = self._normal_matrix[i]
-            for j, fj in enumerate(features):
-                row[j] = row[j] * decay + weight * fi * fj
-            self._normal_vector[i] = self._normal_vector[i] * decay + weight * fi * elapsed_s
-
-    def _solve(self) -> None:
-        """The normal equations, solved exactly; what falls below its bound is fixed there."""
-        strengths = [1.0 / (spread * self._typical_ratio) ** 2 for spread in _SPREAD]
-        matrix = [row[:] for row in self._normal_matrix]
-        right_side = self._normal_vector[:]
-        matrix[0][0] += strengths[0]
-        right_side[0] += strengths[0] * self._prior_ratio
-        for j, strength in enumerate(strengths[1:], 1):  # strength * (ratio_j - ratio_0)^2
-            matrix[j][j] += strength
-            matrix[0][0] += strength
-            matrix[0][j] -= strength
-            matrix[j][0] -= strength
-        ratio_bounds = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
-        fixed_ratios: dict[int, float] = {}
-        while True:
-            ratios = _solve_with(matrix, right_side, fixed_ratios)
-            low_indices = [i for i in range(4) if i not in fixed_ratios and ratios[i] < ratio_bounds[i]]
-            if not low_indices:
-                break
-            lowest_index = min(low_indices, key=lambda i: ratios[i] - ratio_bounds[i])
-            fixed_ratios[lowest_index] = ratio_bounds[lowest_index]
-        self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSample:
-    """What one interval taught the pool, and the factor of the worker it was seen on."""
-
-    sample: TrainingSample
-    factor: float
-
-
-@dataclass(slots=True)
-class _PoolWorker:
-    recent_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_INTERVALS_MAX))
-    """Of its last intervals: how many times as long as by the pool's model."""
-    factor: float = 1.0
-    """So many times as long as the pool it is taken to need for everything."""
-    observation_count: int = 0
-    last_observation_number: int = 0
-    """The pool's count of observations when one was its."""
-
-
-class PoolSpeeds:
-    """The speeds of the workers that serve one model.
-
-    All intervals go into one estimate for the pool. A worker is taken to be like the pool until the median of its own
-    intervals differs clearly, and then to be slower or faster in everything by that factor: one number can be told from
-    noise where four cannot, and the price compares workers, so a few per cent of noise between equal ones would send
-    everything to the luckiest. Who is thought slow gets little and shows little: what was known of him fades.
-    """
-
-    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
-        self._is_enabled = config.enabled
-        self._pool_estimate = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_HALF_LIFE_FACTOR))
-        self._pool_model = self._pool_estimate.make_service_model()
-        self._workers: dict[str, _PoolWorker] = {}
-        self._rotation: deque[str] = deque()
-
-    def add_worker(self, name: str) -> None:
-        """A worker has come; it is like the pool until it shows otherwise."""
-        self.remove_worker(name)
-        self._workers[name] = _PoolWorker(last_observation_number=self._pool_estimate.observation_count)
-        self._rotation.append(name)
-
-    def remove_worker(self, name: str) -> None:
-        """A worker has gone."""
-        if self._workers.pop(name, None) is not None:
-            self._rotation.remove(name)
-
-    def make_service_model(self, name: str) -> ServiceModel:
-        """What to predict this worker with."""
-        return _scale_model(self._pool_model, self._workers[name].factor)
-
-    def make_measured_model(self, name: str) -> ServiceModel:
-        """The constants that were learned of this worker, without the caution of `model`."""
-        return _scale_model(self._pool_estimate.make_service_model(cautious=False), self._workers[name].factor)
-
-    def get_observation_count(self, name: str) -> int:
-        """Intervals seen of this worker."""
-        return self._workers[name].observation_count
-
-    def observe(self, name: str, observation: Observation) -> tuple[list[str], WorkerSample | None]:
-        """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
-        worker = self._workers[name]
-        sample = self._pool_estimate.observe(replace(observation, elapsed_s=observation.elapsed_s / worker.factor))
-        if sample is None:
-            return [], None
-        worker.observation_count += 1
-        worker.last_observation_number = self._pool_estimate.observation_count
-        worker.recent_ratios.append(observation.elapsed_s / sample.expected_s)
-        worker_sample = WorkerSample(sample, worker.factor)
-        changed_names = self._refresh_pool_model()
-        changed_names |= {name for name in (name, self._rotate_worker()) if self._update_factor(self._workers[name])}
-        return sorted(changed_names), worker_sample
-
-    def correct(self, sample: WorkerSample, observation: Observation) -> list[str]:
-        """An interval turned out to be of other work than was thought; returns those whose model changed."""
-        self._pool_estimate.revise(sample.sample, replace(observation, elapsed_s=observation.elapsed_s / sample.factor))
-        return sorted(self._refresh_pool_model())
+    @property
+    def is_silent(self) -> bool:
+        """It learns, and nothing was observed yet, of any worker by any router."""
+        return self.is_enabled and not any(s.prefill_weight or s.step_weight for s in self._get_learned())
 
     @property
     def step_observation_interval_s(self) -> float:
-        """One answer of a worker teaches what steps take in so many seconds: often at first, then enough to see a
-        change."""
-        return (
-            _STEP_INTERVAL_EARLY_S
-            if self._pool_estimate.observation_count < _EARLY_INTERVALS
-            else _STEP_INTERVAL_LATE_S
+        """Seconds between two looks at a worker's steps: short at first, then enough to see a change."""
+        return _STEP_INTERVAL_EARLY_S if len(self._steps) < _INTERVALS_MAX else _STEP_INTERVAL_LATE_S
+
+    def compute_prior_times(self, observation: Observation) -> PriorTimes:
+        """Return what the parts of an interval take by the prior."""
+        prior = self._prior
+        work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * prior.quadratic_tokens)
+        step_s = prior.step_s + prior.decode_request_s * observation.decode_requests
+        step_s += prior.decode_context_s * observation.decode_context_tokens
+        return PriorTimes(observation.elapsed_s, prior.prefill_s_per_token * work_tokens, step_s * observation.steps)
+
+    def predict_s(self, times: PriorTimes) -> float:
+        """Return what an interval takes by what was learned."""
+        return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
+
+    def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
+        """Learn from an interval, its time divided by its worker's factor; True where the model has changed."""
+        intervals = self._steps if is_decode else self._prefills
+        intervals.append(times)
+        self.observation_count += 1
+        if len(intervals) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
+            return False
+        has_steps = any(shared.step_weight for shared in self._get_learned())
+        prefill_ratio, prefill_weight = _compute_mean_ratio(
+            [(times.elapsed_s, times.prefill_s, times.steps_s) for times in self._prefills],
+            self._prefill_ratio,
+            self._step_ratio if has_steps else None,
         )
+        step_ratio, step_weight = _compute_mean_ratio(
+            [(times.elapsed_s, times.steps_s, times.prefill_s) for times in self._steps],
+            self._step_ratio,
+            self._prefill_ratio,
+        )
+        self.own = SharedSpeed(
+            self._prior.prefill_s_per_token * prefill_ratio,
+            prefill_weight,
+            self._prior_step_s * step_ratio,
+            step_weight,
+        )
+        return self._refresh_model()
 
-    @property
-    def is_untrained(self) -> bool:
-        """It learns, and nothing was observed yet, of any worker."""
-        return self._is_enabled and not self._pool_estimate.observation_count
+    def raise_prior(self, ratio: float) -> bool:
+        """Nothing was observed yet, as everything takes so many times as long as expected, at least; True where the
+        model has changed."""
+        self._prior_ratio = min(self._prior_ratio * ratio, _RATIO_MAX)
+        return self._refresh_model()
 
-    def raise_prior(self, ratios: Sequence[float]) -> list[str]:
-        """While it is silent: how many times as long as expected has passed at the workers that are waited for. Half
-        of them say that all are slower than was thought, however slow. Returns those whose model changed."""
-        median_ratio = sorted(ratios)[len(ratios) // 2]
-        if median_ratio <= _LATE_RATIO:
-            return []
-        self._pool_estimate.raise_prior(median_ratio)
-        return sorted(self._refresh_pool_model())
+    def set_shared_speed(self, router: str, shared: SharedSpeed | None) -> bool:
+        """Take in what another router learned, or forget it; True where the model has changed."""
+        if shared is not None:
+            self._shared_by_router[router] = shared
+        elif self._shared_by_router.pop(router, None) is None:
+            return False
+        return self._refresh_model()
 
-    def _rotate_worker(self) -> str:
-        """Each in turn is looked at, also who is not heard of."""
-        self._rotation.rotate(-1)
-        return self._rotation[0]
+    def _get_learned(self) -> list[SharedSpeed]:
+        return [self.own, *self._shared_by_router.values()]
 
-    def _update_factor(self, worker: _PoolWorker) -> bool:
-        """Whether its factor changed."""
-        recent_ratios, previous_factor = worker.recent_ratios, worker.factor
-        if (
-            previous_factor != 1.0
-            and self._pool_estimate.observation_count - worker.last_observation_number
-            > _FORGOTTEN_AFTER * len(self._workers)
-        ):
-            while len(recent_ratios) > _WORKER_INTERVALS_MIN - _PROBES:
-                recent_ratios.popleft()
-        worker.factor = 1.0
-        if len(recent_ratios) >= _WORKER_INTERVALS_MIN:
-            median_ratio = sorted(recent_ratios)[len(recent_ratios) // 2]
-            if abs(math.log(median_ratio)) > (
-                _LEAVES_POOL_BEYOND if previous_factor == 1.0 else _RETURNS_TO_POOL_BELOW
-            ):
-                median_ratio = max(median_ratio, 1.0 / _FASTER_MAX)
-                worker.factor = (
-                    previous_factor
-                    if abs(math.log(median_ratio / previous_factor)) < _MODEL_TOLERANCE
-                    else median_ratio
-                )
-        return worker.factor != previous_factor
+    def _refresh_model(self) -> bool:
+        """Combine what the routers learned; put it to use where it differs from the model in use."""
+        prior, learned = self._prior, self._get_learned()
+        self._prefill_ratio = _combine_ratios(
+            self._prior_ratio, [(s.prefill_s_per_token / prior.prefill_s_per_token, s.prefill_weight) for s in learned]
+        )
+        self._step_ratio = self._prefill_ratio  # a worker of half the speed is slower in everything
+        if self._prior_step_s > 0.0:
+            self._step_ratio = _combine_ratios(
+                self._prefill_ratio, [(s.step_s / self._prior_step_s, s.step_weight) for s in learned]
+            )
+        model = _scale_model(prior, self._prefill_ratio, self._step_ratio)
+        if not self.is_enabled or _is_near(model, self.model):
+            return False
+        self.model = model
+        return True
 
-    def _refresh_pool_model(self) -> set[str]:
-        """Put the pool's latest model to use where it is another; all of them then."""
-        latest = self._pool_estimate.make_service_model()
-        pairs = zip(_reference_seconds(latest), _reference_seconds(self._pool_model))
-        if all(abs(math.log(new / old)) <= _MODEL_TOLERANCE for new, old in pairs):
-            return set()
-        self._pool_model = latest
-        return set(self._workers)
+
+def _compute_mean_ratio(
+    intervals: list[tuple[float, float, float]], ratio: float, other_ratio: float | None
+) -> tuple[float, float]:
+    """Return (how many times as long as by the prior one part of intervals took, how many intervals say so).
+
+    `intervals`: (time, seconds of the part by the prior, seconds of the other part by the prior). `ratio`: as it was
+    known so far. `other_ratio`: of the other part; None where nothing is known of it: the same is then taken for both.
+    The mean is over the middle half of the intervals, in the order of how much longer they took than expected. An
+    interval counts as much as the part is of it."""
+    rows = []
+    for elapsed_s, part_s, other_s in intervals:
+        if other_ratio is None:
+            part_s, other_s = part_s + other_s, 0.0
+        else:
+            other_s *= other_ratio
+        expected_s = ratio * part_s + other_s
+        rows.append((elapsed_s / expected_s, elapsed_s - other_s, part_s, ratio * part_s / expected_s))
+    rows.sort()
+    trimmed_count = len(rows) // 4
+    middle_rows = rows[trimmed_count : len(rows) - trimmed_count]
+    part_total_s = sum(share * part_s for _, _, part_s, share in middle_rows)
+    if part_total_s <= 0.0:
+        return 1.0, 0.0
+    mean_ratio = sum(share * taken_s for _, taken_s, _, share in middle_rows) / part_total_s
+    return min(max(mean_ratio, _RATIO_MIN), _RATIO_MAX), sum(share for _, _, _, share in rows)
+
+
+def _combine_ratios(prior_ratio: float, learned: list[tuple[float, float]]) -> float:
+    """Return the mean of (ratio, weight), drawn to the prior, on a logarithmic scale."""
+    weight = _PRIOR_WEIGHT + sum(weight for _, weight in learned)
+    log_sum = _PRIOR_WEIGHT * math.log(prior_ratio) + sum(weight * math.log(ratio) for ratio, weight in learned)
+    return min(max(math.exp(log_sum / weight), _RATIO_MIN), _RATIO_MAX)
+
+
+def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float) -> ServiceModel:
+    """Return the model of a worker that takes so many times as long for prefill and for steps."""
+    return replace(
+        model,
+        prefill_s_per_token=prefill_factor * model.prefill_s_per_token,
+        step_s=step_factor * model.step_s,
+        decode_request_s=step_factor * model.decode_request_s,
+        decode_context_s=step_factor * model.decode_context_s,
+    )
+
+
+def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
+    """Whether two models differ by little."""
+    times = (model.prefill_s_per_token, model.step_s + model.decode_request_s)
+    other_times = (other.prefill_s_per_token, other.step_s + other.decode_request_s)
+    return all(_is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
 
 
 class TierLoadSpeed:
@@ -370,119 +233,45 @@ class TierLoadSpeed:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
-class WorkTotals(msgspec.Struct, eq=False):
-    """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
-
-    updated_at_s: float = 0.0
-    decode_request_seconds: float = 0.0
-    """Decoding requests, over time."""
-    context_token_seconds: float = 0.0
-    uncached_tokens: float = 0.0
-    """Prefilled, of all first tokens so far."""
-    quadratic_work: float = 0.0
-
-    def observe_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int, is_complete: bool) -> Observation:
-        """What was done after `start`, in so many steps."""
-        return Observation(
-            elapsed_s=elapsed_s,
-            uncached_tokens=self.uncached_tokens - start.uncached_tokens,
-            quadratic_work=self.quadratic_work - start.quadratic_work,
-            steps=step_count,
-            decode_requests=(self.decode_request_seconds - start.decode_request_seconds) / elapsed_s,
-            decode_context_tokens=(self.context_token_seconds - start.context_token_seconds) / elapsed_s,
-            is_complete=is_complete,
-            relative_noise=0.1 if is_complete else 0.5,
-        )
-
-
-@dataclass(slots=True)
-class PrefillInterval:
-    """First tokens of one engine step, or of several where a step may have begun a prompt that the next one ended:
-    before they are learned from."""
-
-    start_s: float
-    end_s: float
-    uncached_tokens: int
-    quadratic_work: float
-    decode_requests: float
-    decode_context_tokens: float
-    is_usable: bool
-    waited_steps: float = 0.0
-    """Who comes while others decode waits for half a step, on average, before its own."""
-    last_step_start_s: float = 0.0
-    """When its last step began, about."""
-    step_count: int = 1
-    tier_load_s: float = 0.0
-    """By the configured rates, of all its requests."""
-    estimated_tier_load_s: float = 0.0
-    """What of it is taken to be loading."""
-    sample: WorkerSample | None = None
-    """What was learned from it, once it was."""
-
-    def can_add_step(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
-        """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the
-        next prompt what its budget leaves. What the two steps did is known together; of many tokens it is little."""
-        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
-        return has_room and routed_s <= self.last_step_start_s and since_s <= self.end_s
-
-    def add_step(self, decode_requests: float, decode_context: float) -> None:
-        """Another step belongs to it, beside so many decodes; it began when the last one ended."""
-        self.last_step_start_s, step_count = self.end_s, self.step_count + 1
-        self.decode_requests += (decode_requests - self.decode_requests) / step_count
-        self.decode_context_tokens += (decode_context - self.decode_context_tokens) / step_count
-        self.step_count = step_count
-
-    def to_observation(self, step_tokens: int) -> Observation:
-        """What it teaches of a worker whose steps have so many prefill tokens."""
-        return Observation(
-            elapsed_s=self.end_s - self.start_s - self.estimated_tier_load_s,
-            uncached_tokens=self.uncached_tokens,
-            quadratic_work=self.quadratic_work,
-            steps=max(float(self.step_count), self.uncached_tokens / step_tokens) + self.waited_steps,
-            decode_requests=self.decode_requests,
-            decode_context_tokens=self.decode_context_tokens,
-        )
-
-
-@dataclass(slots=True, eq=False)
 class Speed:
-    """How fast one target is: the service model in use, unpacked, as it is read for every request, and what is being
-    observed of the target."""
+    """How fast one target is: its factor, the rates in use, as they are read for every request, and what is being
+    observed of it."""
 
-    pool: PoolSpeeds
-    target_name: str
-    tier_load: TierLoadSpeed = field(default_factory=TierLoadSpeed)
-    work_totals: WorkTotals = field(default_factory=WorkTotals)
-    last_step_observation_s: float = -math.inf
-    open_prefill_interval: PrefillInterval | None = None
-    service: ServiceModel = field(init=False)
-    prefill_rate: float = 0.0
-    """a"""
-    quadratic_rate: float = 0.0
-    """a / (2 * Lq)"""
-    step_s: float = 0.0
-    """Fixed time of a step."""
-    decode_request_s: float = 0.0
-    decode_context_s: float = 0.0
-    single_step_s: float = 0.0
-    """Time of a step of one sequence without its context."""
-    step_prefill_s: float = 0.0
-    """Time of a step's prefill tokens at an empty context."""
+    def __init__(self, pool: PoolSpeed) -> None:
+        self.pool = pool
+        self.factor = 1.0
+        """So many times as long as the pool it is taken to need for everything."""
+        self.tier_load = TierLoadSpeed()
+        self.work_totals = WorkTotals()
+        self.last_step_observation_s = -math.inf
+        self.open_prefill_interval: PrefillInterval | None = None
+        self.observation_count = 0
+        self._recent_ratios: deque[float] = deque(maxlen=_WORKER_INTERVALS_MAX)
+        """How many times as long as by the pool's model its last intervals took."""
+        self._last_observation_number = pool.observation_count
+        """The pool's count of observations when one was its."""
+        pool.members.append(self)
+        self.refresh()
 
-    def __post_init__(self) -> None:
-        self.pool.add_worker(self.target_name)
-        self.set_service_model(self.pool.make_service_model(self.target_name))
+    def refresh(self) -> None:
+        """Put the pool's model and the factor to use after one of them has changed."""
+        self.set_service_model(_scale_model(self.pool.model, self.factor, self.factor))
 
     def set_service_model(self, service: ServiceModel) -> None:
         """The target is as fast as `service` says."""
         self.service = service
+        self.step_tokens = service.step_tokens
         self.prefill_rate = service.prefill_s_per_token
+        """a"""
         self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
         self.step_s = service.step_s
+        """Fixed time of a step."""
         self.decode_request_s = service.decode_request_s
         self.decode_context_s = service.decode_context_s
-        self.single_step_s = service.step_s + self.decode_request_s
+        self.single_step_s = service.step_s + service.decode_request_s
+        """Time of a step of one sequence without its context."""
         self.step_prefill_s = self.prefill_rate * service.step_tokens
+        """Time of a step's prefill tokens at an empty context."""
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return P, the seconds that the uncached part of a prompt takes."""
@@ -499,42 +288,38 @@ class Speed:
         prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic_work
         return prefill_s + self.predict_step_s(observation) * observation.steps
 
+    def observe(self, observation: Observation) -> list[Speed]:
+        """Learn from one interval; returns the speeds that changed, of which `refresh` is still to be called."""
+        pool, times = self.pool, self.pool.compute_prior_times(observation)
+        if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
+            return []
+        self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))
+        self.observation_count += 1
+        has_pool_changed = pool.observe(
+            times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0)), is_decode=observation.is_decode
+        )
+        self._last_observation_number = pool.observation_count
+        next_member = pool.members[pool.observation_count % len(pool.members)]
+        changed_members = [speed for speed in dict.fromkeys((self, next_member)) if speed._update_factor()]
+        return pool.members if has_pool_changed else changed_members
 
-def _scale_model(model: ServiceModel, factor: float) -> ServiceModel:
-    """The model of a worker that takes `factor` times as long for everything."""
-    if factor == 1.0:
-        return model
-    names = ("prefill_s_per_token", "step_s", "decode_request_s", "decode_context_s")
-    return replace(model, **{name: factor * getattr(model, name) for name in names})
+    def _update_factor(self) -> bool:
+        """Whether its factor changed."""
+        pool, ratios, previous_factor = self.pool, self._recent_ratios, self.factor
+        unheard_count = pool.observation_count - self._last_observation_number
+        if previous_factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(pool.members):
+            while len(ratios) > _WORKER_INTERVALS_MIN - _PROBES:
+                ratios.popleft()
+        self.factor = 1.0
+        if len(ratios) >= _WORKER_INTERVALS_MIN:
+            median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
+            tolerance = _LEAVES_POOL_BEYOND if previous_factor == 1.0 else _RETURNS_TO_POOL_BELOW
+            if not _is_within(median_ratio, 1.0, tolerance):
+                is_same = _is_within(median_ratio, previous_factor, _MODEL_TOLERANCE)
+                self.factor = previous_factor if is_same else median_ratio
+        return self.factor != previous_factor
 
 
-def _reference_seconds(model: ServiceModel) -> tuple[float, float]:
-    """Times of a typical prefill (2,048 tokens after 6,144 cached) and of a step of 32 sequences of 2,048 tokens: to
-    compare two models by two numbers."""
-    quadratic_tokens = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
-    reference_step_s = model.step_s + 32.0 * (model.decode_request_s + 2048.0 * model.decode_context_s)
-    return model.prefill_s_per_token * (2048.0 + quadratic_tokens) + model.step_s, reference_step_s
-
-
-def _solve_with(matrix: list[list[float]], right_side: list[float], fixed_values: dict[int, float]) -> list[float]:
-    """Gaussian elimination of a positive definite system in which some unknowns are given."""
-    free_indices = [i for i in range(len(right_side)) if i not in fixed_values]
-    rows = [
-        [matrix[i][j] for j in free_indices] + [right_side[i] - sum(matrix[i][k] * v for k, v in fixed_values.items())]
-        for i in free_indices
-    ]
-    free_count = len(free_indices)
-    for i in range(free_count):
-        pivot_row = rows[i]
-        for r in range(i + 1, free_count):
-            factor = rows[r][i] / pivot_row[i]
-            if factor:
-                for c in range(i, free_count + 1):
-                    rows[r][c] -= factor * pivot_row[c]
-    solution = dict(fixed_values)
-    for i in range(free_count - 1, -1, -1):
-        row = rows[i]
-        solution[free_indices[i]] = (
-            row[free_count] - sum(row[j] * solution[free_indices[j]] for j in range(i + 1, free_count))
-        ) / row[i]
-    return [solution[i] for i in range(len(right_side))]
+def _is_within(ratio: float, other: float, tolerance: float) -> bool:
+    """Whether neither is more than `tolerance` times the other."""
+    return ratio <= tolerance * other and other <= tolerance * ratio

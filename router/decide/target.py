@@ -19,8 +19,9 @@ import msgspec
 
 from router.decide.config import ServiceModel
 from router.decide.load import NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad
+from router.decide.observations import Observation, WorkTotals
 from router.decide.reported_load import ExternalLoad, LoadExpectation, ReportedLoad
-from router.decide.speed import Observation, PoolSpeeds, PrefillInterval, Speed, WorkTotals
+from router.decide.speed import PoolSpeed, Speed
 from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
@@ -58,8 +59,6 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
     """Part of `prefill_s` that was done when another request went first."""
     phase: RequestPhase = RequestPhase.PREFILL
     context_tokens: int = 0
-    prefill_interval: PrefillInterval | None = None
-    """Interval that its first token was counted in, for learning."""
     output_tokens: int = 0
     """Generated, as far as the edge has counted."""
     decode_start_totals: WorkTotals | None = None
@@ -200,11 +199,11 @@ class Target:
     OVERDUE_SHARE: ClassVar[float] = 0.2
     """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
 
-    def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeeds) -> None:
+    def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
-        self.speed = Speed(pool, self.name)
+        self.speed = Speed(pool)
         self.peer_load = NO_PEER_LOAD
         """The sum of what other routers have in flight here, and of what its engine says that others have."""
         self.reported_load: ReportedLoad | None = None
@@ -299,11 +298,9 @@ class Target:
             return self.estimate_shortest_first_wait(prefill_s, wait_s)[0]
         return wait_s
 
-    def compute_overdue_ratio(self, now: float) -> float | None:
-        """Return how many times as long as it should its oldest prefill has taken so far; None where none is ours."""
+    def compute_overdue_ratio(self, now: float) -> float:
+        """Return how many times as long as it should its oldest prefill has taken so far."""
         queue = self.prefill_queue
-        if not queue.requests:
-            return None
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 

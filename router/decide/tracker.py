@@ -12,16 +12,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import PeerLoad, merge_peer_loads
+from router.decide.observations import PrefillInterval
 from router.decide.reported_load import MISMATCHES_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeeds, PrefillInterval
+from router.decide.speed import PoolSpeed, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
@@ -31,14 +32,14 @@ OBSERVED_STEPS_MIN: Final = 16
 """So many tokens of an answer teach what a decode step takes."""
 _SILENCE_REQUESTS_MAX: Final = 64
 _SILENCE_CHECK_INTERVAL_S: Final = 0.01
-"""Requests, the oldest, that are looked at so often while nothing was heard of a pool."""
+"""So many of the oldest requests are looked at so often while nothing was heard of a pool."""
+_OVERDUE_RATIO_MIN: Final = 1.1
+"""So many times as long as expected is late."""
 TOKEN_S_MIN: Final = 1e-4
 COUNT_TOLERANCE_TOKENS: Final = 16
 """No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
 tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
 chunks, which is as good."""
-CORRECTION_TOKENS_MIN: Final = 64
-"""A prediction that was off by less taught nothing wrong."""
 _RESCALE_WINDOWS: Final = 20.0
 
 
@@ -49,8 +50,8 @@ class LoadTracker:
         self._service = service
         self.cost = cost
         self._learn = learn
-        self._speeds_by_pool: dict[str, PoolSpeeds] = {}
-        """pool -> what was learned of its targets; as many as models were ever served."""
+        self._speed_by_pool: dict[str, PoolSpeed] = {}
+        """What was learned of each pool's targets; as many as models were ever served."""
         self.targets: dict[str, Target] = {}
         self.in_flight_requests: dict[str, InFlightRequest] = {}
         self._epoch_s: float | None = None
@@ -67,10 +68,10 @@ class LoadTracker:
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
         """A new target of the workers of one model (`pool`); it starts at their speed."""
-        speeds = self._speeds_by_pool.get(pool)
-        if speeds is None:
-            speeds = self._speeds_by_pool[pool] = PoolSpeeds(self._service, self._learn)
-        target = Target(worker_id, rank, holder, speeds)
+        pool_speed = self._speed_by_pool.get(pool)
+        if pool_speed is None:
+            pool_speed = self._speed_by_pool[pool] = PoolSpeed(self._service, self._learn)
+        target = Target(worker_id, rank, holder, pool_speed)
         self.targets[target.name] = target
         self._merge_peer_load(target)
         return target
@@ -79,7 +80,7 @@ class LoadTracker:
         """Its requests in flight stay known by id until they end; they no longer count anywhere."""
         target = self.targets.pop(name, None)
         if target is not None:
-            target.speed.pool.remove_worker(name)
+            target.speed.pool.members.remove(target.speed)
         self.changed_targets.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -205,8 +206,6 @@ class LoadTracker:
         if reported_cached is not None:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached
-            if request.prefill_interval is not None:
-                self._correct_observation(request, request.prefill_interval, reported_cached)
 
     def has_free_target(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""
@@ -228,21 +227,23 @@ class LoadTracker:
                 self._start_decode(request, first_token_at_s)
         if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_at_s = now
-            for speeds in self._speeds_by_pool.values():
-                if speeds.is_untrained:
-                    self._check_silence(speeds, now)
+            for pool in self._speed_by_pool.values():
+                if pool.is_silent:
+                    self._learn_from_silence(pool, now)
 
-    def _check_silence(self, speeds: PoolSpeeds, now: float) -> None:
-        """Nothing was heard of a pool yet: that tells something too."""
+    def _learn_from_silence(self, pool: PoolSpeed, now: float) -> None:
+        """No worker of a pool has answered yet: how long they are waited for tells something too. Half of them say that
+        all are slower than was thought."""
         oldest_requests = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
-        targets = {
-            request.target.name: request.target for request in oldest_requests if request.target.speed.pool is speeds
-        }
-        overdue_ratios = [
-            ratio for target in targets.values() if (ratio := target.compute_overdue_ratio(now)) is not None
-        ]
-        if overdue_ratios:
-            self._apply_learned_models(next(iter(targets.values())), speeds.raise_prior(overdue_ratios))
+        targets = {request.target.name: request.target for request in oldest_requests}
+        overdue_ratios = sorted(
+            target.compute_overdue_ratio(now)
+            for target in targets.values()
+            if target.speed.pool is pool and target.prefill_queue.requests
+        )
+        median_ratio = overdue_ratios[len(overdue_ratios) // 2] if overdue_ratios else 0.0
+        if median_ratio > _OVERDUE_RATIO_MIN and pool.raise_prior(median_ratio):
+            self._apply_learned_speeds(pool.members)
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
         target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue
@@ -301,40 +302,28 @@ class LoadTracker:
         else:
             is_in_turn = next(iter(prefill_queue.requests)) == request.request_id
         is_alone = target.peer_load.prefill_s <= 0.0 and target.external_load is None
-        uncached_tokens = request.prompt_tokens - request.cached_tokens
-        quadratic_work = float(request.prompt_tokens**2 - request.cached_tokens**2)
         interval = target.speed.open_prefill_interval
         oldest_since_s = max(prefill_queue.oldest_since_s, target.peer_load.oldest_prefill_since_s)
-        joins_interval = interval is not None and now - interval.end_s <= _SAME_STEP_S
-        if interval is not None and not joins_interval:
-            joins_interval = is_in_turn and interval.can_add_step(
-                request.routed_at_s, oldest_since_s, target.speed.service.step_tokens
+        load = target.load
+        if interval is not None and now - interval.end_s > _SAME_STEP_S:
+            if is_in_turn and interval.can_add_step(request.routed_at_s, oldest_since_s, target.speed.step_tokens):
+                interval.add_step(load.decode_request_count, load.decode_context_tokens)
+            else:
+                self.close_interval(target)
+                interval = None
+        if interval is None:
+            waited_steps = 0.5 if load.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
+            start_s = max(oldest_since_s, request.routed_at_s)
+            interval = target.speed.open_prefill_interval = PrefillInterval(
+                start_s,
+                load.decode_request_count,
+                load.decode_context_tokens,
+                waited_steps=waited_steps,
+                last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
+                is_usable=is_in_turn,
             )
-            if joins_interval:
-                interval.add_step(target.load.decode_request_count, target.load.decode_context_tokens)
-        if interval is not None and joins_interval:
-            interval.end_s = now
-            interval.uncached_tokens += uncached_tokens
-            interval.quadratic_work += quadratic_work
-            interval.tier_load_s += request.tier_load_s
-            interval.is_usable = interval.is_usable and is_alone
-            request.prefill_interval = interval
-            return
-        self.close_interval(target)
-        steps_waited = 0.5 if target.load.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
-        start_s = max(oldest_since_s, request.routed_at_s)
-        request.prefill_interval = target.speed.open_prefill_interval = PrefillInterval(
-            start_s=start_s,
-            end_s=now,
-            uncached_tokens=uncached_tokens,
-            quadratic_work=quadratic_work,
-            decode_requests=target.load.decode_request_count,
-            decode_context_tokens=target.load.decode_context_tokens,
-            is_usable=is_in_turn and is_alone,
-            waited_steps=steps_waited,
-            last_step_start_s=start_s + (now - start_s) * steps_waited / (1.0 + steps_waited),
-            tier_load_s=request.tier_load_s,
-        )
+        interval.is_usable = interval.is_usable and is_alone
+        interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def record_answer(self, request_id: str, reported_tokens: int | None, now: float) -> int:
         """A whole answer has come: how long it was, as the engine says within reason, or as the edge counted. From its
@@ -359,9 +348,7 @@ class LoadTracker:
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return
-        observation = target.speed.work_totals.observe_since(
-            start_totals, elapsed_s, step_count=step_count, is_complete=not target.prefill_queue.requests
-        )
+        observation = target.speed.work_totals.observe_since(start_totals, elapsed_s, step_count=step_count)
         request.decode_start_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
         if request.load_expectation is not None and target.reported_load is not None:
@@ -372,48 +359,32 @@ class LoadTracker:
             and now - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
         ):
             target.speed.last_step_observation_s = now
-            changed_names, _ = target.speed.pool.observe(target.name, observation)
-            self._apply_learned_models(target, changed_names)
+            self._apply_learned_speeds(target.speed.observe(observation))
 
     def close_interval(self, target: Target) -> None:
         """Close the open interval and learn from it."""
-        interval = target.speed.open_prefill_interval
-        target.speed.open_prefill_interval = None
+        speed = target.speed
+        interval, speed.open_prefill_interval = speed.open_prefill_interval, None
         if interval is None or not interval.is_usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
+        observation = interval.to_observation(speed.step_tokens)
         if interval.tier_load_s:
-            observation = interval.to_observation(target.speed.service.step_tokens)
-            target.speed.tier_load.observe(
-                interval.tier_load_s, observation.elapsed_s - target.speed.predict_interval_s(observation)
-            )
-            interval.estimated_tier_load_s = min(
-                interval.tier_load_s * target.speed.tier_load.factor, 0.9 * observation.elapsed_s
-            )
-        changed_names, interval.sample = target.speed.pool.observe(
-            target.name, interval.to_observation(target.speed.service.step_tokens)
-        )
-        self._apply_learned_models(target, changed_names)
+            excess_s = observation.elapsed_s - speed.predict_interval_s(observation)
+            speed.tier_load.observe(interval.tier_load_s, excess_s)
+            tier_load_s = min(interval.tier_load_s * speed.tier_load.factor, 0.9 * observation.elapsed_s)
+            observation = interval.to_observation(speed.step_tokens, tier_load_s)
+        self._apply_learned_speeds(speed.observe(observation))
 
-    def _correct_observation(self, request: InFlightRequest, interval: PrefillInterval, reported_cached: int) -> None:
-        """The engine reused another part of the prompt than was predicted."""
-        cached_tokens = min(max(reported_cached, 0), request.prompt_tokens)
-        if abs(cached_tokens - request.cached_tokens) < CORRECTION_TOKENS_MIN:
+    def _apply_learned_speeds(self, speeds: Collection[Speed]) -> None:
+        """Put to use what was newly learned of targets."""
+        if not speeds:
             return
-        interval.uncached_tokens += request.cached_tokens - cached_tokens
-        interval.quadratic_work += float(request.cached_tokens**2 - cached_tokens**2)
-        target = request.target
-        if interval.sample is not None and self.targets.get(target.name) is target:
-            observation = interval.to_observation(target.speed.service.step_tokens)
-            self._apply_learned_models(target, target.speed.pool.correct(interval.sample, observation))
-            interval.sample = None  # a lesson is corrected once; steps of several corrected requests are rare
-
-    def _apply_learned_models(self, target: Target, target_names: list[str]) -> None:
-        """Give the targets of one pool what was newly learned of them."""
-        for name in target_names:
-            changed_target = self.targets.get(name)
-            if changed_target is not None and changed_target.speed.pool is target.speed.pool:
-                changed_target.set_service_model(changed_target.speed.pool.make_service_model(name))
-                self._merge_peer_load(changed_target)
+        changed_speeds = set(speeds)
+        for target in self.targets.values():
+            if target.speed in changed_speeds:
+                target.speed.refresh()
+                target.prefill_queue.reprice(target.speed)
+                self._merge_peer_load(target)
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
@@ -445,6 +416,16 @@ class LoadTracker:
         for name in (previous_loads.keys() if is_full else set()) | loads.keys():
             if name in self.targets:
                 self._merge_peer_load(self.targets[name])
+
+    def get_pool_speeds(self) -> dict[str, SharedSpeed]:
+        """What this router learned by itself, by pool."""
+        return {name: pool.own for name, pool in self._speed_by_pool.items() if pool.own.prefill_weight}
+
+    def set_peer_speeds(self, router: str, speed_by_pool: Mapping[str, SharedSpeed]) -> None:
+        """What `router` learned, by pool: all of it, so that {} forgets the router."""
+        for name, pool in self._speed_by_pool.items():
+            if pool.set_shared_speed(router, speed_by_pool.get(name)):
+                self._apply_learned_speeds(pool.members)
 
     # Engines that tell of their load -------------------------------------------------------------------------------
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:

@@ -21,6 +21,7 @@ import zmq
 from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad
+from router.decide.speed import SharedSpeed
 from router.decide.tracker import LoadTracker
 
 log = logging.getLogger("router")
@@ -31,6 +32,7 @@ MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
 TARGETS_MAX = 8192
 """Of one router."""
+POOLS_MAX = 256
 POLL_BYTES_MAX = 256 << 10
 """Read at one beat; the rest waits for the next."""
 QUEUE_MESSAGES = 64
@@ -39,6 +41,8 @@ QUEUE_MESSAGES = 64
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 """Seconds, or seconds per second: finite."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Duration = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -58,8 +62,18 @@ class TargetLoad(msgspec.Struct, array_like=True):
     prefill_rate: Amount | None = None
 
 
+class LearnedSpeed(msgspec.Struct, array_like=True):
+    """How fast the workers of one pool are, as one router learned it, and how many observations say so."""
+
+    pool: Name
+    prefill_s_per_token: Duration
+    prefill_weight: Weight
+    step_s: Duration
+    step_weight: Weight
+
+
 class LoadMessage(msgspec.Struct, array_like=True):
-    """What one router has in flight. `full`: targets it does not name are idle."""
+    """What one router has in flight. `full`: targets it does not name are idle; what it has learned is told too."""
 
     version: int
     router: Name
@@ -67,6 +81,7 @@ class LoadMessage(msgspec.Struct, array_like=True):
     seq: int
     full: bool
     loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
+    speeds: Annotated[list[LearnedSpeed], msgspec.Meta(max_length=POOLS_MAX)] = []
 
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -140,9 +155,12 @@ class PeerLoads:
         if is_full:
             self._last_full_s = now
             loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
+        speeds = list(tracker.get_pool_speeds().items())[:POOLS_MAX] if is_full else []
+        learned_speeds = [LearnedSpeed(pool, *speed) for pool, speed in speeds]
         self._seq += 1
         self.stats.sent += 1
-        return _ENCODER.encode(LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads))
+        message = LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads, learned_speeds)
+        return _ENCODER.encode(message)
 
     def apply_message(self, payload: bytes, now: float) -> None:
         """A peer's message. What cannot be read is counted and logged once."""
@@ -168,6 +186,8 @@ class PeerLoads:
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
+        if message.full or is_restarted:
+            self._tracker.set_peer_speeds(message.router, {s.pool: _shared_speed(s) for s in message.speeds})
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
@@ -175,6 +195,7 @@ class PeerLoads:
         for name in silent_peers:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
+            self._tracker.set_peer_speeds(name, {})
             self.stats.expired += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 
@@ -197,6 +218,10 @@ class PeerLoads:
         if self.stats.malformed == 0:
             log.warning("a message of a peer router is skipped: %s", reason)
         self.stats.malformed += 1
+
+
+def _shared_speed(speed: LearnedSpeed) -> SharedSpeed:
+    return SharedSpeed(speed.prefill_s_per_token, speed.prefill_weight, speed.step_s, speed.step_weight)
 
 
 def _peer_load(load: TargetLoad, now: float) -> PeerLoad:

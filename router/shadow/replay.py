@@ -318,7 +318,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
             tracker.record_progress(request_id, request.output_tokens or 0)
             tracker.record_answer(request_id, request.output_tokens, now)
             tracker.end_request(request_id, now, reported_cached=request.cached_tokens)
-    models = {worker: target.speed.pool.make_measured_model(worker) for worker, target in targets.items()}
+    models = {worker: target.speed.service for worker, target in targets.items()}
     return {worker: StepTimes(**asdict(model)) for worker, model in models.items()}
 
 

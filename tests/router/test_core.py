@@ -51,25 +51,6 @@ def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> 
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
 
 
-def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_worker() -> None:
-    core, index = make_core("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
-    prompt = list(range(200))
-    requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
-    results = [core.route(route_request, 1.0 + 0.001 * i) for i, route_request in enumerate(requests)]
-    first = [chosen_worker(result) for result in results]
-    assert sorted(first[:4]) == ["a", "b", "c", "d"]
-    for result in results[4:]:  # all have something to do: what was promised counts
-        assert isinstance(result, Forward)
-        assert result.decision.predicted_cached_tokens == 200
-    core.record_first_token("r0", 1.2)
-    index.store(core.workers[first[0]].holders[0], prompt)
-    for name in ("r1", "r2", "r3"):
-        core.finish_request(name, None, 1.2)
-    later_result = core.route(request("later", prompt + [9] * 4, output_tokens_max=4), 1.2)
-    assert isinstance(later_result, Forward)
-    assert later_result.decision.predicted_cached_tokens == 200
-
-
 def test_ties_rotate() -> None:
     core, _ = make_core("abc")
     first = {chosen_worker(core.route(request(f"r{i}", [i] * 5), float(i * 100_000))) for i in range(1)}

@@ -100,6 +100,33 @@ def test_work_is_told_whatever_each_learned() -> None:
     assert targets[0].peer_load.utilisation == pytest.approx(targets[0].estimate_prefill_s(8000, 0) / 60.0)
 
 
+def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> None:
+    """The worker is ten times as slow as both believed at first. A message of an older router has no speeds."""
+    old_tracker, new_tracker = (LoadTracker(ServiceModel(), CostConfig(), LearnConfig()) for _ in range(2))
+    old_target = old_tracker.add_target("w0", None, HolderId(0), pool="m")
+    new_target = new_tracker.add_target("w0", None, HolderId(0), pool="m")
+    other_target = new_tracker.add_target("v0", None, HolderId(1), pool="another model")
+    for i in range(60):
+        old_tracker.add_request(str(i), old_target, prompt_tokens=4000, cached_tokens=0, stream=True, now=float(10 * i))
+        first_token_s = 10 * i + 1e-3 * (4000 + 4000**2 / 1e5) + 2 * 0.12
+        old_tracker.record_first_token(str(i), first_token_s)
+        old_tracker.end_request(str(i), first_token_s)
+    assert old_target.speed.prefill_rate == pytest.approx(1e-3, rel=0.1)
+    joining, before = PeerLoads(new_tracker, "new", PeerConfig(expire_s=2.0)), new_target.speed.service
+    message = PeerLoads(old_tracker, "old").next_message(700.0)
+    assert message is not None
+    joining.apply_message(message, 0.0)
+    assert new_target.speed.prefill_rate == pytest.approx(old_target.speed.prefill_rate, rel=0.05)
+    assert new_target.speed.step_s == pytest.approx(old_target.speed.step_s, rel=0.05)
+    assert other_target.speed.service == before, "of another model nothing was told"
+    joining.apply_message(msgspec.msgpack.encode([1, "old", "restarted", 1, True, []]), 1.0)
+    assert new_target.speed.service == before
+    joining.apply_message(message, 1.5)
+    assert new_target.speed.service != before
+    joining.expire(4.0)
+    assert new_target.speed.service == before, "a router that is gone teaches nothing"
+
+
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
     loads = PeerLoads(my_tracker, "me", PeerConfig(expire_s=2.0))
