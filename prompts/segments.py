@@ -5,8 +5,7 @@ normalizes, pre-tokenizes and encodes each piece by itself. So the ids of a prom
 its **segments**, a segment being a special token and the text up to the next one, and a chat whose earlier turns are
 cached costs only its new turn.
 
-What is not cached is mostly a new turn, short and ASCII: `prompts/bpe_encoder.py` encodes it by its words where it can,
-the library where not.
+What is not cached is mostly a new turn: `prompts/fast_encoder.py` encodes it where it can, the library where not.
 
 Where that does not hold for a tokenizer, `make_segment_plan` says why and there is no cache for it: the rules are in
 `_find_unsupported_reason`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are
@@ -20,7 +19,6 @@ import operator
 import re
 import sys
 import threading
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -30,7 +28,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder
+from prompts.fast_encoder import FastEncoder, build_fast_encoder
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
 ID_TYPE = "I"
@@ -40,8 +38,6 @@ _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
 SHORT_TEXT_CHARS_MAX = 4096
 """Characters of a text that is not looked up."""
-_CHARS_BETWEEN_PAUSES, _PAUSE_S = 65_536, 1e-6
-"""Characters of new text that are encoded by words before other threads get a turn."""
 _START_CHECKS_MAX = 1024
 _RANDOM_STATE_KEYS = ("dropout",)
 
@@ -59,8 +55,8 @@ class SegmentPlan:
     """Cuts at which a known text may end: no other added token can reach across one from before it."""
     split_pattern: re.Pattern[str] | None = None
     """`pattern` in a group, where every token that it finds is a cut."""
-    bpe_encoder: BpeEncoder | None = None
-    """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
+    fast_encoder: FastEncoder | None = None
+    """Encodes in place of the library, where the tokenizer is of a kind that it knows."""
     token_chars_max: int = 0
     """Characters of an added token."""
 
@@ -140,10 +136,10 @@ class SegmentCache:
 
     def _encode_short_text(self, text: str) -> list[bytes] | None:
         """At once, where that costs less than finding what of it is known."""
-        bpe_encoder = self._plan.bpe_encoder
-        ids = bpe_encoder.encode(text) if bpe_encoder is not None and len(text) <= self._short_text_chars_max else None
-        if ids is None:
+        fast_encoder = self._plan.fast_encoder
+        if fast_encoder is None or len(text) > self._short_text_chars_max:
             return None
+        ids = fast_encoder.encode(text)
         with self._lock:
             self._misses += 1
             self._miss_tokens += len(ids) // _ID_BYTES
@@ -190,24 +186,13 @@ class SegmentCache:
 
     def _encode_missing(self, missing_segments: Iterable[str]) -> dict[str, bytes]:
         unique_segments = list(dict.fromkeys(missing_segments))
-        new_ids: dict[str, bytes] = {}
-        remaining_segments = unique_segments
-        if self._plan.bpe_encoder is not None:
-            chars_since_pause = 0
-            for segment in unique_segments:
-                chars_since_pause += len(segment)
-                if chars_since_pause > _CHARS_BETWEEN_PAUSES:
-                    time.sleep(_PAUSE_S)  # words are found under the interpreter's lock: others may have it now
-                    chars_since_pause = len(segment)
-                ids = self._plan.bpe_encoder.encode(segment)
-                if ids is not None:
-                    new_ids[segment] = ids
-            remaining_segments = [segment for segment in unique_segments if segment not in new_ids]
-        if remaining_segments:
-            encodings = self._hf_tokenizer.encode_batch_fast(remaining_segments, add_special_tokens=False)
-            new_ids |= {
-                segment: array(ID_TYPE, encoding.ids).tobytes()
-                for segment, encoding in zip(remaining_segments, encodings)
+        fast_encoder = self._plan.fast_encoder
+        if fast_encoder is not None:
+            new_ids = {segment: fast_encoder.encode(segment) for segment in unique_segments}
+        else:
+            encodings = self._hf_tokenizer.encode_batch_fast(unique_segments, add_special_tokens=False)
+            new_ids = {
+                segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(unique_segments, encodings)
             }
         with self._lock:
             for segment, ids in new_ids.items():
@@ -252,7 +237,8 @@ def _entry_bytes(segment: str, ids: bytes) -> int:
 
 def make_segment_plan(hf_tokenizer: HfTokenizer) -> SegmentPlan | str:
     """How to cut this tokenizer's input, or why it must not be cut. Conservative: a doubt is a no."""
-    tokenizer_json: dict[str, Any] = json.loads(hf_tokenizer.to_str())
+    tokenizer_text = hf_tokenizer.to_str()
+    tokenizer_json: dict[str, Any] = json.loads(tokenizer_text)
     reason = _find_unsupported_reason(tokenizer_json)
     if reason is not None:
         return reason
@@ -269,12 +255,13 @@ def make_segment_plan(hf_tokenizer: HfTokenizer) -> SegmentPlan | str:
         for cut_token in cut_tokens
         if not any(token_text.find(cut_token, 1) >= 0 for token_text in token_texts)
     )
-    encoder = build_bpe_encoder(hf_tokenizer, tokenizer_json, _SAMPLE_TEXTS + _WORD_SAMPLE_TEXTS, cut_tokens)
-    bpe_encoder = encoder if isinstance(encoder, BpeEncoder) else None
+    sample_texts = [*_SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *sorted(token["content"] for token in literal_tokens)[:64]]
+    encoder = build_fast_encoder(hf_tokenizer, tokenizer_text, sample_texts)
+    fast_encoder = encoder if isinstance(encoder, FastEncoder) else None
     split_pattern = re.compile(f"({pattern.pattern})") if cut_tokens.issuperset(token_texts) else None
     token_chars_max = max(map(len, token_texts))
     plan = SegmentPlan(
-        pattern, cut_tokens, prefix_ids, suffix_ids, anchor_tokens, split_pattern, bpe_encoder, token_chars_max
+        pattern, cut_tokens, prefix_ids, suffix_ids, anchor_tokens, split_pattern, fast_encoder, token_chars_max
     )
     mismatch = _find_sample_mismatch(hf_tokenizer, plan, [token["content"] for token in tokenizer_json["added_tokens"]])
     return plan if mismatch is None else mismatch

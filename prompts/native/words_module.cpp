@@ -1,45 +1,25 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
-#include <string>
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <string_view>
-#include <tuple>
-#include <unordered_map>
-
-#include "words.hpp"
+#include <vector>
 
 namespace nb = nanobind;
-using namespace blockcast;
+
+using u8 = std::uint8_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
 
 namespace {
 
-// (kind, chars 0 to 63, chars 64 to 127, least, most, wanted, branches, next), as prompts/bpe_encoder.py has them.
-using Row = std::tuple<u32, u64, u64, u64, u64, bool, std::vector<u32>, u32>;
+constexpr u64 kGolden = 0x9E3779B97F4A7C15ull;
 
-Pattern pattern_of(const std::vector<Row>& rows) {
-    std::vector<Part> parts;
-    for (const auto& [kind, low, high, least, most, wanted, branches, next] : rows) {
-        Part part;
-        part.kind = static_cast<Part::Kind>(kind);
-        for (unsigned c = 0; c < 128; ++c) part.chars[c] = (c < 64 ? low : high) >> (c & 63) & 1;
-        part.least = least;
-        part.most = most;
-        part.wanted = wanted;
-        part.branches = branches;
-        part.next = next;
-        bool right = kind <= Part::Look && (kind == Part::Accept) == parts.empty() && (next < parts.size() || parts.empty());
-        for (const u32 branch : branches) right = right && branch < parts.size();
-        right = right && (kind == Part::Either) == !branches.empty();
-        right = right && (kind != Part::Look || branches.empty());
-        if (!right) throw nb::value_error("a pattern's parts stand before those that lead to them; the first accepts");
-        parts.push_back(part);
-    }
-    if (parts.empty()) throw nb::value_error("a pattern has no parts");
-    return Pattern(parts);
+u64 fold(u64 a, u64 b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
 }
 
 // Of some bytes behind others whose digest is `before`: sixteen at a time, each multiplied into those before; every second
@@ -135,11 +115,6 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
     return found;
 }
 
-// Whether both have so many bytes, and the same ones.
-bool begin_alike(nb::bytes one, nb::bytes other, std::size_t length) {
-    return length <= one.size() && length <= other.size() && std::memcmp(one.c_str(), other.c_str(), length) == 0;
-}
-
 // Of the beginnings of these bytes before `end` that have `first` bytes, an eighth more, two eighths ..., twice as many, an
 // eighth of that more, and so on. The seed is secret. Behind the first kAll bytes a quarter of them counts: what differs
 // there differs all the way.
@@ -181,170 +156,14 @@ nb::list digests_among(nb::bytes body, std::size_t first, u64 seed, nb::dict amo
     return kept;
 }
 
-class Words {
-public:
-    // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
-    using Pairs = std::tuple<std::vector<u32>, std::vector<u32>, std::vector<u32>, std::vector<u32>>;
-    // (text, id; none where texts are not cut at it)
-    using Added = std::tuple<std::string, std::optional<u32>>;
-    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max, const std::optional<Pairs>& pairs,
-          const std::vector<Added>& added)
-        : added_(tokens_of(added)), table_(seed, words_max) {
-        for (const std::vector<Row>& rows : steps) steps_.push_back(pattern_of(rows));
-        if (steps_.empty()) throw nb::value_error("steps: expected a pattern at least");
-        if (!pairs) return;
-        const auto& [chars, left, right, made] = *pairs;
-        if (chars.size() != 128 || left.size() != made.size() || right.size() != made.size()) {
-            throw nb::value_error("pairs: expected the ids of 128 characters, and three lists of one length");
-        }
-        pairs_.emplace(chars, left, right, made);
-    }
-
-    // Of a text: its ids as bytes; None where a pattern matches nothing, where long words have more than kLongMax
-    // characters, and where there is an added token that does not cut. `learn(word)` tells the ids of a word that is long,
-    // or for which there are no pairs; `ask(texts)` of texts with other characters than ASCII: without it, and where there
-    // are many, None. Under the GIL, which they may give away: the table may then be another one.
-    nb::object encode(nb::str text, nb::callable learn, nb::object ask) {
-        const bool ascii = PyUnicode_IS_ASCII(text.ptr()) != 0;
-        const nb::object utf8 = nb::steal(ascii ? nullptr : PyUnicode_AsUTF8String(text.ptr()));  // kept in no string
-        if (!ascii && !utf8.is_valid()) throw nb::python_error();
-        const std::string_view whole =
-            ascii ? std::string_view(static_cast<const char*>(PyUnicode_DATA(text.ptr())),
-                                     static_cast<std::size_t>(PyUnicode_GET_LENGTH(text.ptr())))
-                  : std::string_view(PyBytes_AS_STRING(utf8.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.ptr())));
-        Ids ids(whole.size());
-        std::vector<Missing> missing;
-        std::size_t long_ones = 0;
-        const auto make_counted = [&](std::size_t start, std::size_t size) {
-            if (size > kPairsMax) long_ones += size;
-            if (long_ones <= kLongMax) make(whole.substr(start, size), learn, ids);
-        };
-        // Words are sought a few at a time, then their ids are read in order.
-        WordTable::Sought sought[kSoughtMax];
-        std::size_t count = 0;
-        const auto read = [&]() __attribute__((noinline)) {
-            for (std::size_t i = 0; (i += table_.append(whole, sought + i, count - i, ids)) < count; ++i) {
-                make_counted(sought[i].at, sought[i].size());
-            }
-            count = 0;
-        };
-        const auto plain = [&](std::size_t start, std::size_t end) __attribute__((always_inline)) {
-            if (end - start <= kWordMax) {
-                if (count == kSoughtMax) read();
-                sought[count++] = table_.seek(whole, start, end - start);
-                return;
-            }
-            read();
-            make_counted(start, end - start);
-        };
-        const auto mixed = [&](std::size_t start, std::size_t end) {
-            read();
-            if (end - start > kWordMax || !table_.append(whole, table_.seek(whole, start, end - start), ids)) {
-                missing.push_back({ids.size(), whole.substr(start, end - start)});
-            }
-        };
-        for (std::size_t at = 0;;) {
-            const AddedTokens::Found next = added_.find(whole, at);
-            const std::string_view piece = whole.substr(at, next.start - at);
-            if (ascii || std::all_of(piece.begin(), piece.end(), [](char c) { return (c & 0x80) == 0; })) {
-                if (!cut(steps_, piece, at, plain)) return nb::none();
-            } else if (ask.is_none() || steps_.size() != 1 || !cut_around(steps_[0], piece, at, plain, mixed)) {
-                return nb::none();
-            }
-            read();
-            if (long_ones > kLongMax) return nb::none();
-            if (next.token == nullptr) break;
-            if (!next.token->cuts) return nb::none();
-            ids.append(&next.token->id, 1);
-            at = next.end;
-        }
-        if (!missing.empty() && !put_missing(missing, ask, ids)) return nb::none();
-        return nb::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(u32));
-    }
-
-    std::size_t size() const { return table_.size(); }
-
-private:
-    static std::vector<AddedTokens::Token> tokens_of(const std::vector<Added>& added) {
-        std::vector<AddedTokens::Token> tokens;
-        for (const auto& [text, id] : added) tokens.push_back({text, id.value_or(0), id.has_value()});
-        return tokens;
-    }
-
-    // A word that the library is to be asked for, and before which of the ids its own belong.
-    struct Missing {
-        std::size_t at;
-        std::string_view word;
-    };
-
-    // Appends the ids of a new word of ASCII.
-    [[gnu::noinline]] void make(std::string_view word, const nb::callable& learn, Ids& ids) {
-        const std::size_t first = ids.size();
-        if (pairs_ && word.size() <= kPairsMax) {
-            pairs_->append(word, ids);
-        } else {
-            const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
-            ids.append(found.data(), found.size());
-        }
-        remember(word, ids.data() + first, ids.size() - first);
-    }
-
-    // Whoever was asked may have given the GIL away, and another thread have asked the same.
-    void remember(std::string_view word, const u32* ids, std::size_t count) {
-        Ids known(0);
-        if (word.size() > kWordMax || table_.append(word, table_.seek(word, 0, word.size()), known)) return;
-        table_.add(word, ids, count);
-    }
-
-    // Puts the ids of the missing words where they belong; false where these are more than kAskedMax.
-    bool put_missing(const std::vector<Missing>& missing, const nb::object& ask, Ids& ids) {
-        nb::list texts;
-        std::unordered_map<std::string_view, std::size_t> numbers;
-        for (const Missing& one : missing) {
-            if (!numbers.try_emplace(one.word, numbers.size()).second) continue;
-            if (numbers.size() > kAskedMax) return false;
-            texts.append(nb::str(one.word.data(), one.word.size()));
-        }
-        const auto found = nb::cast<std::vector<std::vector<u32>>>(ask(texts));
-        if (found.size() != numbers.size()) throw nb::value_error("ask told the ids of other texts");
-        Ids all(ids.size() + missing.size());
-        std::size_t done = 0;
-        for (const auto& [at, word] : missing) {
-            const std::vector<u32>& own = found[numbers[word]];
-            all.append(ids.data() + done, at - done);
-            all.append(own.data(), own.size());
-            remember(word, own.data(), own.size());
-            done = at;
-        }
-        all.append(ids.data() + done, ids.size() - done);
-        ids = std::move(all);
-        return true;
-    }
-
-    static constexpr std::size_t kSoughtMax = 16;
-    static constexpr std::size_t kAskedMax = 64;  // texts: each costs the library as much as many characters
-    const AddedTokens added_;
-    std::vector<Pattern> steps_;
-    WordTable table_;
-    std::optional<BytePairs> pairs_;
-};
-
 }  // namespace
 
 NB_MODULE(_words, module) {
-    module.doc() = "Short text to ids by its words. Use prompts.bpe_encoder.";
+    module.doc() = "Digests and counts of request bodies and messages. Use prompts.body_digests.";
     nb::set_leak_warnings(false);
-    module.def("begin_alike", &begin_alike);
     module.def("digest32", [](nb::bytes data, u64 before) { return digest32(data.c_str(), data.size(), before); });
     module.def("message_words", &message_words);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
     module.def("digests_among", &digests_among, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("among"), nb::arg("most"));
-    nb::class_<Words>(module, "Words")
-        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&,
-                      const std::vector<Words::Added>&>(),
-             nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none(),
-             nb::arg("added") = std::vector<Words::Added>{})
-        .def("encode", &Words::encode, nb::arg("text"), nb::arg("learn"), nb::arg("ask") = nb::none())
-        .def("__len__", &Words::size);
 }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from prompts.bpe_encoder import digests, digests_among
+from prompts.body_digests import digests, digests_among
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
 from router.prompting.stand_in import StandIn

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from prompts.anthropic import MessagesRequest, depends_on_template
-from prompts.bpe_encoder import count_openings
+from prompts.body_digests import count_openings
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError

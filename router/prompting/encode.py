@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from prompts.bpe_encoder import count_openings
+from prompts.body_digests import count_openings
 from prompts.errors import RequestError
 from prompts.responses import get_response_id_of_item
 from prompts.routing import RoutingFields, RoutingRequest, check_object, convert_source_to_chat, make_routing_request

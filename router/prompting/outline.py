@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from prompts.bpe_encoder import digest32, message_words
+from prompts.body_digests import digest32, message_words
 from prompts.chat_rendering import BILLING_LINE
 from prompts.chat_template import Message
 from prompts.errors import RequestError

@@ -12,7 +12,7 @@ from budget import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prompts.bpe_encoder import digests
+from prompts.body_digests import digests
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
