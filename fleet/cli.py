@@ -82,8 +82,7 @@ def make_scaling_bounds(replica_count: tuple[int, int | None], options: dict[str
 
 @contextmanager
 def report_errors() -> Iterator[IO[str]]:
-    """What a user did wrong, in one line. Ray prints what its nodes complain of: stdout, which is handed out, is kept
-    clear of it."""
+    """Report a user's mistake in one line, and keep stdout free of what Ray prints about its nodes."""
     out = sys.stdout
     try:
         with redirect_stdout(sys.stderr):
@@ -316,7 +315,7 @@ def up(
 
 
 def split_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """What follows `--` is flags, also where no MODEL stands before it."""
+    """Return the model and the flags; what follows `--` is flags, also without a MODEL before it."""
     return ("", (model, *flags)) if model.startswith("-") else (model, flags)
 
 

@@ -1,4 +1,4 @@
-"""What Ray says of a cluster, and does with a fleet as a whole."""
+"""Calls to Ray that concern a whole cluster or a fleet as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def create_directory(
     timeouts: PhaseTimeouts,
     scaling_bounds: ScalingBounds | None,
 ) -> Any:
-    """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
+    """Start the directory actor of a new fleet on the cluster that this process is connected to.
+
+    Raises ValueError where the fleet has one already.
+    """
     initial_state = DirectoryState(
         spec=spec,
         engine_target=engine_target,
@@ -40,18 +43,18 @@ def create_directory(
 
 
 def delete_fleet(name: str, directory: Any) -> None:
-    """After the last member has gone."""
+    """Kill the directory and delete its stored state, once the last member has gone."""
     ray.kill(directory)
     internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
 
 
 def has_gpus() -> bool:
-    """Whether the cluster has any."""
+    """Return whether the cluster has GPUs."""
     return bool(ray.cluster_resources().get("GPU"))
 
 
 def compute_node_capacities(resources: dict[str, float]) -> dict[str, float]:
-    """node -> how many members of these needs would fit, were it empty."""
+    """Return for each live node how many members with these resources would fit if it were empty."""
     return {
         node["NodeID"]: min(
             node["Resources"].get(resource_name, 0.0) / amount if amount else 1e9

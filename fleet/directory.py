@@ -50,14 +50,18 @@ log = logging.getLogger("fleet")
 
 MAX_LOOP_PAUSE_S = 0.25
 ROUTER_SYNC_S = 1.0
-"""Between two looks at a router's load."""
+"""Seconds between two reads of a router's load."""
 MAX_EVENTS = 200
 STARTS_PER_PASS = 4
-"""Ray takes up to two seconds for one on a busy node, and who asks for the status waits meanwhile."""
+"""Most members started in one pass: Ray takes up to two seconds for each on a busy node, and status requests wait
+meanwhile."""
 
 
 class DirectoryActor:
-    """See above. Its methods are for the command line; they return at once."""
+    """Actor that starts, watches and stops the members of one fleet.
+
+    Its public methods are called by the command line and return at once.
+    """
 
     def __init__(self, name: str, initial_state: bytes) -> None:
         exit_with_parent()
@@ -69,9 +73,9 @@ class DirectoryActor:
         self._callback_by_call: dict[Any, Callable[[Any, Exception | None], None]] = {}
         self._failure_by_slot: dict[tuple[MemberKind, int], SlotFailure] = {}
         self._report_by_router: dict[str, RouterReport] = {}
-        """By router."""
+        """Newest report of each router, by member name."""
         self._silent_since_s_by_member: dict[str, float] = {}
-        """Who does not answer, since when."""
+        """Time since which each silent member has not answered."""
         self._synced_at_s_by_router: dict[str, float] = {}
         self._syncing_router_names: set[str] = set()
         self._list_version, self._published_workers, self._published_peer_addresses = (
@@ -90,7 +94,10 @@ class DirectoryActor:
     # Asked by the command line ---------------------------------------------------------------------------------------
 
     def scale(self, engine_count: int | None, router_count: int | None, scaling_bounds: ScalingBounds | None) -> None:
-        """`engines`: a fixed number, which ends autoscaling unless `bounds` come too."""
+        """Set how many engines and routers there should be.
+
+        A fixed `engine_count` ends autoscaling unless `scaling_bounds` come with it.
+        """
         with self._lock:
             state = self._state
             if scaling_bounds is not None or engine_count is not None:
@@ -104,7 +111,7 @@ class DirectoryActor:
             )
 
     def roll(self, kind: MemberKind, spec_changes: dict[str, Any], should_surge: bool) -> None:
-        """Replace all of a kind, one by one, after these fields of the spec have changed."""
+        """Replace all members of a kind, one by one, after changing these fields of the spec."""
         with self._lock:
             state = self._state
             state.spec = msgspec.structs.replace(state.spec, **spec_changes)
@@ -119,7 +126,7 @@ class DirectoryActor:
             self._record_event(f"roll: {kind.value}s to revision {target.revision}")
 
     def stop_all(self, *, now: bool) -> None:
-        """Stop all: routers first, which end what they have; `now`: kill."""
+        """Stop all members, routers first, which finish their requests; `now` kills all of them."""
         with self._lock:
             self.scale(0, 0, None)
             if now:
@@ -128,7 +135,7 @@ class DirectoryActor:
                     self._remove_member(record, "killed")
 
     def status(self) -> dict[str, Any]:
-        """Everything, as values that JSON has."""
+        """Describe the fleet, its members and recent events as JSON values."""
         with self._lock:
             now = time.time()
             member_rows, router_names = [], self._list_routers_up()
@@ -267,7 +274,7 @@ class DirectoryActor:
         self._watch_member(record, actor)
 
     def _adopt_member(self, record: MemberRecord) -> None:
-        """After a new life of the directory."""
+        """Watch a member that an earlier directory process started."""
         try:
             actor = ray.get_actor(record.name, namespace=NAMESPACE)
         except ValueError:
@@ -282,7 +289,7 @@ class DirectoryActor:
         self._request_status(record, MemberStatus())
 
     def _request_status(self, record: MemberRecord, last_status: MemberStatus) -> None:
-        """Of a member, for as long as it is one."""
+        """Ask a member for its next status, as long as it belongs to the fleet."""
         if record.name in self._actor_by_member:
             call = self._actor_by_member[record.name].wait_for_status.remote(last_status)
             self._register_callback(call, lambda status, error: self._handle_status(record, last_status, status, error))
@@ -359,7 +366,7 @@ class DirectoryActor:
     # Routers ---------------------------------------------------------------------------------------------------------
 
     def _sync_routers(self, now: float) -> None:
-        """Every router that is up: at once what has changed, and once a second."""
+        """Send the lists of workers and routers to every router: at once when they changed, else once a second."""
         members, workers = self._state.record_by_name.values(), self._list_workers()
         routers = [member for member in members if member.kind is MemberKind.ROUTER and member.launch is not None]
         peer_addresses = [member.launch.peer_address for member in routers if member.launch is not None]
@@ -389,7 +396,7 @@ class DirectoryActor:
                 self._register_callback(call, partial(self._handle_router_report, router_name))
 
     def _list_workers(self) -> list[ListedWorker]:
-        """The workers that routers are to know."""
+        """List the workers that routers should know."""
         return [
             ListedWorker(record.launch.worker_settings, record.phase is not Phase.UP)
             for record in self._state.record_by_name.values()
@@ -422,7 +429,8 @@ class DirectoryActor:
         ]
 
     def _count_in_flight(self, record: MemberRecord, router_names: list[str]) -> int | None:
-        """Requests that all these routers have there; None until each has said so after it was told to drain."""
+        """Count the requests that these routers have at a worker; None until each has reported after the worker began
+        to drain."""
         reports = [self._report_by_router.get(name) for name in router_names]
         if any(report is None or report.list_version < record.drain_list_version for report in reports):
             return None
@@ -436,7 +444,7 @@ class DirectoryActor:
                 "prefill_share": max((status.prefill_share for status in statuses), default=0.0)}  # fmt: skip
 
     def _is_settled(self) -> bool:
-        """All that is wanted is up, of the right revision, answers, and is known to every router."""
+        """Return whether every wanted member is up, answers, has the right revision and is known to every router."""
         if self._silent_since_s_by_member:
             return False
         members = list(self._state.record_by_name.values())

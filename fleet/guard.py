@@ -19,12 +19,12 @@ import threading
 import time
 
 SUBREAPER, PDEATHSIG = 36, 1
-"""Of prctl(2)."""
+"""Option numbers of prctl(2)."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def reap_children() -> dict[int, int]:
-    """Children that have ended: pid -> status as the shell has it, 128 + N for signal N."""
+    """Reap the children that have ended; return their exit statuses by pid, 128 + N for signal N."""
     status_by_pid: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -37,7 +37,7 @@ def reap_children() -> dict[int, int]:
 
 
 def kill_descendants() -> None:
-    """Every descendant: orphans of the killed become our children, and are next."""
+    """Kill every descendant: orphans of killed processes become our children and are killed next."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as children_file:
             pids = [int(pid) for pid in children_file.read().split()]
@@ -76,7 +76,7 @@ def restore_niceness() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """In the child: be killed when the guard is."""
+    """Ask the kernel, in the child process, to kill it when the guard dies."""
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -9,30 +9,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_CORE_SILENT_S = 5.0
-"""An engine whose step loop owes an answer for longer does not answer, though its HTTP process does."""
+"""Longest that an engine's step loop may owe an answer before the engine counts as silent."""
 SILENT_AFTER_PROBES = 2
-"""Looks without an answer in a row until that is said."""
+"""Failed probes in a row after which a program counts as silent."""
 
 
 @dataclass(frozen=True)
 class ProbeHistory:
-    """After some looks."""
+    """How long a program has not answered its health probes."""
 
     silent_s: float = 0.0
     missed_probe_count: int = 0
-    """Looks in a row without an answer."""
+    """Failed probes since the last answer."""
 
     def add_probe(self, is_alive: bool, elapsed_s: float, max_elapsed_s: float) -> ProbeHistory:
-        """After one more: with the pause before it, it took so long."""
+        """Return the history with one more probe, which took `elapsed_s` with the pause before it."""
         if is_alive:
             return ProbeHistory()
         return ProbeHistory(self.silent_s + min(max(elapsed_s, 0.0), max_elapsed_s), self.missed_probe_count + 1)
 
     @property
     def is_silent(self) -> bool:
-        """Worth saying."""
+        """Whether enough probes failed in a row to report it."""
         return self.missed_probe_count >= SILENT_AFTER_PROBES
 
     def is_hung(self, max_silent_s: float) -> bool:
-        """Whether to end it; never with a patience of 0."""
+        """Return whether the program counts as hung; never with a `max_silent_s` of 0."""
         return 0 < max_silent_s <= self.silent_s and self.is_silent

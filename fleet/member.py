@@ -35,7 +35,7 @@ GUARD_PATH = str(Path(__file__).with_name("guard.py"))
 LAST_LINE_COUNT = 20
 START_PROBE_S = 0.1
 HEALTH_CHECK_S = 2.0
-"""Between two looks at a program that serves."""
+"""Seconds between two health probes of a program that serves."""
 MAX_CALL_S = 5.0
 KILL_WAIT_S = 10.0
 MAX_STATUS_WAIT_S = 60.0
@@ -43,14 +43,14 @@ MAX_STATUS_WAIT_S = 60.0
 RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
 """Ray sets these for its workers; they are not meant for a program of its own."""
 _UNVERIFIED_TLS_CONTEXT = ssl._create_unverified_context()
-"""This node's own program: whatever name its certificate has."""
+"""TLS context for this node's own program, whose certificate is not verified."""
 _DIRECT_OPENER = urllib.request.build_opener(
     urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED_TLS_CONTEXT)
 )
 
 
 class RouterReport(msgspec.Struct, frozen=True):
-    """What a router said after it was told the list of version `version`."""
+    """Workers and load of a router after it received a version of the list."""
 
     list_version: int
     status_by_worker: dict[str, WorkerStatus]
@@ -59,22 +59,22 @@ class RouterReport(msgspec.Struct, frozen=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
-    """Where one program is."""
+    """State of one program, as its actor sees it."""
 
     launch: Launch | None = None
-    """Once it serves."""
+    """Command line and addresses; None until the program serves."""
     node: str = ""
     pid: int = 0
     is_silent: bool = False
-    """It did not answer the last looks."""
+    """Whether the last probes had no answer."""
     exit_reason: str | None = None
-    """How, and its last lines where it was not as it should."""
+    """How the program ended, with its last lines after a failure; None while it runs."""
     was_hung: bool = False
-    """It was ended because it did not answer."""
+    """Whether the program was killed because it did not answer."""
 
 
 class MemberActor:
-    """One program. `workers`: what a router knows from its start."""
+    """Actor of one program. `workers` are the workers that a router knows from its start."""
 
     def __init__(self, encoded_spec: bytes, kind: str, slot: int, workers: Sequence[WorkerSettings] = ()) -> None:
         exit_with_parent()
@@ -105,7 +105,7 @@ class MemberActor:
             return self._status
 
     def stop(self) -> None:
-        """End it; kill what has not ended after the spec's time."""
+        """Stop the program, and kill it after the timeout of the spec."""
         self._is_stopping = True
         self._process.terminate()
         if not self._exit_event.wait(self._spec.stop_timeout_s):
@@ -130,7 +130,7 @@ class MemberActor:
         self._update_status(exit_reason=f"ended with status {exit_code}{last_lines}")
 
     def _watch_health(self) -> None:
-        """Look until it serves, then for as long as it is not told to end."""
+        """Probe the program until it serves, then until it is told to stop."""
         while self._send_request("GET", self._launch.health_url)[0] != 200:
             if self._exit_event.wait(START_PROBE_S):
                 return
@@ -148,7 +148,7 @@ class MemberActor:
                 self._kill()
 
     def _is_alive(self) -> bool:
-        """Any answer is one; of our engines, also of the step loop behind it."""
+        """Return whether the program answers, and, for our engines, whether the step loop behind it does."""
         request = urllib.request.Request(self._launch.health_url)
         try:
             with _DIRECT_OPENER.open(request, timeout=MAX_CALL_S) as answer:
@@ -160,7 +160,7 @@ class MemberActor:
             return False
 
     def sync_router(self, list_version: int, workers: list[ListedWorker], peer_addresses: list[str]) -> RouterReport:
-        """Bring the router to this list of workers and other routers; what it says then. Raises RuntimeError."""
+        """Make a router know exactly these workers and peers, and return its report. Raises RuntimeError."""
         with self._sync_lock:
             errors = []
             for method, path, body in plan_admin_calls(workers, parse_workers_page(self._fetch_workers_page())):
@@ -188,7 +188,7 @@ class MemberActor:
         return page
 
     def _send_request(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
-        """(status, JSON or text); status 0 where nobody answers."""
+        """Send a request; return its status and its JSON or text, with status 0 where nothing answers."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
             headers["Authorization"] = f"Bearer {self._spec.admin_key}"
@@ -208,7 +208,7 @@ class MemberActor:
             return status, answer_bytes[:500].decode(errors="replace")
 
     def _forward_output(self) -> None:
-        """The program's lines, on to this actor's log."""
+        """Copy the program's output to this actor's log."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace")
@@ -216,7 +216,7 @@ class MemberActor:
             sys.stderr.write(text)
 
     def _find_free_ports(self, count: int) -> int:
-        """The first of `count` free ports in a row on this node. Raises OSError."""
+        """Return the first of `count` consecutive free ports on this node. Raises OSError."""
         for _ in range(100):
             sockets = [socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) for _ in range(count)]
             try:

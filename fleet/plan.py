@@ -1,4 +1,4 @@
-"""What to start, drain and stop next: what is wanted against what is there, and `now`. Pure.
+"""Plan of what to start, drain and stop next, from what is wanted, what is there and `now`. Pure.
 
 The fleet's members of one kind sit on numbered slots. `plan` is asked again and again; it keeps that
 
@@ -16,7 +16,7 @@ from enum import Enum
 
 MAX_BACK_OFF_S = 60.0
 STEADY_AFTER_S = 60.0
-"""Who was up for so long did not fail at the start."""
+"""Seconds up after which a later end does not count as a failed start."""
 
 
 class MemberKind(str, Enum):
@@ -28,9 +28,9 @@ class Phase(str, Enum):
     STARTING = "starting"
     UP = "up"
     DRAINING = "draining"
-    """Gets no new requests and ends those it has."""
+    """Gets no new requests and finishes those it has."""
     STOPPING = "stopping"
-    """Was told to end."""
+    """Was told to stop."""
 
 
 LIVE_PHASES = (Phase.STARTING, Phase.UP)
@@ -38,11 +38,11 @@ LIVE_PHASES = (Phase.STARTING, Phase.UP)
 
 @dataclass(frozen=True)
 class MemberTarget:
-    """What is wanted of one kind."""
+    """How many members of one kind there should be, and at which revision."""
 
     count: int
     revision: int = 0
-    """Members of a lower one are replaced."""
+    """Revision wanted; members of a lower one are replaced."""
     surge: bool = False
     """Start a replacement before the old one is drained: needs room for one more."""
 
@@ -57,23 +57,23 @@ class Member:
     revision: int
     phase: Phase
     phase_since_s: float
-    """When it came into its phase."""
+    """Time at which the member entered its phase."""
     in_flight: int | None = None
-    """Requests of all routers there; None: not known yet."""
+    """Requests that routers have there; None: not known yet."""
 
 
 @dataclass(frozen=True)
 class SlotFailure:
-    """Ends of a slot's programs that nobody asked for."""
+    """Unplanned ends of a slot's programs, and when to start the next one."""
 
     failure_count: int
     retry_at_s: float
-    """Not before."""
+    """Earliest time of the next start."""
 
 
 @dataclass(frozen=True)
 class PhaseTimeouts:
-    """Seconds."""
+    """Longest times that a member may start and drain."""
 
     start_timeout_s: float = 1800.0
     drain_timeout_s: float = 300.0
@@ -92,7 +92,7 @@ class PhaseChange:
     name: str
     phase: Phase
     has_failed: bool = False
-    """It took too long to start."""
+    """Whether the member took too long to start."""
 
 
 Action = StartAction | PhaseChange
@@ -100,7 +100,8 @@ FailureBySlot = Mapping[tuple[MemberKind, int], SlotFailure]
 
 
 def make_next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
-    """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
+    """Return the failure record of a slot after its program ended by itself, `up_s` after it came up (0: it never
+    did)."""
     count = 1 if previous is None or up_s >= STEADY_AFTER_S else previous.failure_count + 1
     return SlotFailure(count, now + (min(MAX_BACK_OFF_S, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
@@ -112,7 +113,7 @@ def plan_actions(
     timeouts: PhaseTimeouts,
     now: float,
 ) -> list[Action]:
-    """What to do now, routers first."""
+    """Return the actions to take now, routers first."""
     actions: list[Action] = []
     router_count = sum(member.kind is MemberKind.ROUTER for member in members)
     for kind in (MemberKind.ROUTER, MemberKind.ENGINE):
@@ -177,7 +178,7 @@ def _plan_actions_for_kind(
 
 
 def _plan_removal(member: Member) -> PhaseChange:
-    """Routers end their requests by themselves when told to stop."""
+    """Return the phase change that removes a member; routers finish their requests while stopping."""
     should_drain = member.kind is MemberKind.ENGINE and member.phase is Phase.UP
     return PhaseChange(member.name, Phase.DRAINING if should_drain else Phase.STOPPING)
 
@@ -185,7 +186,7 @@ def _plan_removal(member: Member) -> PhaseChange:
 def _plan_starts(
     kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failure_by_slot: FailureBySlot, now: float
 ) -> list[Action]:
-    """The lowest free slots; those that have to wait are not passed over for others."""
+    """Return starts for the lowest free slots; a slot that must wait is not passed over."""
     free_slots = (
         (slot for slot in range(len(occupied_slots) + missing_member_count) if slot not in occupied_slots)
         if missing_member_count > 0
@@ -201,8 +202,11 @@ def _plan_starts(
 
 
 def pick_least_occupied_node(capacity_by_node: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
-    """The node for the next member of a kind: that with the fewest of them a unit of room. `capacities`: how many
-    would fit where nobody is; `occupied_nodes`: where its kind sits. None where none is known to have room for one."""
+    """Return the node with the fewest members of a kind for its capacity; None where no node is known to have room.
+
+    `capacity_by_node`: how many members would fit on each node if it were empty. `occupied_nodes`: nodes of the present
+    members of the kind.
+    """
     free_capacity_by_node = {node: capacity for node, capacity in capacity_by_node.items() if capacity >= 1}
     return (
         min(free_capacity_by_node, key=lambda node: (occupied_nodes.count(node), -free_capacity_by_node[node], node))

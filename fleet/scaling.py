@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 0.1
-"""A mean so near to what it should be changes nothing."""
+"""Relative distance from the target within which nothing changes."""
 
 
 @dataclass(frozen=True)
 class ScalingBounds:
-    """What autoscaling may do."""
+    """Bounds and targets of autoscaling."""
 
     low: int
     high: int
@@ -26,7 +26,7 @@ class ScalingBounds:
     prefill_share: float = 0.7
     cool_down_s: float = 300.0
     is_dry_run: bool = False
-    """Only say what would be done."""
+    """Whether decisions are only reported."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
@@ -40,16 +40,16 @@ class ScalingBounds:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """One worker, as the routers see it."""
+    """Load of one worker, as routers report it."""
 
     queue_s: float
     prefill_share: float
-    """Prefill seconds a second."""
+    """Share of the worker's time that is prefill."""
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """What was needed lately: (when, how many), oldest first."""
+    """Recent needs, as (time, worker count), oldest first."""
 
     recent_needs: tuple[tuple[float, int], ...] = ()
     started_at_s: float | None = None
@@ -62,8 +62,11 @@ class Scaler:
         queued_request_count: int,
         now: float,
     ) -> tuple[Scaler, int, str]:
-        """(the next state, how many there should be, why). `count`: wanted now; `loads` of those that are up;
-        `queued_requests`: those that wait in routers because all are busy."""
+        """Decide how many workers there should be; return the next state, that count and the reason.
+
+        `current_count` is the present target, `loads` are of the workers that are up, `queued_request_count` requests
+        wait in routers because all workers are busy.
+        """
         needed_count, reason = count_needed_workers(bounds, loads, queued_request_count)
         started_at_s = now if self.started_at_s is None else self.started_at_s
         recent_needs = tuple(
@@ -85,7 +88,7 @@ class Scaler:
 def count_needed_workers(
     bounds: ScalingBounds, loads: Sequence[WorkerLoad], queued_request_count: int
 ) -> tuple[int, str]:
-    """How many workers this load takes, and why."""
+    """Return how many workers this load needs, and why."""
     if not loads:
         return bounds.low, "no worker is up"
     queue_s = sum(load.queue_s for load in loads)

@@ -44,13 +44,13 @@ except ImportError:  # no vLLM beside Ray
 log = logging.getLogger("fleet")
 
 METRICS_DELAY_S = 2.5
-"""By then the router has read of a request on the engine's own page."""
+"""Seconds after which the router has read of a request on the engine's metrics page."""
 REGISTRATION_CHECK_S = 5.0
-"""Between two looks whether the router still knows the engines."""
+"""Seconds between two checks that the router still knows the engines."""
 
 
 class BlockcastRouter(_Base):  # type: ignore[misc]
-    """One a handle or proxy."""
+    """Request router of one Ray Serve handle or proxy."""
 
     def initialize_state(
         self,
@@ -61,7 +61,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         tokenizer: str = "",
         **unknown_arguments: Any,
     ) -> None:
-        """`router`: the admin address of a `router run`. `model`, `tokenizer`: of replicas without HTTP."""
+        """Set up the router client. `router` is the admin address of a `router run`; `model` and `tokenizer` are those
+        of replicas without HTTP."""
         if unknown_arguments:
             accepted = "router, admin_key, timeout_s, model, tokenizer"
             raise ValueError(f"request_router_kwargs: {sorted(unknown_arguments)} are not known: {accepted}")
@@ -72,19 +73,19 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
         self._predicted_prefill_s_by_request: dict[str, dict[str, float]] = {}
-        """Request -> worker -> predicted seconds of prefill, until it is routed."""
+        """Predicted seconds of prefill, by request and worker, until the request is routed."""
         self._sent_requests: dict[str, tuple[str, float, float]] = {}
-        """Request -> worker, when, seconds of prefill."""
+        """Worker, time and seconds of prefill of each request in flight."""
         self._busy_until_s_by_worker: dict[str, float] = {}
-        """Replicas without HTTP: when the prefill that was sent there will be done."""
+        """End of the prefill sent to each replica without HTTP."""
         self._last_sent_s_by_worker: dict[str, float] = {}
-        """Worker -> when it was sent a request last; among equals who waits longest comes first."""
+        """Time of the last request to each worker; among equals the longest unused comes first."""
         self.route_query_counts: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Cheapest first, each a rank of its own; replicas that the router has no price for come last."""
+        """Rank replicas from cheapest to dearest; replicas without a price come last."""
         settings_by_worker = {
             _get_worker_id(replica): worker
             for replica in candidate_replicas
@@ -143,7 +144,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._sent_requests.pop(internal_request_id, None)
 
     def _sum_unseen_prefill_s(self) -> dict[str, float]:
-        """Seconds of prefill that were sent to each worker, and which the router cannot know of, or not yet."""
+        """Sum the seconds of prefill sent to each worker that the router cannot know of yet."""
         now = time.monotonic()
         self._busy_until_s_by_worker = {
             worker: until_s for worker, until_s in self._busy_until_s_by_worker.items() if until_s > now
@@ -155,7 +156,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return prefill_s_by_worker
 
     def _get_worker_settings(self, replica: RunningReplica) -> Mapping[str, Any] | None:
-        """What the router is told of the engine in a replica; None where the replica does not say, or not yet."""
+        """Return the settings that register the engine of a replica; None where the replica does not report them
+        yet."""
         stats = replica.routing_stats or {}
         reported_settings, event_metadata = stats.get("blockcast_worker"), stats.get("kv_event_metadata")
         if isinstance(reported_settings, Mapping) and isinstance(reported_settings.get("url"), str):
@@ -168,7 +170,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return {key: value for key, value in settings.items() if value}
 
     async def _query_route(self, body: bytes) -> dict[str, tuple[float, float]]:
-        """Worker -> (price, seconds of prefill)."""
+        """Ask the router; return (price, seconds of prefill) by worker."""
         async with self._send_request("POST", "/route", body) as response:
             route_report = json.loads(await response.read())
             if response.status != 200:
@@ -188,7 +190,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return self._session.request(method, self._admin_url + path, data=body, headers=headers)
 
     def _register_if_changed(self, settings_by_worker: dict[str, Mapping[str, Any]]) -> None:
-        """Have the router know these engines and no others; beside the requests."""
+        """Start to register these engines, and no others, beside the requests."""
         now = time.monotonic()
         if (
             settings_by_worker != self._registered_settings_by_worker
@@ -218,7 +220,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
 
 
 def _close(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    """Serve does not say when a router of requests is done with."""
+    """Close the session on its loop, when a request router is garbage-collected."""
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(session.close(), loop)
 
@@ -235,8 +237,11 @@ def _get_request_id(pending_request: PendingRequest) -> str:
 
 
 def _build_route_query(pending_request: PendingRequest | None, model: str) -> bytes | None:
-    """What the router is asked with: the token ids where Ray has read the prompt, or the first argument that is an
-    OpenAI body: a dict, JSON, an object with `model_dump`, or one whose attributes are its fields."""
+    """Return the body of a route query: token ids where Ray has read the prompt, else the first argument that is an
+    OpenAI body.
+
+    Such a body is a dict, JSON, an object with `model_dump`, or one whose attributes are its fields.
+    """
     if pending_request is None:
         return None
     token_ids = pending_request.kwargs.get("request_token_ids")

@@ -1,4 +1,4 @@
-"""What a fleet is: the command lines of its programs, what each takes of a machine, what is wanted of it. Pure.
+"""Command lines, resources and addresses of a fleet's programs. Pure.
 
 The one place that knows how `engine serve`, `vllm serve` and `router run` are called.
 """
@@ -15,67 +15,67 @@ import msgspec
 from fleet.plan import MemberKind
 
 NAMESPACE = "blockcast"
-"""Ray's, of all fleets."""
+"""Ray namespace of all fleets."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 
 class SpecError(Exception):
-    """What was asked for cannot be; in words for who asked."""
+    """A fleet cannot be made as asked; the message is for the user."""
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet."""
+    """Programs and resources of one fleet."""
 
     name: str
     engine_command: tuple[str, ...]
-    """The worker's command line but for its addresses."""
+    """Command line of a worker, without its addresses."""
     is_vllm: bool = False
-    """It is `vllm serve`, whose events have to be switched on."""
+    """Whether a worker is `vllm serve`: its events have to be switched on."""
     router_flags: tuple[str, ...] = ()
-    """Of `router run`, besides its addresses."""
+    """Flags of `router run`, besides its addresses."""
     env: dict[str, str] = {}
     worker_cpus: float = 1.0
-    """Of a worker; Ray counts them and gives none."""
+    """CPUs that Ray reserves for a worker; Ray counts them and pins none."""
     worker_gpus: int = 0
-    """Of a worker: on one node, as tensor-parallel ranks have to be."""
+    """GPUs of a worker, all on one node, as tensor-parallel ranks have to be."""
     router_cpus: float = 1.0
     router_host: str = ""
-    """Where routers listen; empty: on their node's address."""
+    """Host that routers listen on; empty: the address of their node."""
     router_port: int = 8080
-    """Of router 0; the next has the next. 0: the system chooses."""
+    """Port of router 0, and the next port for the next router; 0: the system chooses."""
     stop_timeout_s: float = 60.0
-    """From being told to end to being killed."""
+    """Seconds from the stop signal until a program is killed."""
     hang_timeout_s: float = 120.0
-    """A program that is up and does not answer for so long is killed. 0: never."""
+    """Seconds without an answer after which a program is killed; 0: never."""
     admin_key: str = ""
 
     def get_required_resources(self, kind: MemberKind) -> dict[str, float]:
-        """What Ray reserves, all of it on one node."""
+        """Return the resources that Ray reserves for a member, all on one node."""
         if kind is MemberKind.ROUTER:
             return {"CPU": self.router_cpus}
         return {"CPU": self.worker_cpus, **({"GPU": float(self.worker_gpus)} if self.worker_gpus else {})}
 
 
 WorkerSettings = dict[str, str | int]
-"""As routers take it, by `POST /workers` or on their command line."""
+"""Settings of a worker, as `POST /workers` or the command line of a router takes them."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One program, addresses and all."""
+    """One program to start, with its addresses."""
 
     command: list[str]
     url: str
     health_url: str
-    """Answers 200 once it serves."""
+    """URL that answers 200 once the program serves."""
     worker_settings: WorkerSettings = {}
-    """What routers are told of it."""
+    """Settings by which routers know the worker."""
     admin_url: str = ""
     peer_address: str = ""
-    """Where a router tells its load."""
+    """Address at which a router publishes its load."""
 
 
 PortAllocator = Callable[[int], int]
-"""The first of so many free ports in a row on this node."""
+"""Returns the first of that many consecutive free ports on this node."""
 
 
 def plan_launch(
@@ -86,7 +86,7 @@ def plan_launch(
     allocate_ports: PortAllocator,
     workers: Sequence[WorkerSettings] = (),
 ) -> Launch:
-    """The program of a slot on the node `host`. `workers`: what a router knows from its start."""
+    """Return the program of a slot on the node `host`. `workers` are those that a router knows from its start."""
     url_host = f"[{host}]" if ":" in host else host
     if kind is MemberKind.ROUTER:
         port = spec.router_port + slot if spec.router_port else allocate_ports(1)
@@ -130,7 +130,7 @@ def plan_launch(
 
 
 def parse_rank_count(command: tuple[str, ...]) -> int:
-    """Ranks of a vLLM command line: each publishes at a port of its own. Raises SpecError."""
+    """Return the data-parallel ranks of a vLLM command line: each publishes at a port of its own. Raises SpecError."""
     for word_index, word in enumerate(command):
         flag, equals, value = word.partition("=")
         if flag in ("--data-parallel-size", "-dp"):
@@ -142,12 +142,14 @@ def parse_rank_count(command: tuple[str, ...]) -> int:
 
 
 FLAGS_SET_BY_FLEET = ("--host", "--port", "--kv-events-config", "--admin", "--peer-bind", "--admin-api-key")
-"""What `launch` gives."""
+"""Flags that the fleet sets itself."""
 
 
 def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """(the command line but for addresses, whether it is vLLM). `engine`: ours, vllm, or the path of a `vllm`. Raises
-    SpecError."""
+    """Return the worker's command line without addresses, and whether it is vLLM.
+
+    `engine_name` is ours, vllm, or the path of a `vllm`. Raises SpecError.
+    """
     check_flags("the worker's flags", flags)
     if engine_name == "ours":
         return (sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False
@@ -159,7 +161,7 @@ def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -
 
 
 def split_flags(option_name: str, text: str) -> tuple[str, ...]:
-    """One text as a shell would have it. Raises SpecError."""
+    """Split a text into flags as a shell would. Raises SpecError."""
     try:
         flags = tuple(shlex.split(text))
     except ValueError as error:
@@ -169,14 +171,14 @@ def split_flags(option_name: str, text: str) -> tuple[str, ...]:
 
 
 def check_flags(option_name: str, flags: tuple[str, ...]) -> None:
-    """Raises SpecError for what the fleet gives itself."""
+    """Raise SpecError for a flag that the fleet sets itself."""
     for flag in flags:
         if flag.partition("=")[0] in FLAGS_SET_BY_FLEET:
             raise SpecError(f"{option_name}: {flag} is the fleet's to give")
 
 
 def parse_env(assignments: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` with the value it has here. Raises SpecError."""
+    """Parse `NAME=VALUE`, or `NAME` with its value in `environment`. Raises SpecError."""
     env: dict[str, str] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")

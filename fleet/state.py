@@ -1,4 +1,4 @@
-"""What outlives the directory's actor, as it is kept in Ray's store. Values only."""
+"""State of a fleet as it is kept in Ray's store. Values only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleet.spec import FleetSpec, Launch
 
 
 class MemberRecord(msgspec.Struct, kw_only=True):
-    """One member, as it is kept."""
+    """Stored state of one member."""
 
     name: str
     kind: MemberKind
@@ -19,21 +19,21 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     phase: Phase = Phase.STARTING
     phase_since_s: float
     up_since_s: float | None = None
-    """When it was up first."""
+    """Time at which the member first came up; None: not yet."""
     node: str = ""
-    """Where it was to be, then where it is."""
+    """Node that was chosen for the member, then the node it runs on."""
     launch: Launch | None = None
     drain_list_version: int = 0
-    """The version of the list that first said so."""
+    """Version of the worker list that first marked the member as draining; 0: none yet."""
 
     @property
     def plan_fields(self) -> tuple[str, MemberKind, int, int, Phase, float]:
-        """The fields of a `plan.Member` but its requests."""
+        """Fields of a `plan.Member`, without its requests."""
         return self.name, self.kind, self.slot, self.revision, self.phase, self.phase_since_s
 
 
 class DirectoryState(msgspec.Struct, kw_only=True):
-    """What outlives the actor. Times are of the nodes' clocks, in seconds since 1970."""
+    """Stored state of the directory. Times are of the nodes' clocks, in seconds since 1970."""
 
     spec: FleetSpec
     engine_target: MemberTarget
@@ -43,7 +43,7 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     record_by_name: dict[str, MemberRecord] = {}
     last_serial: int = 0
     hung_count_by_kind: dict[str, int] = {}
-    """By kind: programs that were killed because they did not answer."""
+    """Programs killed because they did not answer, by kind."""
 
     @property
     def target_by_kind(self) -> dict[MemberKind, MemberTarget]:

@@ -1,4 +1,4 @@
-"""What a router is to be told, and what it says: rows of its `/workers` against the directory's list. Pure."""
+"""Differences between a router's `/workers` and the directory's list, as admin calls. Pure."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ListedWorker:
-    """One worker of the directory's list."""
+    """A worker in the directory's list."""
 
     settings: Mapping[str, str | int]
-    """As `POST /workers` takes them, `id` among them."""
+    """Settings as `POST /workers` takes them, with the `id`."""
     is_draining: bool = False
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What one router says of one worker; of all ranks together."""
+    """State of one worker as one router reports it, all ranks together."""
 
     is_up: bool
     is_draining: bool
     in_flight: int
-    """Of this router alone."""
+    """Requests of this router alone."""
     queue_s: float
     prefill_share: float
 
 
 AdminCall = tuple[str, str, dict[str, Any] | None]
-"""Method, path, body."""
+"""HTTP method, path and body of a call."""
 
 
 def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
-    """`GET /workers`. Raises ValueError where it is none."""
+    """Parse the body of `GET /workers`. Raises ValueError where it is none."""
     status_by_worker: dict[str, WorkerStatus] = {}
     try:
         for worker_row in page["workers"]:
@@ -67,7 +67,8 @@ def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
 def plan_admin_calls(
     listed_workers: Sequence[ListedWorker], status_by_worker: Mapping[str, WorkerStatus]
 ) -> list[AdminCall]:
-    """What brings a router to the list: all others leave it, new ones come, drains begin and end."""
+    """Return the calls that make a router's workers equal the list: remove others, add new ones, begin and end
+    drains."""
     worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
     calls: list[AdminCall] = [
         ("DELETE", f"/workers/{worker_id}", None) for worker_id in status_by_worker if worker_id not in worker_by_id
