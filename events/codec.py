@@ -22,19 +22,19 @@ class _RawBatch(msgspec.Struct, array_like=True):
 
 
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)
-"""What msgspec raises for foreign bytes: TypeError for a map whose keys cannot be hashed."""
+"""Errors that msgspec raises for foreign bytes; TypeError for a map whose keys cannot be hashed."""
 
 _BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
 _RAW_BATCH_DECODER = msgspec.msgpack.Decoder(_RawBatch)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """The payload of `batch`: events as maps with "type" first."""
+    """Encode a batch: events become maps with "type" first."""
     return _ENCODER.encode(batch)
 
 
 def decode_batch_rank(payload: bytes) -> int | None:
-    """The data-parallel rank that a batch says it is of; None where it does not say, or cannot be read."""
+    """Return the data-parallel rank that a batch names; None where it names none, or cannot be read."""
     try:
         return _RAW_BATCH_DECODER.decode(payload).data_parallel_rank
     except _DECODE_ERRORS:

@@ -1,6 +1,6 @@
-"""What `--kv-events-config` accepts: vLLM's keys, defaults and addresses.
+"""Settings of `--kv-events-config`: vLLM's keys, defaults and addresses.
 
-Owns parsing and the address rules (bind or connect, one port a data-parallel rank). Opens nothing.
+Owns parsing and the address rules (bind or connect, one port for each data-parallel rank). Opens nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and how a worker publishes. Parsed once, by `parse`; fields and defaults are vLLM's."""
+    """Settings of a worker's event publisher. Parsed once, by `parse`; fields and defaults are vLLM's."""
 
     enable_kv_cache_events: Annotated[bool, "Publish events. On where none of these settings is given."] = False
     publisher: Annotated[
@@ -24,11 +24,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     endpoint: Annotated[str, "Where events are published. Rank r uses the port + r."] = "tcp://*:5557"
     replay_endpoint: Annotated[str | None, "Where missed batches and snapshots are asked for; always bound."] = None
-    """None: not offered."""
+    """Address of the replay socket; None: replay is not offered."""
     buffer_steps: Annotated[Count, "Batches kept for replay."] = 10_000
     hwm: Annotated[Count, "Messages queued for one slow subscriber before it loses some; 0: no limit."] = 100_000
     max_queue_size: Annotated[Positive, "Batches that may wait for the publisher's thread."] = 100_000
-    """Beyond it the oldest is not sent live (replay still has it)."""
+    """Longest queue; when it is full the oldest batch is not sent live, and replay still has it."""
     topic: Annotated[str, "Begins every message: subscribers choose by it."] = ""
 
     @property
@@ -46,12 +46,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def should_bind(endpoint: str) -> bool:
-    """vLLM's rule: bind where the address is a wildcard or local to the machine, else connect to it."""
+    """Return whether to bind rather than connect: vLLM binds a wildcard or an address local to the machine."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def make_rank_endpoint(endpoint: str, rank: int) -> str:
-    """The address of data-parallel rank `rank`: port + rank for tcp, a suffix for ipc and inproc.
+    """Return the address of data-parallel rank `rank`: port + rank for tcp, a suffix for ipc and inproc.
 
     Raises ConfigError for another transport and for a tcp address without a usable port.
     """

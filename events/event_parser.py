@@ -29,7 +29,7 @@ _EXTRA_KEYS_DECODER = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
 
 
 def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
-    """The event and the name of its type; None for the event where the type is not known.
+    """Return the name of an event's type and the event; None for the event where the type is unknown.
 
     Raises what msgspec raises (ValidationError, UnicodeDecodeError) for what cannot be read.
     """
@@ -106,7 +106,7 @@ def _make_decoder(value_type: Any) -> Callable[[Raw], Any]:
 
 
 def _decode_or_none(value_type: Any, raw: Raw) -> Any:
-    """A value that readers may show and that decides nothing: None where it is not what it should be."""
+    """Decode a value that is only shown; None where it has another type."""
     try:
         return msgspec.msgpack.decode(raw, type=value_type)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -114,8 +114,10 @@ def _decode_or_none(value_type: Any, raw: Raw) -> Any:
 
 
 def _decode_token_ids(raw: Raw) -> list[int]:
-    """SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token. Texts stay,
-    and nil is none at all."""
+    """Decode token ids; texts stay, and nil gives none.
+
+    SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token.
+    """
     try:
         return _TOKENS_DECODER.decode(raw) or []
     except ValidationError:
@@ -151,7 +153,8 @@ def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
 
 
 def _decode_extra_key(raw: Raw) -> object:
-    """A text, bytes, or a media item as (identifier, offset); None for anything else, which matches no prompt."""
+    """Decode a text, bytes, or a media item as (identifier, offset); None for anything else, which matches no
+    prompt."""
     msgpack_type = _get_msgpack_type(raw)
     if msgpack_type == "text":
         return _TEXT_DECODER.decode(raw)
@@ -164,7 +167,7 @@ def _decode_extra_key(raw: Raw) -> object:
 
 
 def _get_msgpack_type(raw: Raw) -> str:
-    """What stands there by its first byte: `map`, `array`, `text`, `bytes`, `int` or `other`."""
+    """Return the kind of a msgpack value by its first byte: `map`, `array`, `text`, `bytes`, `int` or `other`."""
     first_byte = memoryview(raw)[0]
     if 0x80 <= first_byte <= 0x8F or first_byte in (0xDE, 0xDF):
         return "map"
@@ -182,7 +185,7 @@ _POSITIONAL_FIELDS = {
     kind: tuple(field for field in cls.__struct_fields__ if field not in _NEWER_FIELDS)
     for kind, cls in EVENT_TYPES.items()
 }
-"""Fields that stand in arrays; whoever sends the newer ones sends maps."""
+"""Names of fields in positional arrays; publishers of newer fields send maps."""
 _REQUIRED_FIELDS = frozenset({"block_hashes", "token_ids", "block_size"})
 _FIELD_DECODERS: dict[str, Callable[[Raw], Any]] = {
     "block_hashes": _make_decoder(list[BlockName]),

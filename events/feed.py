@@ -1,4 +1,4 @@
-"""Follows many publisher streams from one thread: sockets in, instructions out.
+"""Feed that follows many publisher streams from one thread: sockets in, instructions out.
 
 A shell: owns the SUB, monitor and DEALER sockets, one thread and the clock. All decisions are StreamState's; what is
 applied is the handler's. Streams come and go while it runs.
@@ -36,16 +36,16 @@ from events.types import DecodeError
 logger = logging.getLogger(__name__)
 
 LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
-"""Live messages taken from one socket before the next has its turn."""
+"""Most live messages and bytes taken from one socket before the next has its turn."""
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
-"""Payload applied for one stream before the next has its turn."""
+"""Bytes of payload applied for one stream before the next has its turn."""
 TICK_S = 0.1
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""When a stream that could not be opened, or raised, is tried again; doubled each time."""
+"""First and longest pause before a stream that failed is opened again; the pause doubles each time."""
 FAULT_PAUSE_S = 0.05
 REOPEN_S = 10.0
-"""A connection that does not come back is opened anew: after a message too long ZeroMQ does not try again by itself."""
+"""Seconds after which a lost connection is opened anew: after a message that is too long ZeroMQ does not try again."""
 
 
 class FeedHandler(Protocol):
@@ -87,9 +87,9 @@ class EventFeed:
         self._busy_streams: set[FollowedStream] = set()
         self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
-        """Live messages of topics nobody follows."""
+        """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
-        """What raised on the feed's thread; each ended one message or one stream."""
+        """Exceptions on the feed's thread; each ended one message or one stream."""
 
     # Any thread
 
@@ -97,7 +97,7 @@ class EventFeed:
         self._thread.start()
 
     def describe_fault(self) -> str | None:
-        """Why nothing is followed, although it should be; None where all is well."""
+        """Return why no stream is followed although some should be; None where all is well."""
         fault = self._thread.describe_fault()
         return None if fault is None else f"the thread that reads events {fault}"
 
@@ -109,7 +109,7 @@ class EventFeed:
         return has_restarted
 
     def rematch_topics(self) -> None:
-        """Ask again for the streams of unclaimed topics: another worker is known now."""
+        """Look again for the streams of unclaimed topics, as another worker is known now."""
         self._thread.submit(self._rematch_topics)
 
     def add(self, source: StreamSource) -> None:
@@ -152,7 +152,7 @@ class EventFeed:
         )
 
     def get_stream_state(self, stream_id: str) -> StreamState | None:
-        """Of one stream, as `states`."""
+        """Return the state of one stream; None where it is not followed."""
         stream = self._stream_by_id.get(stream_id)
         return stream.stream_state if stream is not None else None
 
@@ -205,7 +205,7 @@ class EventFeed:
                 self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
-        """The boundary: whatever raises behind it ends one message, or begins one stream anew; the others go on."""
+        """Run `work`; an exception ends one message, or begins one stream anew, and the other streams go on."""
         try:
             work(*args)
         except Exception as error:  # what others send may reach any line
@@ -307,7 +307,7 @@ class EventFeed:
     # Connections
 
     def _read_monitor(self, subscription: Subscription) -> bool:
-        """Handle what happened to the connections; True where something did."""
+        """Handle the events of a subscription's connections; return whether there were any."""
         had_event = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
@@ -400,7 +400,7 @@ class EventFeed:
     def _get_topic_stream(
         self, subscription: Subscription, message: LiveMessage, descriptor: int
     ) -> FollowedStream | None:
-        """The stream of a publisher that connected to us; brings it online if this is a new connection."""
+        """Return the stream of a publisher that connected to us, and bring it online if this is a new connection."""
         topic = message.topic
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
@@ -447,7 +447,7 @@ class EventFeed:
         self._process_stream(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Do what waits for this stream, until its share of the turn is used up."""
+        """Work off what waits for a stream, until its share of the turn is used up."""
         if stream.turn_number != self._thread.iteration:
             stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
         while stream.is_busy and stream.turn_bytes < TURN_BYTES:
@@ -486,7 +486,8 @@ class EventFeed:
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
     ) -> None:
-        """Ask on a connection of its own, so that late replies to an older request cannot be taken for its."""
+        """Send a request on a connection of its own, so that late replies to an older request cannot be mistaken for
+        its."""
         self._cancel_request(stream)
         assert endpoint is not None
         stream.awaits_snapshot = False

@@ -1,4 +1,4 @@
-"""What the feed keeps for one stream, the SUB socket that one or many of them come on, and the DEALER that asks.
+"""State of one followed stream, its SUB socket, and the DEALER socket of its requests.
 
 Owns how these sockets are set up and watched. Refuses to know when; that is feed.py's.
 """
@@ -18,16 +18,18 @@ from events.stream_types import Apply, Instruction, StreamConfig
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of one frame; a publisher that sends a longer one loses its connection."""
+"""Longest frame; a publisher that sends a longer one loses its connection."""
 MAX_QUEUED_MESSAGES = 16
-"""Messages that ZeroMQ keeps of one connection, MAX_MESSAGE_BYTES each at most. The others wait at the publisher."""
+"""Most messages that ZeroMQ queues for a connection, of MAX_MESSAGE_BYTES each; the others wait at the publisher."""
 MAX_WAITING_MESSAGES, MAX_WAITING_BYTES = 1_000, 64 << 20
-"""Live messages of one topic of a bound socket that wait while an earlier one is applied; more show as a gap."""
+"""Most live messages of a topic, and their bytes, that wait while an earlier one is applied; more show as a gap."""
 MAX_REPLIES_BYTES = 256 << 20
-"""Replies that wait while earlier ones are applied; more end the request. They are taken out of ZeroMQ's queue at once:
-vLLM's ROUTER drops what a slow peer does not take."""
+"""Most bytes of replies that wait while earlier ones are applied; more end the request.
+
+Replies are taken out of ZeroMQ's queue at once, as vLLM's ROUTER drops what a slow peer does not take.
+"""
 MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
-"""Unclaimed topics that a bound socket remembers, and their length."""
+"""Most unclaimed topics that a bound socket remembers, and the longest of them in bytes."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -35,49 +37,49 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(frozen=True)
 class StreamSource:
-    """Where one stream is found. `stream_id` is the caller's name for it."""
+    """Addresses of one stream. `stream_id` is the caller's name for it."""
 
     stream_id: str
     endpoint: str
-    """Address to subscribe to; for publishers that connect to us, where we bind."""
+    """Address to subscribe to; for publishers that connect to us, the address that we bind."""
     replay_endpoint: str | None = None
     topic: str | None = None
-    """Take only this topic; None or empty: whatever comes."""
+    """Topic to take alone; None or empty: any topic."""
     config: StreamConfig = field(default_factory=StreamConfig)
     resume_position: tuple[int, int] | None = None
     snapshot_endpoint: str | None = None
-    """Of a socket that answers snapshots only, as vLLM's; ours answers them at `replay_endpoint`."""
+    """Address of a socket that answers snapshots only, as vLLM's; ours answers them at `replay_endpoint`."""
 
 
 class FollowedStream:
-    """A stream and its request under way. Its SUB socket belongs to a Subscription."""
+    """One followed stream and its request under way. Its SUB socket belongs to a Subscription."""
 
     def __init__(self, source: StreamSource) -> None:
         self.source = source
         self.stream_state = self._make_state(source.resume_position)
         self.topic = (source.topic or "").encode()
-        """Of the last live message; replies of older vLLM carry none."""
+        """Topic of the last live message; replies of older vLLM carry none."""
         self.reply_socket: Socket | None = None
         self.request_id = 0
         self.awaits_snapshot = False
-        """The request under way is to `snapshot_endpoint`."""
+        """Whether the request under way is to `snapshot_endpoint`."""
         self.is_connected = False
         self.disconnected_at: float | None = None
-        """When its connection broke off, until there is another one."""
+        """Time at which the connection was lost; None while there is one."""
         self.fault_count = 0
         self.retry_at: float | None = None
-        """After a fault: when it is followed again, from nothing."""
+        """Time at which the stream is followed again after a fault, from nothing."""
         self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
         self.pending_bytes = 0
-        """Of payloads in `pending`."""
+        """Bytes of the payloads in `pending_work`."""
         self.replies: deque[list[bytes]] = deque()
-        """To the request under way, in the order they came."""
+        """Replies to the request under way, in the order they came."""
         self.reply_bytes = 0
         self.reported_drop_count = 0
         self.continuation: Callable[[], bool] | None = None
-        """What is left of an instruction; it says whether it is to be called again."""
+        """Remaining work of an instruction, which returns whether to call it again."""
         self.turn_number = self.turn_bytes = 0
-        """Bytes applied in which turn of the feed."""
+        """Number of the feed's turn, and the bytes applied in it."""
 
     @property
     def is_busy(self) -> bool:
@@ -101,7 +103,7 @@ class FollowedStream:
         return instruction
 
     def store_reply(self, frames: list[bytes]) -> bool:
-        """False: too much waits."""
+        """Queue a reply; return False where too many bytes wait."""
         self.replies.append(frames)
         self.reply_bytes += sum(map(len, frames))
         return self.reply_bytes <= MAX_REPLIES_BYTES
@@ -136,7 +138,7 @@ class FollowedStream:
 
 
 class Subscription:
-    """One SUB socket with its monitor. `connect`ed ones carry one stream; bound ones a stream a topic."""
+    """SUB socket with its monitor. A connected one carries one stream, a bound one a stream for each topic."""
 
     def __init__(self, context: Context, topic: str | None, is_bound: bool) -> None:
         self.socket: Socket = context.socket(zmq.SUB)
@@ -154,12 +156,12 @@ class Subscription:
         self.find_source: Callable[[str], StreamSource | None] | None = None
         self.stream_by_topic: dict[bytes, FollowedStream] = {}
         self.descriptor_by_topic: dict[bytes, int] = {}
-        """Bound: topic -> descriptor of the connection its last message came on."""
+        """Connection of the last message of each topic, for a bound socket."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
-        """Bound: the same of topics that nobody follows (yet), the oldest forgotten first."""
+        """Connection of the last message of each topic without a stream, the oldest forgotten first."""
 
     def open(self, endpoint: str) -> None:
-        """Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
+        """Bind or connect the socket. Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
         if "[" in endpoint or "::" in endpoint:
             self.socket.setsockopt(zmq.IPV6, 1)
         try:
@@ -172,13 +174,13 @@ class Subscription:
             raise
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
-        """Bound: its topics are unclaimed again."""
+        """Forget which topics a stream had, for a bound socket."""
         for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
             del self.stream_by_topic[topic]
             self.descriptor_by_topic.pop(topic, None)
 
     def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
-        """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""
+        """Record a message whose topic has no stream; return True for the first one that is remembered."""
         is_new = topic not in self.descriptor_by_unclaimed_topic and len(topic) <= MAX_TOPIC_BYTES
         if is_new and len(self.descriptor_by_unclaimed_topic) >= MAX_TOPICS:
             self.descriptor_by_unclaimed_topic.popitem(last=False)
@@ -193,7 +195,8 @@ class Subscription:
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """A socket on which the answer to this request will come. Raises zmq.ZMQError for an unusable address."""
+    """Send a request and return the socket on which its answer will come. Raises zmq.ZMQError for an unusable
+    address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = MAX_QUEUED_MESSAGES

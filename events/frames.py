@@ -12,18 +12,20 @@ from events.types import DecodeError
 
 SEQ_BYTES = 8
 PUBLISHER_ID_BYTES = 16
-"""Behind the sequence number, where a publisher names itself (vLLM with snapshots): another id is another process."""
+"""Length of a publisher id, which may follow the sequence number (vLLM with snapshots): another id is another
+process."""
 SNAPSHOT_REQUEST = b"snapshot"
-"""What is asked of a socket that answers nothing else."""
+"""Request to a socket that answers snapshots only."""
 END_SEQ = 2**64 - 1
 """Sequence number of the marker that ends every reply; its payload is empty."""
 SNAPSHOT_SEQ = 2**64 - 2
-"""As a start_seq: asks for the resident set. As the seq of a reply: a chunk of it."""
+"""Number that stands for the resident set: as start_seq it asks for one, as the seq of a reply it marks a chunk of
+one."""
 
 MAX_REQUEST_BYTES = 64 << 10
-"""Of a message to who publishes: a replay request, or a topic that is subscribed to."""
+"""Longest message to a publisher: a replay request, or a topic that is subscribed to."""
 MAX_HANDSHAKE_MS = 3_000
-"""Who has not said by then that it speaks ZeroMQ is closed: it holds a descriptor (ZeroMQ's default: 30 s)."""
+"""Longest ZeroMQ handshake before a connection is closed, as it holds a descriptor (ZeroMQ's default: 30 s)."""
 
 
 class LiveMessage(NamedTuple):
@@ -31,7 +33,7 @@ class LiveMessage(NamedTuple):
     seq: int
     payload: bytes
     publisher_id: bytes = b""
-    """Empty where the publisher does not name itself."""
+    """Id of the publisher's process; empty where it sends none."""
 
 
 class ReplyMessage(NamedTuple):
@@ -49,17 +51,17 @@ def pack_seq(seq: int) -> bytes:
 
 
 class SnapshotMessage(NamedTuple):
-    """The answer of a snapshot socket."""
+    """Answer of a snapshot socket."""
 
     last_seq: int | None
-    """The batch after which the chunks are true, -1 before the first; None: there is no snapshot now."""
+    """Batch after which the chunks are true, -1 before the first; None: there is no snapshot now."""
     publisher_id: bytes
     chunks: Sequence[bytes]
-    """Payloads of batches."""
+    """Payloads of the chunks, each a batch."""
 
 
 def _parse_seq(frame: bytes) -> tuple[int, bytes]:
-    """(sequence number, publisher id)."""
+    """Split a sequence frame into the sequence number and the publisher id. Raises DecodeError."""
     if len(frame) not in (SEQ_BYTES, SEQ_BYTES + PUBLISHER_ID_BYTES):
         raise DecodeError(
             f"sequence frame: expected {SEQ_BYTES} bytes, or {SEQ_BYTES + PUBLISHER_ID_BYTES} with a publisher id, "
@@ -69,7 +71,7 @@ def _parse_seq(frame: bytes) -> tuple[int, bytes]:
 
 
 def parse_live_message(frames: Sequence[bytes]) -> LiveMessage:
-    """`[topic, seq, payload]`. Raises DecodeError for any other shape."""
+    """Parse the frames of a live message, `[topic, seq, payload]`. Raises DecodeError for any other shape."""
     if len(frames) != 3:
         raise DecodeError(f"live message: expected 3 frames (topic, seq, payload), got {len(frames)}")
     seq, publisher_id = _parse_seq(frames[1])
@@ -77,24 +79,26 @@ def parse_live_message(frames: Sequence[bytes]) -> LiveMessage:
 
 
 def build_replay_request(start_seq: int) -> list[bytes]:
-    """What a DEALER sends to ask for replay from `start_seq`, or for a snapshot (SNAPSHOT_SEQ)."""
+    """Build the frames that a DEALER sends to ask for replay from `start_seq`, or for a snapshot (SNAPSHOT_SEQ)."""
     return [b"", pack_seq(start_seq)]
 
 
 def parse_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
-    """(peer identity, start_seq) of what a ROUTER received: `[identity, "", start_seq]`. Raises DecodeError."""
+    """Parse the request that a ROUTER received, `[identity, "", start_seq]`, into (peer identity, start_seq). Raises
+    DecodeError."""
     if len(frames) != 3 or frames[1]:
         raise DecodeError(f"replay request: expected frames identity, empty, start_seq; got {len(frames)} frames")
     return frames[0], _parse_seq(frames[2])[0]
 
 
 def build_reply_frames(peer_identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """One reply as the ROUTER sends it, with the topic, as current vLLM does."""
+    """Build the frames of one reply of the ROUTER, with the topic, as current vLLM does."""
     return [peer_identity, b"", topic, pack_seq(seq), payload]
 
 
 def parse_reply_message(frames: Sequence[bytes]) -> ReplyMessage:
-    """What a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises DecodeError."""
+    """Parse a reply that a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises
+    DecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise DecodeError(f"replay reply: expected frames empty, (topic,) seq, payload; got {len(frames)} frames")
     seq, publisher_id = _parse_seq(frames[-2])
@@ -102,8 +106,11 @@ def parse_reply_message(frames: Sequence[bytes]) -> ReplyMessage:
 
 
 def parse_snapshot_message(frames: Sequence[bytes]) -> SnapshotMessage:
-    """What a DEALER received of a snapshot socket: `["", last seq (signed), publisher id, chunk ...]`, or without the
-    empty frame. Raises DecodeError."""
+    """Parse the answer of a snapshot socket: `["", last seq (signed), publisher id, chunk ...]`, or without the empty
+    frame.
+
+    Raises DecodeError.
+    """
     if frames and not frames[0]:
         frames = frames[1:]
     if len(frames) < 2 or len(frames[0]) != SEQ_BYTES or len(frames[1]) != PUBLISHER_ID_BYTES:

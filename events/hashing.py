@@ -18,10 +18,10 @@ from typing import NewType
 from xxhash import xxh3_64_intdigest
 
 BlockHash = NewType("BlockHash", int)
-"""Unsigned 64 bits."""
+"""Hash of a block: unsigned, 64 bits."""
 
 ROOT_HASH: BlockHash = BlockHash(xxh3_64_intdigest(b"blockcast block hash, version 1"))
-"""Stands for the parent of a prompt's first block. Never on the wire: there the parent is nil."""
+"""Parent hash of a prompt's first block. Never on the wire: there the parent is nil."""
 
 _TOKEN_BYTES = 4
 
@@ -31,7 +31,7 @@ def _encode_uint32(value: int) -> bytes:
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises ValueError for an id outside [0, 2^32)."""
+    """Pack token ids as little-endian uint32. Raises ValueError for an id outside [0, 2^32)."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
         id_array = token_ids
     else:
@@ -46,7 +46,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed_ids: bytes) -> list[int]:
-    """What `pack_token_ids` packed."""
+    """Unpack the token ids that `pack_token_ids` packed."""
     token_ids = array("I", packed_ids)
     if sys.byteorder == "big":
         token_ids.byteswap()
@@ -61,7 +61,7 @@ def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
 
 
 def hash_block(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
-    """The name of the block that holds `token_ids` after the block named `parent` (None: at the start of a prompt).
+    """Hash the block that holds `token_ids` after the block named `parent` (None: at the start of a prompt).
 
     `token_ids` may be an `array("I")` or any sequence of ints in [0, 2^32); else ValueError.
     """
@@ -80,11 +80,11 @@ def hash_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """The names of the full blocks of `token_ids`, chained from `parent`; a partial last block has no name.
+    """Hash the full blocks of `token_ids`, chained from `parent`; a partial last block has no hash.
 
-    `first_keys` are the extra keys of the first block of this run (pass `other_keys` again where the run does not
-    start a prompt), `other_keys` those of the others. Equal to calling `block_hash` block by block, and
-    several times faster.
+    `first_keys` are the extra keys of the first block of this run (pass `other_keys` again where the run does not start
+    a prompt), `other_keys` those of the others. Equal to calling `hash_block` block by block, and several times
+    faster.
     """
     return hash_packed_blocks(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
 
@@ -96,7 +96,7 @@ def hash_packed_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """`block_hashes` of token ids that are packed already."""
+    """Hash the full blocks of packed token ids, as `hash_blocks` does."""
     block_bytes = block_size * _TOKEN_BYTES
     packed_block_size = _encode_uint32(block_size)
     packed_keys = other_packed_keys = b""
@@ -117,13 +117,13 @@ def hash_packed_blocks(
 
 
 def make_hash_keys(lora_name: str | None, cache_salt: str | None, is_first_block: bool) -> tuple[str, ...]:
-    """What to pass as `extra_keys` for a block of a request: a salt and a LoRA of the same spelling stay different."""
+    """Return the `extra_keys` of a request's block: a salt and a LoRA of the same spelling stay different."""
     keys = () if lora_name is None else ("lora:" + lora_name,)
     return (*keys, "salt:" + cache_salt) if is_first_block and cache_salt is not None else keys
 
 
 def make_wire_keys(lora_name: str | None, cache_salt: str | None, is_first_block: bool) -> tuple[str, ...] | None:
-    """What stands in `BlockStored.extra_keys` for that block, as vLLM writes it: bare names, None for nothing."""
+    """Return `BlockStored.extra_keys` of a block as vLLM writes it: bare names, None for nothing."""
     keys = () if lora_name is None else (lora_name,)
     keys = (*keys, cache_salt) if is_first_block and cache_salt is not None else keys
     return keys or None

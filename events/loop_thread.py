@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 STUCK_AFTER_S = 15.0
-"""A turn that takes so long is a fault."""
+"""Seconds in one iteration after which the loop counts as stuck."""
 
 
 class WakeupPipe:
@@ -120,24 +120,24 @@ Socket = Any
 
 
 class SocketPoller:
-    """ZeroMQ's own poll looks at every socket each time: with 2,000 streams that is 4,000 looks a round. Here the
-    kernel's epoll says whose descriptor rang. It rings once for any number of messages, and only until the socket is
-    next looked at; so a socket that was found readable is asked again each round until it is not. Linux only.
+    """Poller of many ZeroMQ sockets by the kernel's epoll. Linux only, for one thread.
 
-    Of one thread. Invariant: of a registered socket that has something to read, the descriptor rings, or
-    `_readable_sockets`
-    has it."""
+    ZeroMQ's own poll looks at every socket each time: with 2,000 streams that is 4,000 looks a round. Epoll tells which
+    descriptor is ready, once for any number of messages and only until the socket is next looked at; so a socket that
+    was readable is asked again each round until it is not. Invariant: a registered socket with input has a ready
+    descriptor, or is in `_readable_sockets`.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._socket_by_descriptor: dict[int, Socket] = {}
         self._descriptor_by_socket: dict[Socket, int] = {}
         self._readable_sockets: dict[Socket, None] = {}
-        """In the order in which they were found."""
+        """Sockets with input, in the order in which they were found."""
         self._wakeup_descriptor = -1
 
     def watch_descriptor(self, descriptor: int) -> None:
-        """A plain descriptor that rings while it is readable: the first of what `poll` gives."""
+        """Watch a plain descriptor: `poll` returns whether it is readable."""
         self._wakeup_descriptor = descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
 
@@ -148,14 +148,14 @@ class SocketPoller:
         self._readable_sockets[socket] = None  # what came before it was registered rings no more
 
     def unregister(self, socket: Socket) -> None:
-        """Before it is closed."""
+        """Stop watching a socket, before it is closed."""
         descriptor = self._descriptor_by_socket.pop(socket)
         del self._socket_by_descriptor[descriptor]
         self._epoll.unregister(descriptor)
         self._readable_sockets.pop(socket, None)
 
     def poll(self, wait_ms: int) -> tuple[bool, list[Socket]]:
-        """(whether the plain descriptor is readable, sockets with something to read); waits where there is nothing."""
+        """Wait for input; return whether the plain descriptor is readable, and the sockets with input."""
         readable_sockets = self._readable_sockets
         for socket in list(readable_sockets):
             if not _has_input(socket):

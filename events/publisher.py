@@ -1,11 +1,11 @@
-"""Publishes a worker's cache events: a step loop hands over lists of events and never waits.
+"""Publisher of a worker's cache events: a step loop hands over lists of events and never waits.
 
-A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the
-resident set and the frames are pure and live elsewhere. What happens on which thread:
+A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the resident set and the
+frames are pure and live elsewhere. What happens on which thread:
 
 * `publish`, on the caller's: the batch gets its sequence number and its place in the ring, then waits in a queue.
 * the publisher's thread: reads the batch's events, which makes them, applies them to the resident set, encodes and
-sends them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
+  sends them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
 
 Invariants: every published batch reaches the resident set, in order, also when it is not sent live; a batch that is not
 sent live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
@@ -36,12 +36,12 @@ from options import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_REPLIES = 64
-"""Replies under way at once; further requests wait in their socket."""
+"""Most replies under way at once; further requests wait in their socket."""
 REPLY_SLICE = 128
 """Messages of replies sent before live batches get their turn again."""
 LIVE_SLICE = 256
 REPLY_STALL_S = 30.0
-"""A peer that takes nothing for so long loses its reply."""
+"""Seconds without progress after which a peer loses its reply."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class EventPublisher:
         self._context.term()
 
     def _drop_oldest(self) -> None:
-        """The queue is full: take the resident set's work off it instead of waiting, and leave the live send out.
+        """Apply the oldest queued batch here, without sending it live, as the queue is full.
 
         Does nothing while the publisher's thread holds the resident set; the queue then exceeds its bound for that
         moment.
@@ -288,7 +288,7 @@ class EventPublisher:
 
 
 def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
-    """Bind or connect; the address others can be told (a system-chosen port filled in, wildcards kept)."""
+    """Bind or connect; return the address to advertise (a system-chosen port filled in, wildcards kept)."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
     if "[" in endpoint or "::" in endpoint:

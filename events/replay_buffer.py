@@ -1,4 +1,4 @@
-"""The last batches of a stream, for subscribers that missed some.
+"""Buffer of a stream's last batches, for subscribers that missed some.
 
 Owns sequence numbers and which batches are still there. Refuses to know sockets and threads; encodes a batch at most
 once, when it is first needed. Invariant: the sequence numbers of the ring are consecutive and end at `next_seq - 1`.
@@ -26,7 +26,7 @@ class ReplayEntry:
         self._payload: bytes | None = None
 
     def read_events(self) -> list[Event]:
-        """The batch's events, read from the producer once; only until `payload` was called for the first time."""
+        """Return the batch's events, read from the producer once; only before `encode_payload` was first called."""
         assert self._events is not None, f"events of seq {self.seq} were already encoded"
         if not isinstance(self._events, list):
             self._events = list(self._events)
@@ -40,7 +40,7 @@ class ReplayEntry:
 
 
 class ReplayBuffer:
-    """At most `capacity` batches; the oldest leaves when a new one comes. Appending and reading never fail."""
+    """Ring of at most `capacity` batches; the oldest leaves when a new one comes. Appending and reading never fail."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[ReplayEntry] = deque(maxlen=capacity)
@@ -54,7 +54,7 @@ class ReplayBuffer:
         return entry
 
     def list_entries_from(self, start_seq: int) -> list[ReplayEntry]:
-        """The entries with `seq >= start_seq` that are still here, in order."""
+        """Return the entries with `seq >= start_seq` that are still here, in order."""
         first_seq = self.next_seq - len(self._entries)
         skip_count = max(0, start_seq - first_seq)
         return list(self._entries)[skip_count:]

@@ -1,4 +1,4 @@
-"""What goes over the replay socket in answer to one request, as (seq, payload) pairs in order.
+"""Replies of the replay socket, as (seq, payload) pairs in order.
 
 Pure: a reply is an iterator over things that no longer change, so it can be sent in slices between live batches.
 """
@@ -16,11 +16,11 @@ from events.types import Event, EventBatch
 SeqAndPayload = tuple[int, bytes]
 
 BLOCKS_PER_SNAPSHOT_CHUNK = 1024
-"""A snapshot chunk is closed when it holds at least so many blocks."""
+"""Blocks after which a snapshot chunk is closed."""
 
 
 def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[SeqAndPayload]:
-    """The batches themselves, then the end marker."""
+    """Yield the batches, then the end marker."""
     for entry in entries:
         yield entry.seq, entry.encode_payload()
     yield END_SEQ, b""
@@ -33,10 +33,10 @@ def iter_snapshot(
     ts: float,
     blocks_per_chunk: int = BLOCKS_PER_SNAPSHOT_CHUNK,
 ) -> Iterator[SeqAndPayload]:
-    """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
-    end marker.
+    """Yield at least one chunk of the resident set, then the batch it is true for, then the end marker.
 
-    `last` is None, and left out, where nothing was ever published; the chunk is empty then.
+    `last_entry` is that batch, as replay would send it; None, and left out, where nothing was ever published: the chunk
+    is empty then.
     """
     events: list[Event] = []
     block_count = 0
@@ -60,12 +60,12 @@ class Reply:
     def __init__(self, identity: bytes, messages: Iterator[SeqAndPayload], now: float) -> None:
         self.identity = identity
         self.progress_at = now
-        """When the peer last took something (monotonic seconds)."""
+        """Time of the peer's last progress, in monotonic seconds."""
         self._messages = messages
         self._next_message: SeqAndPayload | None = next(messages, None)
 
     def peek(self) -> SeqAndPayload | None:
-        """The message to send next; None at the end."""
+        """Return the message to send next; None at the end."""
         return self._next_message
 
     def advance(self, now: float) -> None:

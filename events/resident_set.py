@@ -25,25 +25,28 @@ from events.types import (
 )
 
 MAX_BLOCKS_PER_EVENT = 256
-"""Of one event of a snapshot."""
+"""Most blocks of one event of a snapshot."""
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
-    """One resident block; never changed, so a list of them is a consistent picture."""
+    """Resident block; never changed, so a list of them is a consistent picture."""
 
     name: BlockName
     parent_name: BlockName | None
     token_ids: array[int]
     extra_keys: tuple[Any, ...] | None
     stored_event: BlockStored
-    """The event that stored it, without what is each block's own."""
+    """Event that stored the block, without what is each block's own."""
 
 
 BlockKey = tuple[int | None, str | None, BlockName]
 
 
 class ResidentSet:
-    """Applies events in stream order; what our engine never announces is skipped and raised as InvariantError."""
+    """Set of resident blocks, to which events are applied in stream order.
+
+    Events that our engine never sends are skipped and raised as InvariantError.
+    """
 
     def __init__(self) -> None:
         self._block_by_key: dict[BlockKey, ResidentBlock] = {}
@@ -55,7 +58,7 @@ class ResidentSet:
         return key in self._block_by_key
 
     def list_blocks(self) -> list[ResidentBlock]:
-        """A consistent picture, in announcement order."""
+        """List the resident blocks in announcement order."""
         return list(self._block_by_key.values())
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -100,7 +103,7 @@ class ResidentSet:
 
 
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
-    """Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
+    """Yield Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
 
     Neighbours that continue each other are joined into one event of at most MAX_BLOCKS_PER_EVENT blocks.
     """
@@ -120,7 +123,7 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
-    """In order, but each full-attention block behind what it hangs from, on whatever medium that is."""
+    """Order blocks so that each full-attention block follows its parent, on whatever medium that is."""
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks
     blocks_by_name: dict[BlockName, list[ResidentBlock]] = {}
@@ -146,7 +149,7 @@ def _is_partial_attention(block: ResidentBlock) -> bool:
 
 
 def _copy_with_blocks(event: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
-    """The event with these `blocks` instead of its own."""
+    """Return the event with these `blocks` instead of its own."""
     return msgspec.structs.replace(
         event,
         block_hashes=[block.name for block in blocks],

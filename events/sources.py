@@ -35,20 +35,20 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     topic: str = ""
     data_parallel_rank: int = 0
     snapshot_endpoint: str | None = None
-    """Of a socket that answers snapshots only (vLLM's open change 57789)."""
+    """Address of a socket that answers snapshots only (vLLM's open change 57789)."""
     epoch: str | None = None
-    """Changes with every start of the publisher. None: the worker does not tell."""
+    """Id of the publisher's start; None: the worker does not report one."""
     snapshot: bool = False
-    """True where the replay socket answers snapshot requests."""
+    """Whether the replay socket answers snapshot requests."""
     model: str | None = None
     block_size: int | None = None
     groups: tuple[GroupInfo, ...] = ()
     reannounces: bool = False
-    """Stores may repeat what is held already (vLLM's `kv_cache_report_mode=full`): copies are not to be counted."""
+    """Whether stores may repeat held blocks (vLLM's `kv_cache_report_mode=full`): such copies are not counted."""
 
 
 def encode_sources(sources: list[EventSource]) -> bytes:
-    """The body of the answer: {"rank": source}."""
+    """Encode the body of the answer, {"rank": source}."""
     return msgspec.json.encode({str(source.data_parallel_rank): source for source in sources})
 
 
@@ -86,7 +86,7 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:
-    """`tcp://*:5557` as seen from outside: the wildcard becomes `host`. Other addresses stay as they are."""
+    """Replace the wildcard of an address such as `tcp://*:5557` by `host`. Other addresses stay as they are."""
     scheme, separator, authority = endpoint.partition("://")
     if scheme != "tcp" or not separator:
         return endpoint
@@ -97,11 +97,11 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
 
 
 def parse_endpoint_host(endpoint: str) -> str | None:
-    """The host of a TCP endpoint, without brackets; None for `ipc://` and `inproc://`."""
+    """Return the host of a TCP endpoint, without brackets; None for `ipc://` and `inproc://`."""
     scheme, _, authority = endpoint.partition("://")
     return authority.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
 
 
 def make_default_source(host: str, topic: str = "") -> EventSource:
-    """Where a vLLM worker without `/kv_event_sources` publishes by default, without replay."""
+    """Return the default source of a vLLM worker without `/kv_event_sources`: it has no replay."""
     return EventSource(endpoint=resolve_endpoint(f"tcp://*:{DEFAULT_PORT}", host), topic=topic)

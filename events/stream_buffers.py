@@ -1,6 +1,6 @@
-"""What one stream remembers of single batches: which bytes were applied, and what came before its turn.
+"""Bounded buffers of one stream: digests of applied batches, and batches that came early.
 
-Both are bounded. Refuses to know why anything is remembered or forgotten; that is stream.py's.
+Refuses to know why anything is remembered or forgotten; that is stream.py's.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from xxhash import xxh3_64_intdigest
 
 
 def digest_payload(payload: bytes) -> int:
-    """What is remembered of an applied payload."""
+    """Return the digest that is remembered of an applied payload."""
     return xxh3_64_intdigest(payload)
 
 
 class AppliedBatches:
-    """seq -> digest of the newest batches applied."""
+    """Digests of the newest applied batches, by sequence number."""
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
@@ -28,7 +28,7 @@ class AppliedBatches:
             self._digest_by_seq.popitem(last=False)
 
     def get_digest(self, seq: int) -> int | None:
-        """None: never applied, or forgotten since."""
+        """Return the digest of a batch; None where it was never applied, or is forgotten."""
         return self._digest_by_seq.get(seq)
 
     def clear(self) -> None:
@@ -40,7 +40,7 @@ class AppliedBatches:
 
 
 class OutOfOrderBatches:
-    """Live batches that wait for the ones before them. What does not fit is dropped, and shows as a gap."""
+    """Live batches that wait for earlier ones. A batch that does not fit is dropped, and shows as a gap."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self._max_batches = max_batches
@@ -48,10 +48,10 @@ class OutOfOrderBatches:
         self._payload_by_seq: dict[int, bytes] = {}
         self._used_bytes = 0
         self.highest_seq: int | None = None
-        """The newest seq that came, dropped or not."""
+        """Newest sequence number that came, dropped or not."""
 
     def store(self, seq: int, payload: bytes) -> bool:
-        """False: it does not fit."""
+        """Store a batch; return False where it does not fit."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
         self._used_bytes -= len(self._payload_by_seq.pop(seq, b""))
         if len(self._payload_by_seq) >= self._max_batches or self._used_bytes + len(payload) > self._max_bytes:
@@ -69,11 +69,11 @@ class OutOfOrderBatches:
         return payload
 
     def list_seqs(self) -> list[int]:
-        """What waits, in order."""
+        """List the sequence numbers of the waiting batches, in order."""
         return sorted(self._payload_by_seq)
 
     def list_newest_run(self) -> list[tuple[int, bytes]]:
-        """The consecutive batches that end with the newest one that came; empty where that one was dropped."""
+        """List the consecutive batches that end with the newest; empty where the newest was dropped."""
         run: list[tuple[int, bytes]] = []
         seq = self.highest_seq
         while seq is not None and (payload := self._payload_by_seq.get(seq)) is not None:

@@ -1,7 +1,7 @@
-"""The words of stream.py: how a stream starts, its phases and bounds, what it counts, and what it tells its shell.
+"""Types of stream.py: start modes, phases, bounds, counters and instructions.
 
-Of the instructions, `Apply` and `Clear` go to whoever keeps the state, in order; requests go to the shell that owns the
-replay sockets; `Gap`, `DuplicateBatch`, `PublisherRestarted` and `MalformedMessage` are notices that need no action.
+`Apply` and `Clear` go to the holder of the state, in order; requests go to the shell that owns the replay sockets;
+`Gap`, `DuplicateBatch`, `PublisherRestarted` and `MalformedMessage` are notices that need no action.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 
 class StartMode(enum.Enum):
-    """What a stream does when it starts without history."""
+    """Way in which a stream starts without history."""
 
     SNAPSHOT = "snapshot"
     """Ask for the resident set; where there is none, replay the ring."""
@@ -30,31 +30,31 @@ class StreamPhase(enum.Enum):
 
 
 MAX_EARLY_BATCHES, MAX_EARLY_BYTES = 20_000, 256 << 20
-"""Live batches that wait for the ones before them."""
+"""Most live batches, and their bytes, that wait for earlier ones."""
 
 
 @dataclass(frozen=True)
 class StreamConfig:
     start_mode: StartMode = StartMode.SNAPSHOT
     can_replay: bool = True
-    """False where the publisher has no replay endpoint."""
+    """Whether the publisher has a replay endpoint."""
     has_snapshots: bool = False
-    """It has a socket that answers nothing but snapshots."""
+    """Whether the publisher has a socket that answers snapshots only."""
     max_early_batches: int = MAX_EARLY_BATCHES
     max_early_bytes: int = MAX_EARLY_BYTES
     max_recent_batches: int = 1024
-    """Applied batches whose bytes are remembered (as digests) to tell a repetition from a restart."""
+    """Most applied batches whose digests are kept to tell a repetition from a restart."""
     request_timeout_s: float = 5.0
     """Longest silence of a publisher that owes a reply."""
     max_attempts: int = 3
     snapshot_retry_s: float = 10.0
-    """After nobody could say what was missed: when to ask for a snapshot again."""
+    """Seconds until a snapshot is asked for again, after missing batches could not be had."""
     tail_check_s: float = 1.0
-    """After so much silence the publisher is asked once whether the last batch seen is its last."""
+    """Seconds of silence after which the publisher is asked once whether the last batch seen is its last."""
 
     @property
     def can_recover(self) -> bool:
-        """Whether anything that was missed can be had."""
+        """Whether missing batches can be recovered."""
         return self.can_replay or self.has_snapshots
 
 
@@ -78,7 +78,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply this payload now. `seq` is None for a snapshot chunk."""
+    """Apply this payload. `seq` is None for a snapshot chunk."""
 
     seq: int | None
     payload: bytes

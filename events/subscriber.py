@@ -1,4 +1,4 @@
-"""Follow the cache events of workers from a script: `for item in Subscriber(sources): ...`.
+"""Subscriber for scripts: `for item in Subscriber(sources): ...` follows the cache events of workers.
 
 A thin layer over EventFeed: a bounded queue between the feed's thread and the iterating one. A consumer that is too
 slow fills the queue, then ZeroMQ's; what is dropped there shows as a gap and is replayed.
@@ -45,7 +45,7 @@ class Message:
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """What to pass as `StreamSource.resume_position` to continue after this message."""
+        """Position to pass as `StreamSource.resume_position` to continue after this message; None for a chunk."""
         return None if self.seq is None else (self.seq, digest_payload(self.payload))
 
 
@@ -58,7 +58,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Notice:
-    """What happened to a stream besides batches. After a Clear nothing announced before it counts any more."""
+    """Event of a stream besides batches. After a Clear nothing announced before counts any more."""
 
     stream_id: str
     content: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
@@ -76,7 +76,7 @@ class _QueueEntry(NamedTuple):
 
 
 class Subscriber:
-    """Iterates over what the streams bring, for ever or until `close`. Also a context manager."""
+    """Iterator over the items of streams, for ever or until `close`. Also a context manager."""
 
     def __init__(self, sources: Iterable[StreamSource], max_queued_items: int = 10_000) -> None:
         self._queue: queue.Queue[_QueueEntry | None] = queue.Queue(max_queued_items)
@@ -87,7 +87,7 @@ class Subscriber:
             self.feed.add(source)
 
     def get(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None after `timeout_s` without one, or when closed."""
+        """Return the next item; None after `timeout_s` without one, or when closed."""
         try:
             entry = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -140,11 +140,11 @@ class Subscriber:
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Workers are neighbours: a proxy of the environment is not for them."""
+"""Opener that ignores the proxies of the environment, as workers are on the same network."""
 
 
 def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
-    """The event sources of the worker at `worker_url`; vLLM's default address if it does not know the path.
+    """Return the event sources of the worker at `worker_url`; vLLM's default address if it does not know the path.
 
     Raises DecodeError if the worker answers something else, OSError if it cannot be reached.
     """

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 BlockName: TypeAlias = int | bytes
-"""How an engine names a block: an unsigned or signed 64-bit int or 32 raw bytes. Opaque: compared, never computed."""
+"""Name of a block: a signed or unsigned 64-bit int, or 32 raw bytes. Opaque: compared, never computed."""
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 """Media that engines announce. Others occur in the field (DISK, REMOTE ...) and pass through."""
@@ -42,11 +42,12 @@ KINDS = (
 """Values of `kv_cache_spec_kind`."""
 
 FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, MLA_ATTENTION, SINK_FULL_ATTENTION})
-"""Kinds whose blocks hang from all blocks before them. An event without a kind (older engines) is one of these too."""
+"""Kinds of group where each block needs all blocks before it; an event without a kind (older engines) is one of
+these."""
 
 
 def _default_none() -> None:
-    """None as a default that is written: `omit_defaults` leaves plain defaults out, and vLLM always writes these."""
+    """Return None: a default that `omit_defaults` writes all the same, as vLLM always writes these fields."""
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
@@ -62,12 +63,12 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     """Name of the block before the first of the run; None where the run starts a prompt."""
     token_ids: list[int]
     block_size: int
-    """Tokens a block."""
+    """Tokens in a block."""
     lora_id: int | None = msgspec.field(default_factory=_default_none)
     medium: str | None = msgspec.field(default_factory=_default_none)
     lora_name: str | None = msgspec.field(default_factory=_default_none)
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """What besides the tokens went into each block's hash: LoRA name, cache salt (first block), media keys."""
+    """Keys besides the tokens in each block's hash: LoRA name, cache salt (first block), media keys."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -95,14 +96,14 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_de
     locality: str | None = None
     ownership: str | None = None
     remaining_copy_counts: list[int] | None = None
-    """How many copies of each block are left; None: the publisher does not say, and each removal is of one copy."""
+    """Copies left of each block; None: the publisher does not say, and each removal is of one copy."""
 
 
 class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", omit_defaults=True, gc=False):
     """Every block of every group left the cache."""
 
     medium: str | None = None
-    """Blocks on other media stay; None: all left."""
+    """Medium that was cleared; None: all media."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -115,7 +116,7 @@ EVENT_TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCl
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one step of one data-parallel rank changed. `ts` is seconds since 1970 on the worker's clock."""
+    """Changes of one step of one data-parallel rank. `ts` is seconds since 1970 on the worker's clock."""
 
     ts: float
     events: list[Event]
@@ -123,13 +124,13 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class DecodedBatch(msgspec.Struct):
-    """A batch as read from foreign bytes: the events that could be read, and what could not."""
+    """Batch read from foreign bytes: the events that could be read, and what could not."""
 
     batch: EventBatch
     errors: list[str] = msgspec.field(default_factory=list)
     """One message an event that was dropped because it could not be read."""
     unknown_type_counts: dict[str, int] = msgspec.field(default_factory=dict)
-    """How many events of each unknown type were skipped."""
+    """Number of skipped events of each unknown type."""
 
 
 class EventsError(Exception):
