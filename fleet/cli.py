@@ -333,7 +333,7 @@ def wait_and_print_routers(directory: Any, options: dict[str, Any], out: IO[str]
 @click.option("--events", is_flag=True, help="Print recent events too.")
 @_add_fleet_options
 def status(as_json: bool, events: bool, name: str, address: str) -> None:
-    """Who is there, where, and what is being done."""
+    """List the members, their nodes and what is being done."""
     with report_errors():
         _connect(address)
         report = call_directory(_get_directory(name).status)
