@@ -17,7 +17,7 @@ from simulation.workload import SimRequest, Workload
 
 
 class Router:
-    """What a policy under test overrides. Returned pairs are (request index, worker) to forward now."""
+    """Base class of routing policies under test. Returned pairs are (request index, worker) to forward now."""
 
     cluster: Cluster
 
@@ -40,10 +40,11 @@ class Router:
         """Not looked at."""
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        """To host memory or back. Who does not look at it goes on counting them."""
+        """Called when blocks move to host memory (`down`) or back; a policy that ignores it still counts them as
+        cached."""
 
     def tick_s(self) -> float | None:
-        """Seconds after which `tick` wants to be called; None: not now."""
+        """Return the seconds after which `tick` should be called; None: not now."""
         return None
 
     def tick(self, now: float) -> list[tuple[int, int]]:
@@ -52,51 +53,53 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """One setting of the grid."""
+    """Workers, caches and arrival rate of one simulated run."""
 
     worker_count: int
     cache_blocks: int | None
-    """Of each worker; None: infinite."""
+    """Cache blocks of each worker; None: infinite."""
     speed: float
-    """Multiple of the trace's own arrival rate."""
+    """Arrival rate as a multiple of the trace's own."""
     step_times: StepTimes
     event_delay_s: float = 0.02
     has_shared_cache: bool = False
-    """The bounds: one cache of the summed size for all."""
+    """Whether all workers share one cache of the summed size, which bounds what a policy can reach."""
     slowdown_by_worker: dict[int, float] = field(default_factory=dict)
-    """worker -> how many times slower than `service`."""
+    """Factor by which a worker is slower than `step_times`, by worker."""
     per_worker: Sequence[tuple[StepTimes, int | None]] = ()
-    """Step times and cache blocks of every worker, where they differ; in place of `service` and `cache_blocks`."""
+    """Step times and cache blocks of each worker, where they differ; they replace `step_times` and `cache_blocks`."""
     limits: EngineLimits = field(default_factory=EngineLimits)
     host_memory_ratio: float = 0.0
-    """Times as much under each worker's cache, and under the one that a bound shares."""
+    """Host memory under each worker's cache, as a multiple of the cache."""
 
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What came of every request, by its place in the workload."""
+    """Results of a run, by the index of the request in the workload."""
 
     arrived_s_by_request: dict[int, float] = field(default_factory=dict)
-    """On the run's clock."""
+    """Arrival times, on the run's clock."""
     ttft_s_by_request: dict[int, float] = field(default_factory=dict)
     e2e_s_by_request: dict[int, float] = field(default_factory=dict)
     hit_tokens_by_request: dict[int, int] = field(default_factory=dict)
     worker_by_request: dict[int, int] = field(default_factory=dict)
     prefilled_tokens_by_worker: list[int] = field(default_factory=list)
-    """Tokens prefilled by each worker."""
+    """Prefilled tokens of each worker."""
     slot_wait_count: int = 0
-    """Requests that waited for a seat."""
+    """Requests that waited for a free sequence slot."""
     avoidable_slot_wait_count: int = 0
-    """Requests that waited for a seat for longer than it takes to compute what another worker, which had one when they
-    were sent, lacks of their prefix."""
+    """Requests that waited longer for a slot than another worker would have taken.
+
+    That worker had a free slot when the request was sent, and would have had to compute the rest of its prefix.
+    """
     preemption_count: int = 0
     end_s: float = 0.0
     is_overloaded: bool = False
-    """Cut off because waiting grew without bound."""
+    """Whether the run was cut off because waiting grew without bound."""
 
 
 class Cluster:
-    """One run. `arrivals` orders open-loop requests; closed-loop ones follow the answer before them."""
+    """One simulated run. Open-loop requests come at their times; closed-loop ones follow the answer before them."""
 
     def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
         self.config = config
@@ -137,16 +140,16 @@ class Cluster:
             router.attach(self)
 
     def get_cache_blocks(self, worker_number: int) -> int | None:
-        """Of a worker; None: infinite."""
+        """Return the cache blocks of a worker; None: infinite."""
         return self.config.per_worker[worker_number][1] if self.config.per_worker else self.config.cache_blocks
 
     def schedule(self, time_s: float, action: Callable[[], None]) -> None:
-        """Schedule; at equal times in the order of scheduling."""
+        """Call `action` at a time of the run; at equal times in the order of scheduling."""
         self._schedule_count += 1
         heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
-        """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
+        """Run until every request was answered. `ttft_limit_s` ends a run in which requests wait absurdly long."""
         for time_s, request in self.workload.iter_arrivals(self.config.speed):
             self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
@@ -184,7 +187,7 @@ class Cluster:
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
     def _notify_router(self, request_index: int, notify: Callable[[Router], list[tuple[int, int]]]) -> None:
-        """The router of this request."""
+        """Call the router of a request and forward what it returns."""
         router_index = request_index % len(self.routers)
         self._forward(notify(self.routers[router_index]))
         self._schedule_tick(router_index)

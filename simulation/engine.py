@@ -1,12 +1,14 @@
-"""The simulated engine: a step loop (simulation/steps.py says what a step takes) and a block cache with leaf-first LRU.
+"""Simulated engine: a step loop (simulation/steps.py has its times) and a block cache with leaf-first LRU.
 
-Chunks are filled up to the step's token budget, decoding requests take one token of it each: first come first served,
-or of who has the least left first, as our engine does. There what came later counts a tenth of what was
-computed meanwhile more, or could have been where somebody waited for a seat: once ten times the length of a prompt was,
-nobody who comes goes before it.
-Pages are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
-preempted where there are none left: it gives up its pages and begins again, with what it had said as prompt. Stretches
-without prefill are jumped over in closed form, so the cost of a run grows with requests, not with tokens.
+A step's token budget is filled with one token for each decoding request, then with chunks of prefill: first come first
+served, or the prompt with the least left first, as our engine does. There, prompt tokens computed since a request came
+count a tenth against newer requests (also tokens that could have been computed while a request waited for a slot): once
+ten times the length of a prompt was computed, no newer request goes before it.
+
+Blocks are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
+preempted when there are none left: it gives up its blocks and begins again, with its generated tokens as part of the
+prompt. Stretches without prefill are jumped over in closed form, so the cost of a run grows with requests, not with
+tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
 AGEING = 0.1
-"""Of a prompt token computed before a request came, in what it has left; the engine's figure."""
+"""Weight of a prompt token computed before a request came, in the order of waiting prompts; the engine's figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine has besides time."""
+    """Limits of an engine besides its step times."""
 
     max_sequences: int = 256
-    """Sequences that run at once (`max_num_seqs`)."""
+    """Most sequences that run at once (`max_num_seqs`)."""
     is_preemptive: bool = False
-    """Pages are taken as tokens come and the youngest sequence is preempted where there are none; else the pages of the
-    whole request are reserved when it begins."""
+    """Whether blocks are taken as tokens come, and the youngest sequence is preempted when there are none.
+
+    Else the blocks of the whole request are reserved when it begins.
+    """
     shortest_first: bool = False
-    """Of the prompts, who has the least left goes first, whether it has begun or not; else who came first."""
+    """Whether the prompt with the fewest tokens left goes first, begun or not; else the one that came first."""
 
 
 class SimCache:
@@ -53,7 +57,7 @@ class SimCache:
         self.host_capacity = host_capacity
         self.host_blocks: OrderedDict[int, None] = OrderedDict()
         self.last_loaded_blocks = 0
-        """Blocks that the last `reserve` moved back."""
+        """Blocks that the last `reserve` moved back from host memory."""
         self.is_shared = is_shared
         self.reference_count_by_block: dict[int, int] = {}
         self.idle_blocks: OrderedDict[int, None] = OrderedDict()
@@ -61,14 +65,14 @@ class SimCache:
         self.on_store: Callable[[list[int], int | None], None] | None = None
         self.on_remove: Callable[[list[int]], None] | None = None
         self.on_move: Callable[[list[int], bool], None] | None = None
-        """Blocks, and whether they go to the host."""
+        """Called with the blocks that moved, and whether they went to the host."""
 
     def is_resident(self, block: int) -> bool:
-        """Whether it is resident, whatever is before it."""
+        """Return whether a block is resident, whatever blocks come before it."""
         return block in self.reference_count_by_block or block in self.idle_blocks or block in self.host_blocks
 
     def count_cached_prefix(self, block_ids: list[int], max_blocks: int) -> int:
-        """Blocks of the longest resident prefix, at most `max_blocks`."""
+        """Count the blocks of the longest resident prefix, at most `max_blocks`."""
         reference_counts, idle_blocks, host_blocks = self.reference_count_by_block, self.idle_blocks, self.host_blocks
         matching_blocks = 0
         for block in block_ids:
@@ -80,7 +84,7 @@ class SimCache:
         return matching_blocks
 
     def compute_usage(self) -> float:
-        """Share of the pages that running requests hold."""
+        """Return the share of the blocks that running requests hold."""
         return (
             0.0 if self.capacity is None else (len(self.reference_count_by_block) + self.unnamed_blocks) / self.capacity
         )
@@ -117,7 +121,7 @@ class SimCache:
         return True
 
     def trim(self) -> None:
-        """Evict what is over the capacity."""
+        """Evict blocks over the capacity."""
         if self.capacity is None:
             return
         excess = min(
@@ -142,8 +146,10 @@ class SimCache:
         loaded_blocks.append(block)
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
-        """Private pages of [start, end) are computed: they get their names. A name that is resident already is
-        shared."""
+        """Give the private blocks [start, end) their names, as they are computed.
+
+        A name that is resident already is shared.
+        """
         new_blocks: list[int] = []
         loaded_blocks: list[int] = []
         for block in block_ids[start_block:end_block]:
@@ -165,7 +171,7 @@ class SimCache:
             self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
 
     def release(self, block_ids: list[int], private_blocks: int) -> None:
-        """A request ended: its references go, deepest first, so that leaves are the older."""
+        """Release the references of a request that ended, deepest first, so that leaves are the older."""
         reference_counts = self.reference_count_by_block
         for block in reversed(block_ids):
             reference_counts[block] -= 1
@@ -177,32 +183,34 @@ class SimCache:
 
 @dataclass(slots=True)
 class SimSequence:
-    """A request inside an engine."""
+    """State of a request inside an engine."""
 
     request: SimRequest
     routed_at_s: float
     prefill_tokens: int = 0
-    """Tokens to prefill: the prompt, and what was generated before a preemption."""
+    """Tokens to prefill: the prompt, and tokens generated before a preemption."""
     remaining_tokens: int = 0
-    """Tokens to generate after them."""
+    """Tokens to generate after the prefill."""
     computed_tokens: int = 0
-    """Of `length`; while it waits, what the cache had of it when it came."""
+    """Computed tokens of the prefill; while the request waits, the cached ones when it came."""
     computed_before_arrival: int = 0
-    """Prompt tokens that the engine had computed by then, or could have."""
+    """Prompt tokens that the engine had computed when the request came, or could have."""
     hit_blocks: int = 0
     registered_blocks: int = 0
     reserved_blocks: int = 0
     blocks_to_load: int = 0
-    """Blocks that its next step brings back from host memory."""
+    """Blocks that the next step brings back from host memory."""
     admission_order: int = 0
-    """Order of admission."""
+    """Number of the admission, in order."""
     finish_step: int = 0
     is_prefilled: bool = False
     has_first_token: bool = False
-    """Its first token was seen."""
+    """Whether the first token was seen."""
     best_alternative_s: float | None = None
-    """Where no seat was free when it was sent: the least that a worker which had one would have had to compute for it;
-    None where there was a seat, or none anywhere."""
+    """Least seconds of prefill at a worker with a free slot, where this one had none when the request was sent.
+
+    None where there was a free slot, or none anywhere.
+    """
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.request.prompt_tokens
@@ -210,20 +218,20 @@ class SimSequence:
 
     @property
     def queue_key(self) -> float:
-        """The lowest goes first, where that is the order."""
+        """Key by which waiting prompts are ordered, lowest first."""
         return self.prefill_tokens - self.computed_tokens + AGEING * self.computed_before_arrival
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a finished step (or stretch of decode steps) produced."""
+    """Sequences that a finished step (or stretch of decode steps) brought to a first token or an end."""
 
     first_token_sequences: list[SimSequence] = field(default_factory=list)
     finished_sequences: list[SimSequence] = field(default_factory=list)
 
 
 class SimWorker:
-    """One engine. The cluster calls `submit`, and `advance` at `wake_s`; both may move `wake_s`."""
+    """One simulated engine. The cluster calls `submit`, and `advance` at `wake_s`; both may move `wake_s`."""
 
     def __init__(
         self, number: int, step_times: StepTimes, cache: SimCache, limits: EngineLimits, block_size: int
@@ -236,24 +244,24 @@ class SimWorker:
         self.waiting_sequences: deque[SimSequence] = deque()
         self.prefilling_sequences: list[SimSequence] = []
         self.decoding_heap: list[tuple[int, int, SimSequence]] = []
-        """Heap of (step at whose end it finishes, tie, sequence)."""
+        """Heap of (last step, admission number, sequence)."""
         self.decoding_context_tokens = 0
         self.step_count = 0
         self.wake_s: float | None = None
         self._chunks: list[tuple[SimSequence, int]] = []
         self._decode_run: tuple[float, int] | None = None
-        """(start time, steps planned) of a run of decode-only steps; `decode_context` is that of its start."""
+        """Start and planned steps of a run of decode-only steps; `decoding_context_tokens` is that of its start."""
         self._admission_count = 0
         self._generated_blocks = 0
-        """Pages that running sequences took since they began, counted in the `unnamed_blocks` of the cache."""
+        """Blocks that running sequences took since they began, counted in the cache's `unnamed_blocks`."""
         self._generated_tokens = 0
-        """Tokens that running sequences have said since they began."""
+        """Tokens that running sequences have generated since they began."""
         self._last_slot_wait_s = -1.0
-        """When a request last had to wait for a seat."""
+        """Time at which a request last had to wait for a slot."""
         self._prefill_capacity_used = 0
-        """What steps have computed of prompts, or could have where somebody waited for a seat."""
+        """Prompt tokens that steps have computed, or could have computed while a request waited for a slot."""
         self._unused_prefill_tokens = 0
-        """What each step of the stretch could have computed for those who wait for a seat."""
+        """Prompt tokens that each step of the decode run could have computed for requests that wait for a slot."""
         self.prefilled_tokens = 0
         self.slot_wait_count = 0
         self.avoidable_slot_wait_count = 0
@@ -265,11 +273,11 @@ class SimWorker:
 
     @property
     def occupied_slot_count(self) -> int:
-        """Seats that are taken, or will be by who waits."""
+        """Slots that are taken, or will be by waiting requests."""
         return self.running_sequence_count + len(self.waiting_sequences)
 
     def compute_missing_prefill_s(self, sequence: SimSequence) -> float:
-        """What of the prompt neither the cache has nor a request that is here already brings, in seconds."""
+        """Return the seconds to prefill what neither the cache nor another request here brings."""
         block_ids, max_blocks = sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
         matching_blocks = self.cache.count_cached_prefix(block_ids, max_blocks)
         for other_sequence in itertools.chain(self.prefilling_sequences, self.waiting_sequences):
@@ -284,7 +292,7 @@ class SimWorker:
         )
 
     def submit(self, sequence: SimSequence, now: float) -> None:
-        """A request arrives."""
+        """Enqueue a request that arrives."""
         sequence.computed_before_arrival = self._prefill_capacity_used
         if self._decode_run is not None and self._unused_prefill_tokens:
             sequence.computed_before_arrival += self._unused_prefill_tokens * self._count_started_steps(now)
@@ -295,7 +303,7 @@ class SimWorker:
             self._cut_decode_run(now)
 
     def advance(self, now: float) -> StepResult:
-        """`wake_s` has come: end the step, begin the next."""
+        """End the step that ends at `wake_s`, and begin the next."""
         step_result = StepResult()
         finished_steps = 1
         if self._decode_run is not None:
@@ -317,7 +325,7 @@ class SimWorker:
         return step_result
 
     def list_generated_tokens(self, now: float) -> list[tuple[SimSequence, int]]:
-        """What every decoding request has said so far."""
+        """List the decoding sequences with the tokens generated so far."""
         step_count = self.step_count
         if self._decode_run is not None:
             start_s, planned_steps = self._decode_run
@@ -395,7 +403,7 @@ class SimWorker:
             self.wake_s = None
 
     def _admit_waiting(self, token_budget: int, now: float, max_queue_key: float = math.inf) -> int:
-        """Begin those who wait, while there is room and their turn is earlier; what is left of the budget."""
+        """Begin waiting requests while there is room and their turn is earlier; return the rest of the budget."""
         while token_budget > 0 and self.waiting_sequences and self.waiting_sequences[0].queue_key < max_queue_key:
             sequence = self.waiting_sequences[0]
             if self.running_sequence_count >= self.limits.max_sequences:
@@ -420,7 +428,7 @@ class SimWorker:
         return token_budget
 
     def _cut_decode_run(self, now: float) -> None:
-        """A request arrived during decode-only steps: it joins at the end of the step that is running."""
+        """Cut a run of decode-only steps: a new request joins at the end of the running step."""
         assert self._decode_run is not None
         start_s, _ = self._decode_run
         started_steps = self._count_started_steps(now)
@@ -434,7 +442,7 @@ class SimWorker:
         )
 
     def _count_started_steps(self, now: float) -> int:
-        """Of the stretch."""
+        """Count the steps of the decode run that have started."""
         assert self._decode_run is not None
         start_s, planned_steps = self._decode_run
         return min(
@@ -502,7 +510,7 @@ class SimWorker:
             self._finish(sequence, step_result)
 
     def _stop_decoding(self, sequence: SimSequence, generated_tokens: int) -> None:
-        """A sequence that has said so many tokens since it began decodes no longer."""
+        """Take a sequence with this many generated tokens out of the decoding ones."""
         self.decoding_context_tokens -= sequence.prefill_tokens + generated_tokens
         self._generated_tokens -= generated_tokens
         if self.limits.is_preemptive:
@@ -520,7 +528,7 @@ class SimWorker:
 
     # Memory that grows -------------------------------------------------------------------------------------------
     def _count_free_blocks(self) -> int:
-        """Pages that running sequences can still take."""
+        """Count the blocks that running sequences can still take."""
         cache = self.cache
         assert cache.capacity is not None
         return cache.capacity - len(cache.reference_count_by_block) - cache.unnamed_blocks
@@ -530,7 +538,7 @@ class SimWorker:
         self._generated_blocks = block_count
 
     def _count_generated_blocks(self) -> None:
-        """Count the pages of what was said; preempt the youngest while the next step has none."""
+        """Count the blocks of generated tokens; preempt the youngest while the next step has none."""
         self._set_generated_blocks(self._generated_tokens // self.block_size)
         if self.cache.capacity is None:
             return

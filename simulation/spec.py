@@ -1,4 +1,4 @@
-"""What is simulated: step times, the cache's size and the answers, from JSON, a file, or `GPU:MODEL`.
+"""Simulation spec: step times, cache size and answers, from JSON, a file, or `GPU:MODEL`.
 
 A preset is arithmetic on published numbers, not a measurement: weights and KV are read at 80 % of a GPU's bandwidth,
 products are made at 50 % of its dense bf16 rate. `benchmarks/step_times.py` learns a spec from a real engine.
@@ -21,25 +21,25 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 
 MAX_TEXT_CHARS = 4096
-"""Characters of a scripted answer: the grammar of a much longer one is too slow to follow."""
+"""Longest scripted answer in characters: the grammar of a much longer one is too slow to follow."""
 
 BANDWIDTH_SHARE, COMPUTE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.9
 STEP_OVERHEAD_S = 1e-3
-"""Of a step, besides the device's work: scheduling, launching, sampling."""
+"""Seconds of a step besides the device's work: scheduling, launching, sampling."""
 SEQUENCE_OVERHEAD_S = 10e-6
-"""Of each sequence in it."""
+"""Seconds of each sequence in a step, besides the device's work."""
 
 
 FIRST_TOOL = "*"
 
 
 class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said at a turn of the conversation: a call, a text, or without both words without meaning."""
+    """Answer at one turn of the conversation: a call, a text, or without both words without meaning."""
 
     call: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """The tool; FIRST_TOOL: the first one of the request."""
+    """Name of the called tool; FIRST_TOOL: the first one of the request."""
     arguments: dict[str, Json] | None = None
-    """None: some that the tool's schema allows."""
+    """Arguments of the call; None: some that the tool's schema allows."""
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)] | None = None
 
     def __post_init__(self) -> None:
@@ -50,11 +50,11 @@ class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 CALL_ONE_TOOL_TURNS = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
-"""What `"script": "tools"` stands for."""
+"""Turns that `"script": "tools"` stands for."""
 
 
 class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of SPEC; docs/simulation.md has their meaning."""
+    """Fields of SPEC; docs/simulation.md has their meaning."""
 
     prefill_s_per_token: Seconds
     quadratic_tokens: Annotated[float, Meta(gt=0.0)] = 1e9
@@ -62,30 +62,33 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decode_request_s: Seconds = 0.0
     decode_context_s: Seconds = 0.0
     kv_tokens: Count
-    """Tokens that the cache holds, unless --num-gpu-blocks-override says."""
+    """Tokens that the cache holds, unless --num-gpu-blocks-override is given."""
     kv_bytes_per_token: Count | None = None
-    """Of KV; needed for --host-cache-memory."""
+    """Bytes of KV of one token; needed for --host-cache-memory."""
     host_gb_s: Annotated[float, Meta(gt=0.0, le=1e6)] = 25.0
-    """1e9 bytes a second that come back from host memory."""
+    """Rate at which KV comes back from host memory, in 1e9 bytes a second."""
     max_model_len: Count = 131_072
-    """Unless --max-model-len says."""
+    """Longest context, unless --max-model-len is given."""
     answer_tokens: Count | None = None
     """Length of an answer, its end token included; None: as long as the request allows."""
     script: str | Annotated[tuple[ScriptTurn, ...], Meta(min_length=1, max_length=1024)] | None = None
-    """A text file with an answer a line; the prompt picks one. Or turns: the conversation picks one. "tools":
-    CALL_ONCE. None: words without meaning."""
+    """Scripted answers; None: words without meaning.
+
+    Either a text file with an answer a line, of which the prompt picks one, or turns, of which the conversation picks
+    one, or "tools", which stands for CALL_ONE_TOOL_TURNS.
+    """
     source: str = "given"
-    """Where the numbers are from."""
+    """Origin of the numbers."""
 
     @property
     def script_turns(self) -> tuple[ScriptTurn, ...]:
-        """Of a script by turn; empty without one."""
+        """Turns of a script by turn; empty without one."""
         if self.script == "tools":
             return CALL_ONE_TOOL_TURNS
         return self.script if isinstance(self.script, tuple) else ()
 
     def make_step_times(self, step_tokens: int, time_scale: float) -> StepTimes:
-        """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""
+        """Return the times of steps of at most `step_tokens` tokens; `time_scale` multiplies all of them."""
         field_names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
         load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
         value_by_field = {name: getattr(self, name) for name in field_names}
@@ -103,7 +106,7 @@ class ModelPreset(NamedTuple):
     parameter_count: float
     num_layers: int
     attention_width: int
-    """Query heads times head size."""
+    """Width of attention: query heads times head size."""
     kv_bytes_per_token: int
     max_model_len: int
 
@@ -126,7 +129,7 @@ PRESET_NAMES = tuple(f"{gpu}:{model}" for gpu in GPU_BY_NAME for model in MODEL_
 
 
 def read_spec(spec_text: str) -> SimulationSpec:
-    """SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
+    """Read SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
     gpu_name, _, model_name = spec_text.partition(":")
     if gpu_name in GPU_BY_NAME and model_name in MODEL_BY_NAME:
         return _make_preset_spec(gpu_name, model_name)

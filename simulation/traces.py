@@ -1,8 +1,8 @@
-"""Traces as lists of requests: readers of the two public formats, sampling, load scaling, block bookkeeping.
+"""Request traces: readers of the two public formats, sampling, load scaling, block bookkeeping.
 
-Everything counts in trace blocks of `BLOCK` tokens. A block id names a whole prefix (ids are unique to what came
-before), as in the traces. Output blocks become known when a later request continues its predecessor: they are assigned
-here, once, so that every policy sees the same.
+Everything counts in trace blocks of `TRACE_BLOCK_SIZE` tokens. A block id names a whole prefix (ids are unique to the
+tokens before), as in the traces. Output blocks become known when a later request continues its predecessor: they are
+assigned here, once, so that every policy sees the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulation.workload import TRACE_BLOCK_SIZE, SimRequest, Workload
 
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
-    """Read either format, by its first line. Raises ValueError naming what is missing."""
+    """Read a trace in either format, told by its first line. Raises ValueError naming what is missing."""
     open_trace = gzip.open if path.suffix == ".gz" else open
     with open_trace(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines if line.strip()]
@@ -34,7 +34,7 @@ def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
 
 
 def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Workload:
-    """`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks."""
+    """Read Mooncake's format: `timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks."""
     requests = []
     for i, record in enumerate(records[:limit]):
         requests.append(
@@ -62,8 +62,11 @@ def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) 
 
 
 def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
-    """Agent sessions, closed loop: the next request follows the answer after the think time, cut to 60 s. Cut to 60
-    requests of at most 131,072 tokens a session; sessions start at random, one second apart on average at speed 1."""
+    """Read agent sessions, closed loop: a request follows the answer before it after the think time, at most 60 s.
+
+    Cut to 60 requests of at most 131,072 tokens a session; sessions start at random, one second apart on average at
+    speed 1.
+    """
     rng = random.Random(seed)
     session_order = list(range(len(records)))
     rng.shuffle(session_order)
@@ -102,8 +105,10 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
 
 
 def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Workload:
-    """A tool-use stand-in: 40 tools with long, shared, skewed prompts, each followed by a short unique question and
-    one or two follow-up turns; open loop, Poisson."""
+    """Generate tool use: 40 tools with long, shared, skewed prompts, open loop, Poisson.
+
+    Each prompt is followed by a short unique question and one or two follow-up turns.
+    """
     rng = random.Random(seed)
     next_id = 1
     block_ids_by_tool = []
@@ -173,24 +178,24 @@ def link_requests(workload: Workload) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Questions under system prompts that many share."""
+    """Sizes and rate of questions under shared system prompts."""
 
     system_prompt_count: int = 1
-    """System prompts, all asked equally often."""
+    """Number of system prompts, all asked equally often."""
     system_tokens: int = 1000
     question_tokens: int = 50
     output_tokens: int = 1000
     """Mean length of an answer; lengths are exponential."""
     requests_per_s: float = 20.0
-    """Requests a second."""
+    """Arrival rate after the sequential requests."""
     sequential_request_count: int = 0
-    """So many of them first, one after the other: each begins when the last has ended."""
+    """Number of requests at the start that come one after the other, each when the last has ended."""
     request_count: int = 6000
     block_size: int = 32
 
 
 def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
-    """Poisson arrivals, after the sequential ones if there are any."""
+    """Generate chats with Poisson arrivals, after the sequential ones if there are any."""
     rng = random.Random(seed)
     shared_blocks = shape.system_tokens // shape.block_size
     prompt_tokens = shape.system_tokens + shape.question_tokens

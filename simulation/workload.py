@@ -1,6 +1,6 @@
-"""Requests as a simulation plays them: which blocks each has, when it comes, how long its answer is. Pure values.
+"""Simulated requests: their blocks, arrival times and answer lengths. Pure values.
 
-A block id names a whole prefix (ids are unique to what came before). Output blocks become known when a later request
+A block id names a whole prefix (ids are unique to the tokens before). Output blocks become known when a later request
 continues its predecessor: they are assigned once, so that every placement sees the same.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TRACE_BLOCK_SIZE = 512
-"""Tokens of a simulated cache block of a trace: Mooncake's; 64-token traces are coarsened to it exactly, by every
+"""Tokens of a simulated cache block of a trace: Mooncake's. Traces of 64-token blocks are coarsened exactly, by every
 eighth id."""
 
 
 @dataclass(slots=True)
 class SimRequest:
-    """One request of a trace. `ids` has one id a block of the prompt, a partial last one included."""
+    """Request of a trace. `block_ids` has one id for each block of the prompt, a partial last one included."""
 
     index: int
     session: int
@@ -25,11 +25,12 @@ class SimRequest:
     output_tokens: int
     block_ids: list[int]
     previous_index: int | None = None
-    """Closed loop: sent `arrival_s` seconds (think time) after request `after` was answered."""
+    """Index of the request that this one follows, `arrival_s` seconds (think time) after its answer; None in an open
+    loop."""
     block_size: int = TRACE_BLOCK_SIZE
     """Tokens of a block."""
     final_block_ids: list[int] = field(default_factory=list)
-    """The full blocks of prompt and output, as far as a later request shows what the output's are called."""
+    """Full blocks of prompt and output, as far as a later request shows the names of the output's."""
 
     @property
     def full_block_count(self) -> int:
@@ -38,7 +39,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Workload:
-    """A trace, ready to be scaled. `speed` multiplies the arrival rate of what is not closed loop."""
+    """Trace, ready to be scaled. `speed` multiplies the arrival rate of open-loop requests."""
 
     name: str
     requests: list[SimRequest]
@@ -51,7 +52,7 @@ class Workload:
         return self.requests[0].block_size if self.requests else TRACE_BLOCK_SIZE
 
     def iter_arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
-        """(time, request) of everything that does not wait for another."""
+        """Yield (time, request) of each request that waits for no other."""
         for request in self.requests:
             if request.previous_index is None:
                 yield request.arrival_s / speed, request
