@@ -1,4 +1,4 @@
-"""Which backend runs on a device. The packages that a backend stands on are imported when it is chosen."""
+"""Choice of the backend for a device. The packages of a backend are imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from kernels.cpu.packed import HAS_NATIVE
 from kernels.interface import Kernels
 
 BACKENDS = ("auto", "triton", "flash-attn", "torch", "cpu", "reference")
-"""What `select` knows. `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` is
-`triton` with the attention of prompts from FlashAttention, version 3 where it is installed, else 2."""
+"""Backends that `select_kernels` knows.
+
+`torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` is `triton` with the attention of
+prompts from FlashAttention, version 3 where it is installed, else 2.
+"""
 
 HOPPER_MAJOR = 9
-"""FlashAttention-3 is made for this generation."""
+"""Compute capability of the generation that FlashAttention-3 is made for."""
 
 INSTALL_HINT = "in a checkout: `BLOCKCAST_KERNELS=ON pip install --force-reinstall --no-deps .`"
 log = logging.getLogger(__name__)
 
 
 def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
-    """The kernels for a device. `auto` takes the fastest that runs there and is installed: on CUDA `flash-attn` or
-    `triton`, on a CPU `cpu`.
+    """Return the kernels for a device.
 
-    Raises ValueError for a backend that is unknown, cannot run on the device, or is not installed.
+    `auto` takes the fastest that runs there and is installed: on CUDA `flash-attn` or `triton`, on a CPU `cpu`. Raises
+    ValueError for a backend that is unknown, cannot run on the device, or is not installed.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
@@ -72,6 +75,6 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
 
 
 def _choose_fastest(device: torch.device) -> str:
-    """Of those for CUDA. FlashAttention-3 attends to prompts at about twice the rate of what Triton compiles."""
+    """Return the fastest backend for CUDA. FlashAttention-3 attends to prompts at about twice the rate of Triton."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
     return "flash-attn" if is_hopper and find_spec("flash_attn_interface") is not None else "triton"

@@ -1,7 +1,7 @@
-"""Penalties on tokens that a sequence has already: what is kept of each sequence on the device, and what it does.
+"""Penalties on tokens that a sequence has already: counts kept on the device for each sequence, and their effect.
 
 A row holds the distinct tokens that count, in no order, and for each 2 * (times in the output) + (whether it is in the
-prompt). Tokens of the prompt are there only where somebody wants them. Knows no requests.
+prompt). Tokens of the prompt are there only if a request wants them. Knows no requests.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Of all rows."""
+    """Token counts of all rows."""
 
     token_ids: Tensor
     """[rows, room] int64."""
     count_codes: Tensor
     """[rows, room] int32."""
     used_lengths: Tensor
-    """[rows] int64: how many of each are."""
+    """[rows] int64: entries in use."""
 
 
 @dataclass(slots=True)
 class PenaltyRows:
-    """The rows of a batch that have penalties, and which."""
+    """Rows of a batch that have penalties, and the penalties."""
 
     logits_rows: Tensor | None
-    """[n] int64: where they are among the logits; None: there are no others."""
+    """[n] int64: rows of the logits; None: all rows in order."""
     count_rows: Tensor
-    """[n] int64: where they are among the counts."""
+    """[n] int64: rows of the counts."""
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
@@ -39,7 +39,7 @@ class PenaltyRows:
 
 
 def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-    """Change logits [rows, vocab] fp32 in place. `width`: at least what any of the rows has in use."""
+    """Apply the penalties to logits [rows, vocab] fp32 in place. `width`: at least the entries in use of any row."""
     token_ids, count_codes, _ = _gather_rows(counts, batch, width)
     row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
     old_logits = row_logits.gather(1, token_ids)
@@ -56,7 +56,7 @@ def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int
 
 
 def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-    """A token of each row was drawn: [all rows of the logits]. `width`: at least what is in use after it."""
+    """Count a drawn token of each row, [all rows of the logits]. `width`: at least the entries in use after it."""
     sampled_token = (
         sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows)
     )[:, None]
@@ -72,7 +72,7 @@ def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRow
 
 
 def _gather_rows(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
+    """Gather (token ids, count codes, entries in use) of the rows; unused entries repeat the first one."""
     token_ids = counts.token_ids[:, :width].index_select(0, batch.count_rows)
     count_codes = counts.count_codes[:, :width].index_select(0, batch.count_rows)
     used_lengths = counts.used_lengths.index_select(0, batch.count_rows)[:, None]

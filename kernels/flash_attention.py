@@ -2,7 +2,7 @@
 
 The package is optional and imported when the backend is made. Nothing is copied for FlashAttention-3: `pages` shows it
 the pool as pages that begin at every token row, so that our block tables, which hold such rows, are its page tables.
-FlashAttention-2, whose pages have 256 tokens at least, is given a copy of the context. Decoding stays with Triton,
+FlashAttention-2 takes pages of 256 tokens at least and is given a copy of the context. Decoding stays with Triton,
 whose launches are recorded; so do tensors and blocks that the package does not take.
 """
 
@@ -25,13 +25,13 @@ from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan
 
 MAX_BLOCK_SIZE = 32
-"""Tokens of a block. FlashAttention-3 may load larger ones whole: what lies past a context would be multiplied."""
+"""Largest block size: FlashAttention-3 may load larger blocks whole and multiply what lies past a context."""
 MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """The sequences of a batch that have more than one query."""
+    """Sequences of a batch that have more than one query."""
 
     first_token: int
     query_starts: Tensor
@@ -47,12 +47,12 @@ class PromptBatch:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """(tokens before, after) that a token sees besides itself, as FlashAttention is told; -1: all."""
+        """Tokens before and after that a token sees besides itself, as FlashAttention takes them; -1: all."""
         return (-1, -1) if self.window is None else (self.window - 1, 0)
 
 
 class PromptAttention(Protocol):
-    """Causal attention of prompts whose K and V are stored already."""
+    """Causal attention of prompts after their K and V are stored."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         """q: [tokens of the prompts, heads, dim]; returns the same shape."""
@@ -60,7 +60,8 @@ class PromptAttention(Protocol):
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer: [rows, block_size, kv_heads, dim] each, where page r begins at row r of layer 0."""
+    """View K and V of a layer as overlapping pages: [rows, block_size, kv_heads, dim] each, where page r begins at row
+    r of layer 0."""
     elems_per_row, layer_offset = kv.elems_per_row, layer * kv.rows_per_layer
     page_count = kv.buffer.numel() // elems_per_row - layer_offset - 2 * kv.block_size + 1
     shape = (page_count, kv.block_size, kv.num_kv_heads, kv.head_dim)
@@ -99,7 +100,7 @@ class FlashAttention3:
 
 @dataclass(frozen=True, slots=True)
 class GatheredContext:
-    """The contexts of prompts, one behind the other."""
+    """Contexts of prompts, one after another."""
 
     prompts: PromptBatch
     token_rows: Tensor
@@ -116,7 +117,7 @@ class FlashAttention2:
         self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
         self._context_by_group: dict[int, GatheredContext] = {}
-        """By group: of the last step."""
+        """Gathered context of the last step, by group."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         context = self._context_by_group.get(id(kv))
@@ -156,7 +157,7 @@ class FlashAttention2:
 
 
 def make_prompt_attention(device: torch.device) -> PromptAttention:
-    """FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
+    """Return FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
     try:
         return FlashAttention3()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a backend of kernels offers, and the shapes it works on: one ragged batch over strided views of the unit pool.
+"""Interface of the kernel backends: operations on one ragged batch over strided views of the unit pool.
 
 Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
 scheduler. There is no global context: everything a kernel reads is an argument, and what a backend wants to know about
@@ -49,7 +49,7 @@ class PagedKV:
 
     @property
     def elems_per_row(self) -> int:
-        """Elements of one token's K (or V) in one layer."""
+        """Number of elements of one token's K (or V) in one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -62,11 +62,11 @@ class PagedKV:
         return 2 * self.block_size
 
     def view_rows(self) -> Tensor:
-        """The whole buffer as token rows: [rows, kv_heads * dim]."""
+        """View the whole buffer as token rows: [rows, kv_heads * dim]."""
         return self.buffer.view(-1, self.elems_per_row)
 
     def view_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Strided K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each."""
+        """View K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each, strided."""
         unit_count = self.buffer.numel() // self.elems_per_unit
         shape = (unit_count, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
         strides = (self.elems_per_unit, self.elems_per_block, self.elems_per_row, self.head_dim, 1)
@@ -76,7 +76,7 @@ class PagedKV:
         return k, v
 
     def compute_block_rows(self, blocks: IntArray) -> IntArray:
-        """Row of the first token of each block (layer 0, K), for any shape of `blocks`."""
+        """Return the row of the first token of each block (layer 0, K), for any shape of `blocks`."""
         unit_rows, block_rows = self.elems_per_unit // self.elems_per_row, self.elems_per_block // self.elems_per_row
         if self.blocks_per_unit == 1:
             return blocks * unit_rows
@@ -85,7 +85,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """A step's batch: the queries of all sequences in a row, on the host. Sequences with one query come first."""
+    """Queries of all sequences of a step in a row, on the host. Sequences with one query come first."""
 
     query_starts: IntArray
     """[sequences + 1]: the queries of sequence i are the tokens [query_starts[i], query_starts[i + 1])."""
@@ -98,7 +98,8 @@ class RaggedBatch:
 
     @staticmethod
     def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
-        """The batch whose sequence i computes the positions [starts[i], ends[i]); one-query sequences must lead."""
+        """Make the batch in which sequence i computes the positions [starts[i], ends[i]); one-query sequences must
+        lead."""
         first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
         query_counts = end_positions - first_positions
         query_starts = np.zeros(len(starts) + 1, np.int64)
@@ -116,13 +117,13 @@ class RaggedBatch:
         return int(self.query_starts[-1])
 
     def compute_sequence_indices(self) -> IntArray:
-        """[tokens]: index of the sequence each query belongs to."""
+        """Return [tokens]: index of the sequence of each query."""
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Where the recurrent states of a step's sequences are, by unit of the pool."""
+    """Units of the pool that hold the recurrent states of a step's sequences."""
 
     batch: RaggedBatch
     decode_units: Tensor
@@ -132,7 +133,7 @@ class StatePlan:
 
     @staticmethod
     def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
-        """`units`: [sequences], the state unit of each."""
+        """Make the plan of a batch. `units`: [sequences], the state unit of each."""
         decode_count = batch.decode_count
         starts = batch.query_starts.tolist()
         prompt_indices = range(decode_count, len(units))
@@ -141,7 +142,7 @@ class StatePlan:
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
+    """Return the dtype of sums: fp64 stays, everything else becomes fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -159,7 +160,7 @@ class DeviceBlockTable:
 
     @staticmethod
     def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
-        """Of one step's tables, [sequences, blocks]; what is no block of the pool becomes one."""
+        """Upload one step's tables, [sequences, blocks]; entries outside the pool become some block of it."""
         block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
         host_blocks = np.clip(block_table, 0, block_count - 1)
         (block_start_rows,) = upload([kv.compute_block_rows(host_blocks).T], device)
@@ -168,11 +169,11 @@ class DeviceBlockTable:
         )
 
     def count_blocks(self, batch: RaggedBatch, kv: PagedKV) -> int:
-        """Blocks of the longest context."""
+        """Return the blocks of the longest context."""
         return -(-int(batch.context_lens.max()) // kv.block_size)
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """[tokens]: the row where the K of each query goes in layer 0."""
+        """Return [tokens]: the row for the K of each query in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
         is_decode = batch.decode_count == len(batch.context_lens)
         rows = self.sequence_rows if is_decode else self.sequence_rows[batch.compute_sequence_indices()]
@@ -180,13 +181,13 @@ class DeviceBlockTable:
 
 
 class Kernels(Protocol):
-    """The operations of a step. All tensors are on the backend's device; `tokens` is the ragged batch's axis."""
+    """Operations of a step. All tensors are on the backend's device; `tokens` is the ragged batch's axis."""
 
     name: str
     device: torch.device
 
     def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
-        """What `attention` needs to know of this batch, once a step for each group and window.
+        """Plan the attention of this batch, once a step for each group and window.
 
         `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
         ignored. `window`: a query sees the last `window` positions, its own included; None sees all.
@@ -237,7 +238,7 @@ class Kernels(Protocol):
         ...
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
+        """Return the weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
 
         x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
         weights: [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
@@ -257,7 +258,7 @@ class Kernels(Protocol):
         ...
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
-        """What the recurrent operations need to know of this batch, once a step. `units`: [sequences]."""
+        """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
         ...
 
     def causal_conv(
@@ -293,7 +294,8 @@ class Kernels(Protocol):
         ...
 
     def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
-        """A token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. [rows] int64."""
+        """Draw a token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. Returns [rows]
+        int64."""
         ...
 
     def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
@@ -301,36 +303,36 @@ class Kernels(Protocol):
         ...
 
     def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        """Take into the counts the sampled tokens, as `kernels.counts` says. sampled_tokens: [rows] int64."""
+        """Count the sampled tokens, as `kernels.counts` says. sampled_tokens: [rows] int64."""
         ...
 
 
 @runtime_checkable
 class FixedPlanKernels(Protocol):
-    """What a backend offers besides: tables that stay on the device, and plans of fixed shape, refilled in place, so
-    that a decode step can be recorded.
+    """Optional operations: tables that stay on the device, and plans of fixed shape, refilled in place.
 
-    A new fixed plan holds only padding: sequences without context, slot or state, which change nothing.
+    With these a decode step can be recorded. A new fixed plan holds only padding: sequences without context, slot or
+    state, which change nothing.
     """
 
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> Any:
-        """As `plan_attention`."""
+        """Plan the attention of this batch as `plan_attention` does, from a table on the device."""
         ...
 
     def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
-        """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
+        """Make a plan for `attention` of up to `sequences` decoding sequences of up to `blocks` blocks."""
         ...
 
     def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
-        """Make it the plan of a batch of decoding sequences, the rest padding. The host does not wait."""
+        """Write a batch of decoding sequences into a fixed plan, the rest padding. The host does not wait."""
         ...
 
     def make_fixed_state_plan(self, sequences: int) -> Any:
-        """A plan for the recurrent operations of up to so many decoding sequences."""
+        """Make a plan for the recurrent operations of up to `sequences` decoding sequences."""
         ...
 
     def refill_state_plan(self, plan: Any, units: IntArray) -> None:
-        """Make it the plan of sequences with their states in `units`, the rest padding."""
+        """Write the state units of sequences into a fixed plan, the rest padding."""
         ...

@@ -1,10 +1,10 @@
-"""Drawing a token from each row of logits: what a draw is, and how it is done in plain torch.
+"""Draws of a token from each row of logits: the definition, and an implementation in plain torch.
 
-Tokens are ordered by falling logit, equal ones by rising id. Kept are, of those whose weight exp(logit / temperature)
-is at least `min_p` of the greatest, the first `top_k`, and of these the fewest whose weights make up `top_p` of theirs.
+Tokens are ordered by falling logit, equal ones by rising id. Kept are, of those with a weight exp(logit / temperature)
+of at least `min_p` of the greatest, the first `top_k`, and of these the fewest whose weights make up `top_p` of theirs.
 The token drawn is the one where the running sum of the kept weights, by id, passes `uniforms` times their sum: one
-uniform number per row, so a row draws the same in whatever company it is computed. NaN counts as -inf; a row of
-nothing else yields token 0. Knows no requests and no seeds.
+uniform number per row, so a row draws the same in any batch. NaN counts as -inf; a row of nothing else yields token 0.
+Knows no requests and no seeds.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 MAX_LOGIT = 3.3895313892515355e38
-"""The largest bf16: what +inf counts as."""
+"""Largest bf16, which +inf counts as."""
 WEIGHTS_PER_SPAN = 512
-"""Weights that are summed up before any running sum is made."""
+"""Weights in a span, which are summed before any running sum is made."""
 MIN_CANDIDATE_COUNT = 256
-"""What is kept of a row is looked for among so many likeliest tokens first."""
+"""Fewest likeliest tokens among which the kept ones are searched first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Rows by how they are drawn; the others are greedy."""
+    """Rows that are drawn at random, by whether tokens are filtered; the other rows are greedy."""
 
     unfiltered_rows: list[int]
     filtered_rows: list[int]
-    """With `top_k` or `top_p`."""
+    """Rows with `top_k` or `top_p`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """How the token of each row is drawn: [rows] each, on the logits' device."""
+    """Settings by which the token of each row is drawn: [rows] each, on the logits' device."""
 
     temperature: Tensor
     """fp32; 0: the likeliest token, whatever the rest says."""
@@ -47,12 +47,12 @@ class DrawSettings:
     uniforms: Tensor
     """fp64 in [0, 1)."""
     random_rows: RandomRows | None = None
-    """What the host knows already, so that `draw` need not ask the device."""
+    """Rows that are drawn at random, where the host knows them: `draw` then does not ask the device."""
     has_masked_logits: bool = False
-    """Whether many logits are -inf: exp takes six times as long for these on a CPU, unless they are seen to."""
+    """Whether many logits are -inf: exp of these takes six times as long on a CPU unless they are clamped."""
 
     def select_rows(self, rows: Tensor | list[int]) -> DrawSettings:
-        """Of some rows: a mask of them, or their indices."""
+        """Return the settings of some rows, given as a mask or as indices."""
         return DrawSettings(
             self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.uniforms[rows],
             has_masked_logits=self.has_masked_logits,
@@ -60,7 +60,8 @@ class DrawSettings:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
-    """The token of each row, [rows] int64. logits: [rows, vocab], left unchanged. The host waits for the device."""
+    """Draw the token of each row, [rows] int64. logits: [rows, vocab], left unchanged. The host waits for the
+    device."""
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
     random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
@@ -90,7 +91,7 @@ def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
 
 
 def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Of each token, relative to the greatest: 0 where it is under `min_p`."""
+    """Return the weight of each token relative to the greatest: 0 where it is under `min_p`."""
     weights = (values - peak[:, None]).div_(settings.temperature[:, None])
     if settings.has_masked_logits:  # what weighs less than 2e-35 weighs nothing
         weights = torch.threshold_(weights.clamp_(min=-80.0).exp_(), 2e-35, 0.0)
@@ -104,7 +105,7 @@ def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Of rows with `top_k` or `top_p`: found among the likeliest tokens, where they are enough."""
+    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens where they are enough."""
     vocab = values.shape[1]
     has_top_k, candidate_ranks = settings.top_k < vocab, torch.arange(vocab, device=values.device)
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
@@ -135,7 +136,8 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Index [rows] where the running sum of the weights [rows, n] passes the share `uniforms` of the whole sum.
+    """Return the index [rows] where the running sum of the weights [rows, n] passes the share `uniforms` of the whole
+    sum.
 
     Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
     """

@@ -1,4 +1,4 @@
-"""Arrays on their way to a device and back, through pinned memory, so that the host does not wait for the copy.
+"""Transfers of arrays to a device and back, through pinned memory, so that the host does not wait for the copy.
 
 Pinned memory comes from torch's caching host allocator, which gives a piece out again only after the copies from it
 have been done: nothing here is reused by hand, so nothing can be overwritten before the device has read it.
@@ -19,7 +19,7 @@ ALIGNED_INTS = 4
 
 
 def copy_to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, of its dtype: a copy that the host does not wait for; on a CPU the array itself."""
+    """Copy an array to the device without waiting; on a CPU return the array itself. The dtype stays."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
@@ -33,7 +33,7 @@ def overwrite(target: Tensor, array: npt.NDArray[Any]) -> None:
 
 
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
+    """Copy arrays as int32 to the device, flat, in one transfer that the host does not wait for."""
     spans, size = [], 0
     for array in arrays:
         spans.append((size, size + array.size))
@@ -47,9 +47,9 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Te
 
 
 def start_copy_to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
-    """Begin to copy them to the host, behind what their device was given until now: what waits for that, as lists.
+    """Begin to copy tensors to the host; return a function that waits for the copy and returns lists.
 
-    What the device is given meanwhile is not waited for.
+    The copy comes after the work that the device has now; work given to the device meanwhile is not waited for.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return lambda: [tensor.tolist() for tensor in tensors]

@@ -126,7 +126,7 @@ def _are_native(*tensors: Tensor) -> bool:
 
 
 def _make_heads_adjacent(x: Tensor) -> Tensor:
-    """x: [tokens, heads, dim], copied unless a token's heads lie one behind the other."""
+    """Return x, [tokens, heads, dim], copied unless the heads of a token are adjacent."""
     dim = x.shape[2]
     return x if x.stride()[1:] == (dim, 1) else x.contiguous()
 

@@ -19,18 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HAS_NATIVE = find_spec("kernels.cpu._native") is not None
-"""Whether this installation has the native operations: a build is asked for them (BLOCKCAST_KERNELS=ON, README.md)."""
+"""Whether this installation has the native operations, which a build makes on request (BLOCKCAST_KERNELS=ON,
+README.md)."""
 if HAS_NATIVE:
     from kernels.cpu import _native
 
 SMALL_MATRIX_ELEMS = 160_000
-"""Matrices of at most so many elements are kept in fp32 as well."""
+"""Largest number of elements of a matrix that is kept in fp32 as well."""
 MAX_SMALL_PRODUCTS = 300_000
-"""Up to so many multiplications fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
+"""Most multiplications for which fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
 
 
 OUTPUTS_PER_PANEL = 64
-"""Outputs that lie together in a native matrix."""
+"""Outputs that are adjacent in a native matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class NativeMatrix:
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
     blocked_weight: Tensor
-    """[outputs, inputs] in oneDNN's layout."""
+    """Weight [outputs, inputs] in oneDNN's layout."""
     fp32_weight: Tensor | None
-    """[outputs, inputs] in fp32, of a small matrix."""
+    """Weight [outputs, inputs] in fp32; None for a large matrix."""
     max_fp32_rows: int
-    """Rows of x up to which `plain` is the faster one."""
+    """Most rows of x for which `fp32_weight` is faster."""
 
 
 PackedMatrix = NativeMatrix | BlockedMatrix
@@ -56,32 +57,34 @@ PackedMatrix = NativeMatrix | BlockedMatrix
 
 @cache
 def has_fast_bf16() -> bool:
-    """Whether this CPU, and this build of torch, multiply bf16 in hardware."""
+    """Return whether this CPU, and this build of torch, multiply bf16 in hardware."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
 def _has_amx() -> bool:
-    """Whether oneDNN multiplies with tiles, several times faster than with vectors."""
+    """Return whether oneDNN multiplies with tiles, several times faster than with vectors."""
     is_tile_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return is_tile_supported is not None and bool(is_tile_supported())
 
 
 def has_bf16_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions that multiply bf16, where that is the dtype: several times its fp32 rate."""
+    """Return whether this CPU has instructions for products of this dtype, if it is bf16: several times its fp32
+    rate."""
     return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
 
 
 def should_use_native_products() -> bool:
-    """Whether `pack_matrix` packs for the native products now: not where oneDNN has hardware and several threads."""
+    """Return whether `pack_matrix` packs for the native products: not where oneDNN has hardware and several threads."""
     if not HAS_NATIVE or not _native.has_products() or _has_amx():
         return False
     return torch.get_num_threads() == 1 or not has_bf16_instructions(torch.bfloat16)
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
-    """[outputs, inputs] packed for `packed_linear`; None where that gains nothing (another dtype, device or CPU)."""
+    """Pack a weight [outputs, inputs] for `multiply_packed`; None where that gains nothing (another dtype, device or
+    CPU)."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     num_outputs, num_inputs = weight.shape
@@ -102,7 +105,7 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
 
 
 def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
+    """Return x @ W^T + bias, with W as `pack_matrix` packed it. x: [tokens, inputs]. Returns [tokens, outputs]."""
     if isinstance(matrix, NativeMatrix):
         return _multiply_native(x, matrix, bias)
     if x.shape[0] <= matrix.max_fp32_rows:

@@ -30,7 +30,7 @@ class ReferenceKernels:
 
     name = "reference"
     uses_chunked_scans = False
-    """Whether the recurrences of a prompt are computed chunk by chunk or token by token."""
+    """Whether recurrences of a prompt are computed by chunks, or token by token."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,7 +70,7 @@ class ReferenceKernels:
     def _compute_cache_indices(
         self, plan: ReferencePlan, kv: PagedKV, sequence: int, first_position: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit, sub-block and offset of the positions [first, context) of a sequence."""
+        """Return unit, sub-block and offset of the positions [first, context) of a sequence."""
         positions = np.arange(first_position, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
         index_arrays = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)

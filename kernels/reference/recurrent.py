@@ -18,13 +18,14 @@ CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
 StepFunction = Callable[..., Tensor]
-"""(inputs of one token of each of n sequences, [n, ..] each, their states [n, ..], updated in place) -> outputs."""
+"""Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
 ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
-"""(inputs of all tokens of one sequence, [tokens, ..] each, its state) -> outputs and last state."""
+"""Function of all tokens of one sequence: (inputs [tokens, ..], its state) -> outputs and last state."""
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
-    """See `interface.Kernels.causal_conv`. A tail is the `width - 1` inputs before the next token, oldest first."""
+    """Convolve as `interface.Kernels.causal_conv` says. A tail is the `width - 1` inputs before the next token, oldest
+    first."""
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
     decode_count = plan.batch.decode_count
@@ -76,7 +77,8 @@ def _run_recurrence(
 
 
 def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tensor]:
-    """Within a chunk: the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j <= t.
+    """Return, within a chunk, the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j
+    <= t.
 
     Sums are taken in fp64: under fast decay they are large, and their small differences matter.
     """
@@ -116,7 +118,8 @@ def _scale_to_unit_length(x: Tensor) -> Tensor:
 
 
 def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
-    """q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay, rate: [n, heads]."""
+    """Apply the rule to one token of each sequence. q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay,
+    rate: [n, heads]."""
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
     state.add_(k[..., None] * ((v - retrieved_value) * rate[..., None])[..., None, :])
@@ -167,7 +170,8 @@ def state_space(
 
 
 def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """x: [n, heads, head_dim], times dt; log_decay: [n, heads]; b, c: [n, groups, state_dim]."""
+    """Apply the recurrence to one token of each sequence. x: [n, heads, head_dim], times dt; log_decay: [n, heads]; b,
+    c: [n, groups, state_dim]."""
     heads_per_group = x.shape[1] // b.shape[1]
     state.mul_(log_decay.exp()[..., None, None])
     state.add_(x[..., None] * b.repeat_interleave(heads_per_group, 1)[..., None, :])

@@ -31,7 +31,7 @@ def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride, layer_row,
     DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a token: its K and V rows go to the slot's row; a negative slot is padding."""
+    """Store the K and V of one token in the row of its slot; a negative slot is padding. One program a token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     element = tl.arange(0, BLOCK)
@@ -147,7 +147,7 @@ def decode_attention(
 def combine_splits(
     out_ptr, part_ptr, part_scale_ptr, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, heads): the up to BLOCK parts of one head's context as one, each weighed by its softmax sum."""
+    """Combine up to BLOCK parts of one head's context, each weighed by its softmax sum. Grid (sequences, heads)."""
     head_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)

@@ -41,9 +41,9 @@ from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LOGITS_PER_BLOCK = 4096
-"""Logits that a program takes at one time."""
+"""Logits that a program reads at one time."""
 COUNTS_PER_BLOCK = 1024
-"""Tokens that have penalties, likewise."""
+"""Tokens with penalties that a program reads at one time."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
@@ -84,7 +84,7 @@ class TritonKernels:
     refill_decode_plan = staticmethod(refill_decode_plan)
 
     def _choose_split_count(self, sequences: int, kv: PagedKV) -> int:
-        """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
+        """Return the parts to cut contexts into: a power of two that gives enough programs to fill the device."""
         program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequences * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
@@ -99,7 +99,7 @@ class TritonKernels:
     def store_and_decode(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        """`attention` without its prompts: their rows of the result are not filled yet."""
+        """Store K and V and attend to the decoding sequences; rows of prompts are not filled yet."""
         tokens, heads, dim = q.shape
         assert dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -190,7 +190,8 @@ class TritonKernels:
         return out
 
     def _rows_per_program(self, rows: int, block: int) -> int:
-        """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
+        """Return the rows of a program: some thousand elements where there are many rows, else one row, so that few
+        variants are compiled."""
         max_rows = max(1, (1 << 15 if INTERPRETED else 2048) // block)
         return max_rows if rows >= max_rows * self._processor_count else 1
 
@@ -313,7 +314,7 @@ class TritonKernels:
 
 
 def view_rows(x: Tensor) -> Tensor:
-    """x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
+    """View x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 2:
@@ -322,7 +323,8 @@ def view_rows(x: Tensor) -> Tensor:
 
 
 def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
-    """(keys, warps, stages) of a decode tile. Its keys are one tile ahead: four programs keep 128 KiB on their way."""
+    """Return (keys, warps, stages) of a decode tile. Its keys are loaded one tile ahead: four programs keep 128 KiB on
+    their way."""
     if element_size > 2:
         return (32, 4, 2)
     return (32, 4, 3) if block_d > 128 else (64, 4, 4)

@@ -14,7 +14,7 @@ def penalise_rows(
     frequency_ptr,
     logits_row_stride, row_capacity, ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """ALL: row i of the logits is the i-th; else the at_ptr[i]-th."""
+    """Apply the penalties of one row. ALL: row i of the batch is row i of the logits, else row logits_rows_ptr[i]."""
     batch_row = tl.program_id(0).to(tl.int64)
     logits_row = batch_row
     if not ALL:

@@ -18,7 +18,8 @@ from kernels.triton.attention import dot
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(order, starts, tile_expert, tile_row), all on the device, as the kernels want them.
+    """Sort token choices by expert; return (order, starts, tile_expert, tile_row) on the device, as the kernels take
+    them.
 
     order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
     those that are not needed beginning past the last row.

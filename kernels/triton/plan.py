@@ -1,7 +1,7 @@
-"""What the Triton kernels need to know of a step's batch, on the device: one upload a step for each group.
+"""Plans of a step's batch for the Triton kernels, on the device: one upload a step for each group.
 
-Owns plans of fixed shape for captured decode steps, which are refilled in place. Nothing here waits for the device.
-A slot or a unit below zero marks padding, which the kernels skip; a padded sequence has a context of 0.
+Owns plans of fixed shape for captured decode steps, which are refilled in place. Nothing here waits for the device. A
+slot or a unit below zero marks padding, which the kernels skip; a padded sequence has a context of 0.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on the CPU, by Triton's interpreter, which is asked for before triton is imported."""
+"""Whether kernels run on the CPU by Triton's interpreter, which must be asked for before triton is imported."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
 
 def round_up_to_power_of_two(size: int, least: int = 1) -> int:
-    """The smallest power of two that is neither under `size` nor under `least`."""
+    """Return the smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def choose_dot_precision(x: Tensor) -> str:
-    """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
+    """Return the precision of products: exact for fp32; TF32 for 16-bit inputs, which rounds no coarser than they were
+    rounded."""
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
@@ -44,19 +45,19 @@ class AttentionPlan:
     block_table: Tensor
     """[width, sequences]: row of the first token of each block, K of layer 0."""
     batch: RaggedBatch | None
-    """None in a fixed plan, which has no prefill."""
+    """Batch of the plan; None in a fixed plan, which has no prefill."""
     decode_count: int
     split_count: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refill_buffer: Tensor | None = None
-    """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
+    """Slots, lengths and table rows of a fixed plan's sequences in one piece, [3, step]."""
     prompt_batch: Any = None
-    """What `kernels.flash_attention` wants to know besides, where others attend to the prompts."""
+    """Prompts for `kernels.flash_attention`, where that attends to them."""
 
     def get_query_tiles(self, queries: int) -> tuple[Tensor, Tensor]:
-        """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
+        """Return [tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
 
         Last queries first: they see the most keys, and a long tile that starts late would be waited for.
         """
@@ -68,7 +69,7 @@ class AttentionPlan:
 
 
 def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
-    """(sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
+    """Return (sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
     counts = np.diff(batch.query_starts)[batch.decode_count :]
     tiles = -(-counts // size)
     seq = np.repeat(np.arange(batch.decode_count, batch.decode_count + len(counts)), tiles)
@@ -79,7 +80,7 @@ def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]
 def plan_attention(
     batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
-    """The plan of any batch."""
+    """Make the plan of any batch."""
     arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.sequence_rows]
     slots, starts, lens, rows = upload(arrays, device)
     batch_table = table.block_start_rows[: table.count_blocks(batch, kv)].index_select(1, rows)
@@ -89,7 +90,8 @@ def plan_attention(
 def make_fixed_decode_plan(
     sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
-    """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
+    """Make a plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is
+    refilled."""
     padded_sequence_count = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
@@ -144,7 +146,7 @@ def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) ->
 
 
 def make_fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
-    """A plan of decoding sequences only, all of them padding until it is refilled."""
+    """Make a plan of decoding sequences only, all of them padding until it is refilled."""
     no_tiles = torch.zeros(0, dtype=torch.int32, device=device)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     units = torch.full((sequences,), -1, dtype=torch.int32, device=device)

@@ -23,21 +23,21 @@ KEEP_ALL = tl.constexpr(2147483647)
 
 @triton.jit
 def load_logits(row_ptr, token_ids, vocab, floor):
-    """fp32 logits at the ids `at`; -inf past the vocabulary, for NaN, and below `floor`."""
+    """Return fp32 logits at `token_ids`; -inf past the vocabulary, for NaN, and below `floor`."""
     logits = tl.load(row_ptr + token_ids, mask=token_ids < vocab, other=float("-inf")).to(tl.float32)
     return tl.where(logits >= floor, tl.minimum(logits, MAX_LOGIT), float("-inf"))
 
 
 @triton.jit
 def encode_order(x, SHIFT: tl.constexpr):
-    """int32 in the order of x, for fp32 x of which the last SHIFT bits are zero."""
+    """Return an int32 in the order of x, for fp32 x with SHIFT zero bits at the end."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # one zero, not two
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def decode_order(key, SHIFT: tl.constexpr):
-    """The x of an `order_key`."""
+    """Return the x of an `encode_order`."""
     low = (1 << SHIFT) - 1
     bits = key << SHIFT
     bits = tl.where(key < 0, (bits | low) ^ 0x7FFFFFFF, bits)
@@ -46,7 +46,7 @@ def decode_order(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def choose_pivots(low, high):
-    """Three keys that cut [low, high) in four; low and high are int64."""
+    """Return three keys that cut [low, high) in four; low and high are int64."""
     step = tl.maximum((high - low) // 4, 1)
     first = tl.minimum(low + step, high - 1)
     second = tl.minimum(first + step, high - 1)
@@ -55,7 +55,7 @@ def choose_pivots(low, high):
 
 @triton.jit
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
-    """(low, high, what is at or above each) after a pass: `target` or more is at or above low, less at high."""
+    """Return (low, high, amount at or above each) after a pass: `target` or more is at or above low, less at high."""
     new_low = tl.where(at_third >= target, third, tl.where(at_second >= target, second,
                        tl.where(at_first >= target, first, low)))  # fmt: skip
     new_high = tl.where(at_third >= target, high, tl.where(at_second >= target, third,
@@ -69,7 +69,7 @@ def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third
 
 @triton.jit
 def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens whose key is at least `key`."""
+    """Count the tokens with a key of at least `key`."""
     lane = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, vocab, BLOCK, num_stages=3):
@@ -80,7 +80,8 @@ def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(edge, quota): the `target_count` first tokens are those above the edge and the first `quota` of those on it.
+    """Return (edge, quota): the first `target_count` tokens are those above the edge and the first `quota` of those on
+    it.
 
     low, high (int64): `at_low` tokens, at least `target_count`, have the key low or more, and none has high or more.
     """
@@ -108,7 +109,8 @@ def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIF
 def find_mass_edge(
     row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(edge, weights above it): the largest edge such that those on and above it weigh at least `target_mass`."""
+    """Return (edge, weights above it): the largest edge for which the tokens on and above it weigh at least
+    `target_mass`."""
     lane = tl.arange(0, BLOCK)
     at_low = target_mass
     at_high = target_mass * 0.0
@@ -134,7 +136,7 @@ def find_mass_edge(
 
 @triton.jit
 def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(weights of the tokens above the edge, number of tokens on it)."""
+    """Return (weights of the tokens above the edge, number of tokens on it)."""
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.float32)
     tie_count = tl.zeros((BLOCK,), tl.int32)
@@ -150,7 +152,7 @@ def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr
 def find_token(
     row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The id where the running sum of the kept weights passes `target`; `token` if it never does."""
+    """Return the id where the running sum of the kept weights passes `target`; `token` if it never does."""
     lane = tl.arange(0, BLOCK)
     running_mass = target * 0.0
     ties_seen = tl.full((), 0, tl.int32)
@@ -187,7 +189,7 @@ def draw_rows(
     logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, uniforms_ptr, out_ptr, logits_row_stride, vocab,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). SHIFT: bits that fp32 has more than the logits."""
+    """Draw the token of one row. Grid (rows). SHIFT: bits that fp32 has more than the logits."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     lane = tl.arange(0, BLOCK)

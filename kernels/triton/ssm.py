@@ -15,7 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def subtract_pairwise(running_sum):
-    """total[i] - total[j] in fp32, of fp64 sums: as exact as fp64 ones rounded, in a quarter of the registers."""
+    """Return running_sum[i] - running_sum[j] in fp32, of fp64 sums: as exact as fp64 ones rounded, in a quarter of the
+    registers."""
     high = running_sum.to(tl.float32)
     low = (running_sum - high.to(tl.float64)).to(tl.float32)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
