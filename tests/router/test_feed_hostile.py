@@ -344,7 +344,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
 
     def spoke() -> bool:
         pub.publish(block_events(0, 2))
-        return bool(subscription.unclaimed_topics)
+        return bool(subscription.descriptor_by_unclaimed_topic)
 
     wait_until(spoke, "it is heard, and nobody knows it")
     holder = index.add_holder("h:8000", "m")
@@ -352,7 +352,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
     source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=replay_endpoint, topic="kv@h:8000@m")
     index_feed.follow("h:8000", [source], [holder])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "what it holds is known without another word")
-    assert not subscription.unclaimed_topics
+    assert not subscription.descriptor_by_unclaimed_topic
     pub.close()
 
 
@@ -372,9 +372,9 @@ def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: Ind
         return index_feed.events.ignored_message_count > 3 * MAX_TOPICS
 
     wait_until(send_unclaimed, "they are heard")
-    assert 0 < len(subscription.unclaimed_topics) <= MAX_TOPICS
-    assert all(len(topic) <= MAX_TOPIC_BYTES for topic in subscription.unclaimed_topics)
-    assert not subscription.streams_by_topic
+    assert 0 < len(subscription.descriptor_by_unclaimed_topic) <= MAX_TOPICS
+    assert all(len(topic) <= MAX_TOPIC_BYTES for topic in subscription.descriptor_by_unclaimed_topic)
+    assert not subscription.stream_by_topic
     assert not subscription.descriptor_by_topic
 
 

@@ -52,8 +52,8 @@ def test_turns_have_one_digest_and_conversations_another(kind: str) -> None:
 
     turns = [read(body(kind, 1, turn)) for turn in range(4)]
     assert len({one.conversation_digest for one in turns}) == 1
-    assert [one.tokens for one in turns] == sorted(one.tokens for one in turns)
-    assert TOKENS_PER_MEDIUM <= turns[0].tokens < TOKENS_PER_MEDIUM + 100
+    assert [one.estimated_tokens for one in turns] == sorted(one.estimated_tokens for one in turns)
+    assert TOKENS_PER_MEDIUM <= turns[0].estimated_tokens < TOKENS_PER_MEDIUM + 100
     assert read(body(kind, 2, 1)).conversation_digest != turns[0].conversation_digest
     plain = json.dumps({"model": "m", "messages": [{"role": "user", "content": "an image"}], "input": "image"}).encode()
     assert read(plain) is None
