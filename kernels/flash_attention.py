@@ -1,9 +1,9 @@
 """The Triton backend with the attention of prompts borrowed from FlashAttention.
 
-The package is optional and imported when the backend is made. Nothing is copied for FlashAttention-3: `pages` shows it
-the pool as pages that begin at every token row, so that our block tables, which hold such rows, are its page tables.
-FlashAttention-2 takes pages of 256 tokens at least and is given a copy of the context. Decoding stays with Triton,
-whose launches are recorded; so do tensors and blocks that the package does not take.
+The package is optional and imported when the backend is made. Nothing is copied for FlashAttention-3:
+`view_overlapping_pages` shows it the pool as pages that begin at every token row, so that our block tables, which hold
+such rows, are its page tables. FlashAttention-2 takes pages of 256 tokens at least and is given a copy of the context.
+Decoding stays with Triton, whose launches are recorded; so do tensors and blocks that the package does not take.
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -1,4 +1,4 @@
-"""The model families, by the architecture name of a checkpoint's config.json."""
+"""Model families, by the architecture name of a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
 
 
 def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
-    """The model of a config, without its weights; of several ranks, this one's part of it.
+    """Build the model of a config, without its weights; with several ranks, this rank's part of it.
 
     Raises ModelError for what is not supported, or cannot be split so.
     """

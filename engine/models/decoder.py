@@ -1,4 +1,4 @@
-"""A decoder-only language model: embedding, blocks, last norm, head; and the plain dense family as one function.
+"""Decoder-only language model: embedding, blocks, last norm, head; and the plain dense family as one function.
 
 `CausalLM` decides which layers share a cache group. Group 0 is full attention; each sliding window is a group of its
 own after it. A model whose layers all have a window keeps its whole KV in a full-attention group, and the window is
@@ -33,7 +33,7 @@ from engine.models.weights import Weight, WeightScope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What every decoder has. `max_positions` is the longest context the checkpoint was made for."""
+    """Sizes and names of any decoder. `max_positions` is the longest context the checkpoint was made for."""
 
     vocab_size: int
     hidden_size: int
@@ -50,7 +50,7 @@ class DecoderConfig:
 
     @staticmethod
     def from_hf(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
-        """Read it under the names most families use; the arguments are the family's defaults."""
+        """Read the config under the names most families use; the arguments are the family's defaults."""
         return DecoderConfig(
             vocab_size=config.get_integer("vocab_size"),
             hidden_size=config.get_integer("hidden_size"),
@@ -112,7 +112,7 @@ class CausalLM:
         for index, (_, recurrent) in enumerate(self.recurrent_layers):
             recurrent.recurrent_index = index
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """The last block in which tokens see each other: behind its mixer each row goes its own way."""
+        """Index of the last block in which tokens see each other: behind its mixer each row is computed by itself."""
         self._rope_configs: list[RopeConfig] = []
         for _, attention in self.attention_layers:
             if (rope := attention.config.rope) is not None:
@@ -126,7 +126,7 @@ class CausalLM:
         return [self.attention_layers[layer_indices[0]][1].config.window for layer_indices in self._layers_by_group]
 
     def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
-        """What the model keeps in the cache, in `dtype`."""
+        """Return the spec of the model's cache, in `dtype`."""
         groups: list[GroupSpec] = []
         for layer_indices in self._layers_by_group:
             config = self.attention_layers[layer_indices[0]][1].config
@@ -154,7 +154,7 @@ class CausalLM:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
     def forward(self, token_ids: Tensor, step: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
-        """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
+        """Return hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
         `selected_tokens`: the rows that are returned, and computed where tokens no longer see each other; None: all.
         """
@@ -170,19 +170,20 @@ class CausalLM:
         return self.norm.add(x, residual, step)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `contribute_logits` meanwhile."""
+        """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab]. Other ranks `contribute_logits`
+        meanwhile."""
         assert self.samples_tokens, "whole logits are on rank 0 alone"
         logits = self.vocabulary.compute_logits(hidden)
         assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def contribute_logits(self, hidden: Tensor) -> None:
-        """This rank's part of what `logits` puts together on rank 0, of the same rows."""
+        """Compute this rank's part of the logits that rank 0 puts together, of the same rows."""
         assert self.vocabulary.compute_logits(hidden) is None, "rank 0 makes logits"
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Indices of the attention layers that share a block table, full attention first."""
+    """Return the indices of the attention layers that share a block table, full attention first."""
     layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
     for i, config in enumerate(configs):
         layers_by_key.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
@@ -193,7 +194,10 @@ def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
 def read_attention_config(
     config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, rotary_fraction: float = 1.0
 ) -> AttentionConfig:
-    """Attention under the names most families use; `theta` and `rotary_fraction` are the family's rotary defaults."""
+    """Read the attention config under the names most families use.
+
+    `theta` and `rotary_fraction` are the family's rotary defaults.
+    """
     num_heads = config.get_integer("num_attention_heads")
     num_kv_heads = config.get_optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -216,7 +220,7 @@ def read_attention_config(
 
 
 MakeMixer = Callable[[WeightScope], Mixer]
-"""From the scope of a block."""
+"""Makes a mixer from the scope of a block."""
 
 
 def build_alternating_decoder(
@@ -230,7 +234,7 @@ def build_alternating_decoder(
     ignored_prefixes: tuple[str, ...] = (),
     renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
-    """Block i is `mixers[i]` and `mlps[i]`, each behind its norm and, before it is added, times `residual_scale`."""
+    """Build a decoder with `mixers[i]` and `mlps[i]` in block i, each behind its norm and times `residual_scale`."""
 
     def block(scope: WeightScope, index: int) -> DecoderBlock:
         mixer_norm, mlp_norm = (
@@ -258,7 +262,7 @@ def build_dense_decoder(
     mlps: Sequence[MakeMixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
-    """The plain family: every block is attention and a gated MLP, under Llama's names.
+    """Build the plain family: every block is attention and a gated MLP, under Llama's names.
 
     `window_by_layer` gives each layer's sliding window; `mlps` replaces the gated MLPs.
     """

@@ -47,14 +47,14 @@ class HfConfig:
         return self.values.get(key) is not None
 
     def get_object(self, key: str) -> HfConfig:
-        """The nested object `key`, as a multi-modal checkpoint holds its text model's config."""
+        """Return the nested object `key`, as a multi-modal checkpoint holds its text model's config."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise ModelError(f"{self.source}: {key}: expected an object, got {value!r}")
         return HfConfig(value, f"{self.source}: {key}")
 
     def get(self, key: str, default: T) -> T:
-        """The value of `key`, of the default's type; the default where it is absent or null."""
+        """Return the value of `key`, of the default's type; the default where it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -65,7 +65,7 @@ class HfConfig:
         return value
 
     def get_integer(self, key: str) -> int:
-        """A positive integer that must be there."""
+        """Return a positive integer that must be there."""
         value = self.values.get(key)
         if type(value) is not int or value < 1:
             raise ModelError(f"{self.source}: {key}: expected a positive integer, got {value!r}")
@@ -99,7 +99,7 @@ class HfConfig:
 
 
 def read_layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """What `choices` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
+    """Return the choice for each entry of `key` (or of `default`, which must be as many where it has any)."""
     kind_names = config.get_strings(key) or default
     if not kind_names or (default and len(kind_names) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"

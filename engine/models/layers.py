@@ -20,7 +20,7 @@ from kernels import Kernels, PagedKV
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One recurrent layer's state in every unit of the pool, as strided views."""
+    """State of one recurrent layer in every unit of the pool, as strided views."""
 
     conv_tail: Tensor
     """[units, width - 1, channels] in the model's dtype: the last inputs of the convolution."""
@@ -30,7 +30,7 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What one recurrent layer keeps of a sequence."""
+    """Shape of one recurrent layer's state of a sequence."""
 
     conv_tail: tuple[int, int]
     recurrent_state: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class StateShape:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One step's batch, as the layers see it."""
+    """Tensors and plans of one step's batch, which every layer gets."""
 
     ops: Kernels
     rotary_by_rope: list[tuple[Tensor, Tensor]]
@@ -50,11 +50,11 @@ class ForwardContext:
     state_by_layer: list[LayerState]
     """The state of each recurrent layer."""
     state_plan: Any
-    """Where the batch's states are; None on a model without state."""
+    """Units of the batch's states; None on a model without state."""
 
 
 class Mixer(Protocol):
-    """What a block applies: attention, a recurrent layer, an MLP."""
+    """Module that a block applies: attention, a recurrent layer, an MLP."""
 
     def __call__(self, x: Tensor, step: ForwardContext) -> Tensor: ...
 
@@ -64,16 +64,17 @@ class RecurrentMixer(Mixer, Protocol):
     """A mixer that keeps a state of fixed size instead of KV."""
 
     recurrent_index: int
-    """Its place in `Step.states`, given by the model."""
+    """Index of the layer in `ForwardContext.state_by_layer`, given by the model."""
 
     @property
     def state_shape(self) -> StateShape: ...
 
 
 class Linear:
-    """x @ W^T + b, W stacked from the named projections: `outputs` is {name: rows}.
+    """Linear layer, x @ W^T + b, with W stacked from the named projections.
 
-    Where the inputs are cut, each rank has the products of its own inputs, and they are added over the ranks.
+    `rows_by_projection` is {name: rows}. Where the inputs are cut, each rank has the products of its own inputs, and
+    they are added over the ranks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Linear:
 
     @classmethod
     def from_weights(cls, weight: Weight, bias: Weight | None) -> Linear:
-        """From weights that were declared elsewhere, with inputs that are not cut."""
+        """Make a layer from weights that were declared elsewhere, with inputs that are not cut."""
         linear = cls.__new__(cls)
         linear.weight, linear.bias, linear.all_reduce_sum = weight, bias, None
         weight.is_linear = True
@@ -117,7 +118,7 @@ class RMSNorm:
         return step.ops.rms_norm(x, self.weight.tensor, self.eps, self.zero_centred)
 
     def add(self, x: Tensor, residual: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual); `residual` is consumed."""
+        """Return (norm of x + residual, x + residual); `residual` is consumed."""
         return step.ops.add_rms_norm(x, residual, self.weight.tensor, self.eps, self.zero_centred)
 
 
@@ -137,13 +138,13 @@ class AttentionConfig:
     window: int | None = None
     """Sliding window in tokens, the query's own included."""
     scale: float | None = None
-    """Of the scores; None: head_dim ** -0.5."""
+    """Factor of the scores; None: head_dim ** -0.5."""
     output_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
 def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
-    """The attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
+    """Return the attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
     query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
     key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
     num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
@@ -177,7 +178,7 @@ class Attention:
         return self.output_projection(self.attend(self.qkv_projection(x), step))
 
     def attend(self, qkv: Tensor, step: ForwardContext) -> Tensor:
-        """Everything between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
+        """Attend between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
         c, num_tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, c.head_dim)
         v = qkv[:, self.qk_width :].view(num_tokens, c.num_kv_heads, c.head_dim)
@@ -204,7 +205,7 @@ class Attention:
 
 
 def _declare_head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
-    """The gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
+    """Declare the gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
     num_heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
     return scope.declare_combined(
         (num_heads, c.head_dim),
@@ -224,7 +225,8 @@ def gelu_tanh_and_mul(x: Tensor, step: ForwardContext) -> Tensor:
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)). `inputs` names gate and up, in this order, or the one matrix that holds both."""
+    """Gated MLP, down(act(gate(x)) * up(x)). `inputs` names gate and up, in this order, or the one matrix that holds
+    both."""
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`selected_tokens`: the rows that go on behind the mixer; None: all."""
+        """Apply the block. `selected_tokens`: the rows that go on behind the mixer; None: all."""
         if residual is None:
             residual, x = x, self.mixer_norm(x, step)
         else:

@@ -1,4 +1,4 @@
-"""HF checkpoint on disk -> a model with its weights on a device.
+"""Loader from an HF checkpoint on disk to a model with its weights on a device.
 
 Reads config.json and safetensors (one file, or shards with an index). Every tensor a model declares must be there, with
 its declared shape, and every tensor that is there must be used or be known to be of no use: anything else is an error
@@ -27,7 +27,8 @@ log = logging.getLogger("engine.loader")
 
 
 def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
-    """The dtype to compute in. `auto` is the checkpoint's own; fp32 where it does not say, bf16 where it is fp64."""
+    """Return the dtype to compute in. `auto` is the checkpoint's own; fp32 where it names none, bf16 where it is
+    fp64."""
     name = dtype_name
     if dtype_name == "auto":
         name = config.dtype or "float32"
@@ -40,7 +41,7 @@ def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
 def load_model(
     folder: Path, *, dtype: str = "auto", device: torch.device | str = "cpu", shard: Shard | None = None
 ) -> tuple[CausalLM, torch.dtype]:
-    """The model of a checkpoint folder (of several ranks, this one's part) and the dtype it computes in.
+    """Load the model of a checkpoint folder (with several ranks, this rank's part); return it and its dtype.
 
     Raises ModelError, naming file and field.
     """
@@ -116,7 +117,7 @@ def _list_shard_paths(folder: Path) -> list[Path]:
 
 
 def _rename_tensor(name: str, model: CausalLM) -> str:
-    """The model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
+    """Return the model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
     for prefix, model_prefix in model.renamed_prefixes.items():
         if name.startswith(prefix):
             return model_prefix + name[len(prefix) :]

@@ -15,7 +15,7 @@ from engine.models.weights import Weight, WeightScope
 
 
 def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
-    """A depthwise convolution's [channels, 1, width] as [channels, width]."""
+    """Declare a depthwise convolution's [channels, 1, width] as [channels, width]."""
     part = scope.describe_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
     return scope.declare_combined((channels, width), [part])
 
@@ -169,7 +169,7 @@ class Mamba2:
 
 
 class _CrossRankGroupNorm:
-    """`gate_then_norm` of groups whose channels lie on several ranks: the sums of squares are added over the ranks."""
+    """Gated norm of groups that lie on several ranks: the sums of squares are added over the ranks."""
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)
@@ -180,7 +180,7 @@ class _CrossRankGroupNorm:
         self.eps = config.norm_eps
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """x, gate: [tokens, channels of this rank], which are all of one group."""
+        """Gate and norm. x, gate: [tokens, channels of this rank], which are all of one group."""
         assert self.all_reduce_sum is not None
         gated_values = x.float() * F.silu(gate.float())
         squares = gated_values.new_zeros(x.shape[0], self.num_groups)
@@ -190,7 +190,7 @@ class _CrossRankGroupNorm:
 
 
 def read_dt_limits(config: HfConfig) -> tuple[float, float]:
-    """`time_step_limit`; transformers 5 writes infinity as an object."""
+    """Read `time_step_limit`; transformers 5 writes infinity as an object."""
     value = config.values.get("time_step_limit", (0.0, float("inf")))
     try:
         low, high = (float(item["__float__"] if isinstance(item, dict) else item) for item in value)

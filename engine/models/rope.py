@@ -20,7 +20,7 @@ from engine.models.hf_config import HfConfig, ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`rotary_dim` leading dims of each head turn; the rest pass."""
+    """Rotary embedding settings: the `rotary_dim` leading dims of each head turn; the others pass."""
 
     rotary_dim: int
     theta: float
@@ -37,7 +37,8 @@ class RopeConfig:
         rotary_fraction: float = 1.0,
         layer_type: str | None = None,
     ) -> RopeConfig:
-        """Read it; `theta` and `rotary_fraction` are the family's defaults. `layer_type` picks one of several sets."""
+        """Read the settings; `theta` and `rotary_fraction` are the family's defaults. `layer_type` picks one of several
+        sets."""
         parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
         if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
             parameters = dict(parameters[layer_type])
@@ -54,7 +55,7 @@ class RopeConfig:
         )
 
     def compute_frequencies(self) -> tuple[Tensor, float]:
-        """(inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
+        """Return (inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
         inverse_frequencies = 1.0 / self.theta ** (
             torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
         )
@@ -96,7 +97,7 @@ class RopeConfig:
         fast_rotations, slow_rotations = self._get_number("beta_fast", 32.0), self._get_number("beta_slow", 1.0)
 
         def find_dim(rotations: float) -> float:
-            """The dim whose frequency makes so many turns over the original context."""
+            """Return the dim whose frequency makes so many turns over the original context."""
             return (
                 self.rotary_dim * math.log(original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
             )
@@ -125,7 +126,7 @@ class RopeConfig:
 
 
 class RopeTable:
-    """cos and signed sin of the positions [0, max_positions): what `Kernels.rotate` takes, row by row."""
+    """Table of cos and signed sin of the positions [0, max_positions), the arguments of `Kernels.rotate` row by row."""
 
     def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         inverse, factor = config.compute_frequencies()
@@ -135,5 +136,5 @@ class RopeTable:
         self.signed_sin = torch.cat((-sin, sin), -1).to(device, dtype)
 
     def look_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, signed sin) of each position: [tokens, rotary_dim] each."""
+        """Return (cos, signed sin) of each position: [tokens, rotary_dim] each."""
         return self.cos.index_select(0, positions), self.signed_sin.index_select(0, positions)

@@ -26,7 +26,7 @@ class DimShard:
 
     @staticmethod
     def concatenate(parts: Sequence[DimShard]) -> DimShard:
-        """The cut of a tensor whose sections, one after another, are cut so."""
+        """Return the cut of a tensor whose sections, one after another, are cut as `parts`."""
         ranges: list[tuple[int, int]] = []
         offset = 0
         for part in parts:
@@ -47,7 +47,7 @@ class DimShard:
         return self.ranges == ((0, self.total_size),)
 
     def slice_tensor(self, tensor: Tensor, dim: int) -> Tensor:
-        """What is held of `tensor`."""
+        """Return the part of `tensor` that this rank holds."""
         return torch.cat([tensor.narrow(dim, start, end - start) for start, end in self.ranges], dim)
 
 
@@ -65,17 +65,20 @@ def get_held_size(extent: Extent) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """One rank of several that compute a model together."""
 
     rank: int = 0
     num_ranks: int = 1
     all_reduce_sum: Callable[[Tensor], Tensor] | None = None
-    """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
+    """Replaces a tensor by its sum over the ranks, in place, and returns it, with the same bits on each rank. None: one
+    rank."""
     gather: Callable[[Tensor], Tensor | None] | None = None
-    """On rank 0: the [rows, n] of all ranks side by side, [rows, size * n]; elsewhere None. None: one rank."""
+    """Gathers [rows, n] of all ranks side by side as [rows, num_ranks * n] on rank 0; returns None elsewhere. None: one
+    rank."""
 
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """This rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be shared."""
+        """Return this rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be
+        shared."""
         if count % self.num_ranks:
             raise ModelError(
                 f"--tensor-parallel-size {self.num_ranks}: expected a divisor of the model's {unit_name} ({count})"
@@ -84,16 +87,16 @@ class Shard:
         return DimShard(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
 
     def split_padded(self, count: int) -> DimShard:
-        """This rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
+        """Return this rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
         start, end = (min(rank * self.compute_padded_share(count), count) for rank in (self.rank, self.rank + 1))
         return DimShard(count, ((start, end),))
 
     def compute_padded_share(self, count: int) -> int:
-        """The rows that a rank has of so many, if it is not one of the last."""
+        """Return the rows of a rank that is not one of the last."""
         return -(-count // self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """As `split`; of fewer things than ranks, each is held by several neighbouring ranks.
+        """Return this rank's share as `split` does; with fewer things than ranks, neighbouring ranks hold the same one.
 
         For key heads or groups that are shared by consecutive query heads: a rank gets what its own heads need.
         """

@@ -1,4 +1,4 @@
-"""Where the states of all recurrent layers lie inside one unit: recurrent matrices (fp32) first, then conv tails."""
+"""Layout of the states of all recurrent layers inside one unit: recurrent matrices (fp32) first, then conv tails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StateLayout:
         return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), offset)
 
     def make_layer_states(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
-        """Each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
+        """Return each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
         return [
             LayerState(
                 conv_tail=_make_strided_view(buffer, unit_bytes, tail_start, shape.conv_tail, self.tail_dtype),
@@ -59,7 +59,7 @@ def _round_up_to_alignment(size_bytes: int) -> int:
 def _make_strided_view(
     buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """[units, *shape] of `dtype`, `start_bytes` into each unit."""
+    """View [units, *shape] of `dtype`, `start_bytes` into each unit."""
     assert unit_bytes % ALIGNMENT_BYTES == 0
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     unit_count = buffer.numel() // unit_bytes

@@ -14,7 +14,7 @@ from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
-    """The rows of this rank: of the embedding, and of the head, which may be the same."""
+    """Rows of the embedding and of the head that this rank holds; both may be the same matrix."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Vocabulary:
         vocab_size: int,
         hidden_size: int,
     ) -> None:
-        """`head`: the name of its weight under `root`; None where it is the embedding."""
+        """Declare the matrices. `head_name`: the name of the head's weight; None where it is the embedding."""
         self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
         rows = self._shard.split_padded(vocab_size)
@@ -35,7 +35,7 @@ class Vocabulary:
         self.head.is_linear, self.head.is_embedding = True, head_name is None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
-        """[tokens] -> [tokens, hidden], on every rank."""
+        """Look up embeddings, [tokens] -> [tokens, hidden], on every rank."""
         all_reduce_sum = self._shard.all_reduce_sum
         if all_reduce_sum is None:
             return F.embedding(token_ids, self.embedding.tensor)
@@ -44,7 +44,8 @@ class Vocabulary:
         return all_reduce_sum(F.embedding(rows, self.embedding.tensor).masked_fill(is_foreign[:, None], 0.0))
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, hidden] -> [rows, vocab] on rank 0, None on the others; all of them must be called alike."""
+        """Compute logits: [rows, hidden] -> [rows, vocab] on rank 0, None on the others; all ranks must be called
+        alike."""
         logits = self.head.multiply(hidden)
         if self._shard.gather is None:
             return logits

@@ -1,7 +1,7 @@
-"""What a model declares about its tensors: their shapes, and the checkpoint tensors each is put together from.
+"""Declarations of a model's tensors: their shapes, and the checkpoint tensors each is put together from.
 
 A model's constructor declares through a `WeightScope`; the loader fills. Nothing is allocated before the loader does
-it, so a model can be built from its config alone (to size the cache, to print its pages).
+it, so a model can be built from its config alone (to size the cache, to print its blocks).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of the checkpoint and its place: it is copied (broadcast, where smaller) to `target_index`."""
+    """Tensor of the checkpoint and its place: it is copied (broadcast, where smaller) to `target_index`."""
 
     name: str
     shape: tuple[int, ...]
     """Its shape in the checkpoint."""
     target_index: Index = ()
     transform: Callable[[Tensor], Tensor] | None = None
-    """What of it is copied (a rank's share, a reordering); None: all of it, as it is."""
+    """Function of the part that is copied (a rank's share, a reordering); None: all of it, as it is."""
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A tensor of the model; `tensor` is there once the model is loaded."""
+    """Weight of a model; `tensor` is there once the model is loaded."""
 
     shape: tuple[int, ...]
     parts: tuple[CheckpointTensor, ...]
     dtype: torch.dtype | None = None
     """None: the model's dtype."""
     is_linear: bool = False
-    """A matrix that inputs are multiplied with by `linear`: it may be packed for that."""
+    """Whether inputs are multiplied with the matrix by `multiply`: it may be packed for that."""
     is_embedding: bool = False
-    """Its rows are read as well (a tied embedding): packed, it stays also as it was."""
+    """Whether rows are read as well (a tied embedding): packed, it stays also as it was."""
     _tensor: Tensor | None = None
     _packed_matrix: PackedMatrix | None = None
 
@@ -57,7 +57,7 @@ class Weight:
         return self._tensor
 
     def pack(self) -> None:
-        """Once loaded: lay a matrix out for fast multiplication, where there is such a layout."""
+        """Lay a loaded matrix out for fast multiplication, where there is such a layout."""
         if not self.is_linear:
             return
         self._packed_matrix = pack_matrix(self.tensor)
@@ -74,16 +74,16 @@ class Weight:
             self._tensor, self._packed_matrix = other._tensor, other._packed_matrix
 
     def move_to(self, device: torch.device) -> None:
-        """To the memory of another device."""
+        """Move the weight to another device."""
         if self._tensor is not None:
             self._tensor = self._tensor.to(device)
 
     def release(self) -> None:
-        """Until it is loaded again."""
+        """Free the weight's memory until it is loaded again."""
         self._tensor = self._packed_matrix = None
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ W^T + bias. x: [tokens, inputs]."""
+        """Return x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed_matrix is not None:
             return multiply_packed(x, self._packed_matrix, bias)
         return F.linear(x, self.tensor, bias)
@@ -91,7 +91,7 @@ class Weight:
 
 @dataclass(slots=True)
 class WeightScope:
-    """A place in the checkpoint's names; all scopes of a model share one list of weights and one shard.
+    """Scope in the checkpoint's names; all scopes of a model share one list of weights and one shard.
 
     Shapes may have dimensions that are split over ranks: the checkpoint holds all of them, the model's tensor the part
     of this rank.
@@ -111,7 +111,7 @@ class WeightScope:
         target_index: Index = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> CheckpointTensor:
-        """`transform` gets the sliced tensor."""
+        """Describe a tensor of the checkpoint. `transform` gets the sliced tensor."""
         return CheckpointTensor(
             self.prefix + name, tuple(map(get_total_size, shape)), target_index, _slice_and_transform(shape, transform)
         )

@@ -54,7 +54,8 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
-    """By the names of `layer_types`; the sizes of Mamba under Bamba's and Granite's names."""
+    """Return functions that make mixers, by the names of `layer_types`; Mamba's sizes are under Bamba's and Granite's
+    names."""
     mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_n_heads"),

@@ -31,7 +31,7 @@ DEFAULT_BY_KEY = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-"""What a published config leaves out."""
+"""Values of keys that published configs leave out."""
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
@@ -79,7 +79,10 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
-    """A layer kind's rotary setting: its own set in transformers 5; before that, scaling is of the full layers only."""
+    """Make the rotary config of a layer kind.
+
+    Each kind has its own set in transformers 5; before that, scaling is of the full layers only.
+    """
     if "rope_parameters" in config:
         theta = GLOBAL_THETA if layer_type == "full_attention" else LOCAL_THETA
         return RopeConfig.from_hf(config, head_dim, theta=theta, layer_type=layer_type)

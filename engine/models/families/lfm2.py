@@ -43,7 +43,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _compute_mlp_size(config: HfConfig) -> int:
-    """The MLP's width; older configs call the number it is derived from `block_ff_dim`."""
+    """Return the MLP's width; older configs derive it from `block_ff_dim`."""
     size = config.get_integer("intermediate_size" if "intermediate_size" in config else "block_ff_dim")
     if not config.get("block_auto_adjust_ff_dim", True):
         return size

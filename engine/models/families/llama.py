@@ -11,7 +11,7 @@ from engine.models.moe import RoutedMLP
 from engine.models.weights import WeightScope
 
 MISTRAL_WINDOW = 4096
-"""What a Mistral config without the key means; `null` means no window."""
+"""Window of a Mistral config without the key; `null` means no window."""
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
@@ -20,14 +20,14 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_mistral(config: HfConfig, root: WeightScope) -> CausalLM:
-    """A sliding window on every layer."""
+    """Build Mistral: Llama with a sliding window on every layer."""
     decoder = DecoderConfig.from_hf(config)
     window = config.get_optional_integer("sliding_window") if "sliding_window" in config.values else MISTRAL_WINDOW
     return build_dense_decoder(root, config, decoder, replace(read_attention_config(config, decoder), window=window))
 
 
 def build_qwen2(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
+    """Build Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections."""
     decoder = DecoderConfig.from_hf(config)
     attention = replace(read_attention_config(config, decoder), qkv_bias=True, output_bias=False)
     return build_dense_decoder(
@@ -36,7 +36,7 @@ def build_qwen2(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
-    """A norm on every query and key head (Qwen3 technical report, 2025)."""
+    """Build Qwen3: Llama with a norm on every query and key head (Qwen3 technical report, 2025)."""
     decoder = DecoderConfig.from_hf(config)
     attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
     return build_dense_decoder(
@@ -45,7 +45,7 @@ def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
+    """Build Qwen3-MoE: Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
     decoder = DecoderConfig.from_hf(config)
     attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
     num_experts = config.get_integer("num_experts" if "num_experts" in config else "num_local_experts")
@@ -70,7 +70,7 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _read_window_by_layer(config: HfConfig, num_layers: int) -> list[int | None]:
-    """Each layer's sliding window, as Qwen2 and Qwen3 configs say it."""
+    """Read each layer's sliding window from a Qwen2 or Qwen3 config."""
     window = config.get_optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
     if window is None:
         return [None] * num_layers

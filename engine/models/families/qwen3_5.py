@@ -35,7 +35,10 @@ class GatedAttention(Attention):
 
 
 def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last."""
+    """Declare the stacked projection of queries, keys, values and gates.
+
+    q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last.
+    """
     c, _, key_rows = shard_attention(scope.shard, config)
     pairs = scope.shard.split(config.num_heads, "attention heads", 2 * c.head_dim)
     query_rows, kv_rows = c.num_heads * c.head_dim, key_rows.held_size
