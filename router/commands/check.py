@@ -33,11 +33,11 @@ from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader
 
 EVENTS_TIMEOUT_S = 3.0
-"""How long the events of an answered request, or a replay, are waited for."""
+"""Longest wait for the events of an answered request, or for a replay."""
 MAX_ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 4 << 20
 PROMPT_BLOCK_COUNT = 4
-"""Length of the prompt, in the worker's blocks, and a part of one more."""
+"""Length of the prompt in blocks of the worker, plus a part of one more."""
 SAMPLE_MESSAGES = [
     {"role": "system", "content": "You check things."},
     {"role": "user", "content": "Is this  read alike?\n"},
@@ -53,24 +53,24 @@ SAMPLE_TOOLS = [{"type": "function", "function": {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The end of one step."""
+    """Result of one step."""
 
     step: str
     is_ok: bool | None
-    """None: nothing could be said."""
+    """Whether all is well; None: nothing could be found out."""
     text: str
 
 
 @dataclass(slots=True)
 class ReceivedEvents:
-    """What came from a worker's event sockets."""
+    """Messages that came from a worker's event sockets."""
 
     messages: list[Message] = field(default_factory=list)
     has_worker_connected: bool = False
-    """It came on an address where we listened: the worker connects."""
+    """Whether the worker connects to an address where we listen."""
 
     def find_stores(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
-        """Stores of the beginning of `ids`."""
+        """Return the stores of the beginning of `ids`."""
         stores = []
         for message in self.messages:
             for event in message.decoded_batch.batch.events:
@@ -82,7 +82,7 @@ class ReceivedEvents:
 
 
 class WorkerCheck:
-    """One worker."""
+    """Check of one worker."""
 
     def __init__(
         self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
@@ -96,7 +96,7 @@ class WorkerCheck:
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
     async def run_steps(self) -> AsyncIterator[Finding]:
-        """One step after the other."""
+        """Run one step after the other and yield their findings."""
         self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
             reason = "is a router, whose events are none of its own: name the workers behind it, one by one"
@@ -147,7 +147,7 @@ class WorkerCheck:
         return Finding(step, False, f"{facts.reason}: {suggest_remedy(self._flag, facts.reason)}")
 
     async def _is_router(self) -> bool:
-        """As ours tells by its /health."""
+        """Return whether the address is a router of ours, told by its /health."""
         try:
             _, answer = await fetch(
                 self._session, self._flag.url + "/health", seconds=MAX_ANSWER_S, bytes_max=MAX_ANSWER_BYTES
@@ -158,7 +158,7 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """The same request, read here and by the worker."""
+        """Compare the tokens of a request, read here and by the worker."""
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenizer = self._prompts.tokenizer_of(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
@@ -194,7 +194,7 @@ class WorkerCheck:
         return Finding("events", False, f"{text}. vLLM: {EVENTS_FLAG}; on another port say events=tcp://HOST:PORT")
 
     async def _make_prompt(self) -> list[int]:
-        """Random words, as many as it takes; ids that any model has where nobody can encode them."""
+        """Make a prompt of random words; of token ids that any model has where it cannot be encoded."""
         block_size = self._facts.block_size or 16
         prompt_tokens = min(
             PROMPT_BLOCK_COUNT * block_size + block_size // 2, (self._model.max_model_len or 1 << 20) - 8
@@ -222,7 +222,7 @@ class WorkerCheck:
         return True
 
     def _make_stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
-        """All topics are taken, so that one that is named wrongly is seen."""
+        """Return the sources to follow, with all topics, so that a wrong topic is seen."""
         return [
             StreamSource(
                 str(source.data_parallel_rank),
@@ -235,7 +235,7 @@ class WorkerCheck:
         ]
 
     async def _collect_events(self, subscriber: Subscriber, ids: Sequence[int], is_bound: bool) -> None:
-        """Until the prompt's blocks were announced, or for EVENTS_S."""
+        """Collect messages until the prompt's blocks were announced, or for EVENTS_TIMEOUT_S."""
         deadline_s = time.monotonic() + (EVENTS_TIMEOUT_S if self._facts.sources else 0.0)
         while time.monotonic() < deadline_s and not self._received.find_stores(ids):
             item = await asyncio.to_thread(subscriber.get, 0.1)
@@ -306,7 +306,7 @@ class WorkerCheck:
     # The answers ----------------------------------------------------------------------------------------------------
 
     def _check_cached(self, ids: Sequence[int], second_answer: tuple[Finding, dict[str, Any]]) -> Finding:
-        """The second time the same prompt was sent, against what was announced the first time."""
+        """Compare the cached tokens of the second request with the blocks announced after the first."""
         finding, usage = second_answer
         if finding.is_ok is not True:
             return finding
@@ -339,7 +339,7 @@ class WorkerCheck:
     async def _check_adapters(
         self, ids: Sequence[int], subscriber: Subscriber, is_bound: bool
     ) -> AsyncIterator[Finding]:
-        """The first LoRA adapter, if there is one: its blocks must be told from the base model's."""
+        """Check the first LoRA adapter, if there is one: its blocks must differ from the base model's."""
         adapter = next((model for model in self._facts.models if model.lora is not None), None)
         if adapter is None:
             return
@@ -360,7 +360,7 @@ class WorkerCheck:
             yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
 
     async def _request_completion(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
-        """A completion of one token: how it went, and its usage."""
+        """Request a completion of one token; return the finding and the usage."""
         body = {"model": self._model.name, "max_tokens": 1, "temperature": 0, **fields}
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
@@ -374,7 +374,7 @@ class WorkerCheck:
         return Finding(step, True, f"answered, {counted_tokens} prompt tokens"), usage
 
     async def _post(self, path: str, body: bytes) -> dict[str, Any]:
-        """What was answered, or {"error": why not}."""
+        """Send a POST; return the JSON answer, or {"error": reason}."""
         headers = {**self._headers, "Content-Type": "application/json"}
         try:
             status, answer = await fetch(

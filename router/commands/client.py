@@ -1,4 +1,4 @@
-"""A router as an operator's commands ask it: one question over HTTP, with the admin key and what TLS asks for."""
+"""Client of a router for operators' commands: one question over HTTP, with the admin key and TLS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """Whom to ask, and as whom."""
+    """Address, key and TLS files by which a router is asked."""
 
     url: str
     admin_key: str | None
@@ -60,7 +60,7 @@ class AdminClient:
 
 
 def add_router_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The argument URL and the options that say how to ask there; `command` gets them as `router`."""
+    """Add the argument URL and the options of the client; `command` gets them as `router`."""
 
     @wraps(command)
     def run(

@@ -76,7 +76,7 @@ def _format_tokens(count: int) -> str:
 
 
 def fetch_workers(router: AdminClient) -> WorkersPage:
-    """Raises click.ClickException."""
+    """Fetch the router's workers. Raises click.ClickException."""
     status, page = router.fetch_json("/workers", timeout_s=5)
     if status != 200 or not isinstance(page, dict) or "workers" not in page:
         raise click.ClickException(f"{router.url}/workers is not a router's ({status})")

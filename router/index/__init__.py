@@ -12,7 +12,7 @@ from router.index.protocol import PrefixIndex
 
 
 def make_index(seed: int | None = None) -> PrefixIndex:
-    """An empty index. `seed`: of its digests; random where it is None."""
+    """Make an empty index. `seed`: of its digests; random where it is None."""
     try:
         from router.index._native import Index
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The router's values: what the index answers and the policy reads. No I/O, no clock, no algorithm. What
-`make_index` gives answers with C++ objects that have the same fields.
+"""Values and interface of the prefix index. No I/O, no clock, no algorithm.
 
-A **holder** is one publisher stream: a worker, or one data-parallel rank of it. A **scope** separates prompts that
-can never share KV although their token ids are equal.
+The index that `make_index` makes answers with C++ objects that have the same fields. A **holder** is one publisher
+stream: a worker, or one data-parallel rank of it. A **scope** separates prompts that can never share KV although their
+token ids are equal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ PinId = NewType("PinId", int)
 
 GPU, CPU, STORAGE, REMOTE = "GPU", "CPU", "STORAGE", "REMOTE"
 TIERS = (GPU, CPU, STORAGE, REMOTE)
-"""Where a block can live, fastest first. Foreign names are mapped (CPU_PINNED -> CPU, DISK -> STORAGE ...)."""
+"""Tiers of memory that hold blocks, fastest first. Foreign names are mapped (CPU_PINNED -> CPU, DISK -> STORAGE
+...)."""
 
 SILENT_AFTER_STORES = 8
-"""Stored events of full attention after which a declared group that has never spoken is ignored."""
+"""Stored events of full attention after which a declared group without any event is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What besides the token ids decides whether a cached block can be reused."""
+    """Properties besides the token ids that decide whether a cached block can be reused."""
 
     model: str
     salt: str | None = None
@@ -35,7 +36,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What one holder could reuse of a prompt. Token counts are block boundaries <= len(prompt) - 1."""
+    """Cached prefix of a prompt on one holder. Token counts are block boundaries <= len(prompt) - 1."""
 
     holder: HolderId
     tokens: int
@@ -50,7 +51,7 @@ class Match:
 
 @dataclass(slots=True)
 class IngestReport:
-    """What one payload did to the index."""
+    """Counts of the changes that one payload made to the index."""
 
     stored: int = 0
     removed: int = 0
@@ -58,7 +59,7 @@ class IngestReport:
     parked: int = 0
     unknown_removals: int = 0
     unknown_copies: int = 0
-    """Names stored without tokens that nobody had spelt out: skipped."""
+    """Names stored without tokens that no event had spelt out: skipped."""
     unknown_events: int = 0
     refused: int = 0
     """Blocks of events that were read and go beyond a bound: names of one holder, block lengths."""
@@ -86,58 +87,67 @@ class PreparedPrompt(Protocol):
 
 
 class PromptMemory(Protocol):
-    """What was computed of a prompt, for others that begin like it. Never changed; the ids are borrowed."""
+    """Computed digests of a prompt, for others that begin like it. Never changed; the ids are borrowed."""
 
     @property
     def nbytes(self) -> int:
-        """That it takes, with 4 for each of the ids."""
+        """Bytes that it takes, with 4 for each of the ids."""
 
 
 class Tally(Protocol):
-    """How many prompts have each of the keys that `PrefixIndex.chunk_keys` gives. As a key stands for all of the prompt
-    before it, those of a prompt that others have too are its first ones."""
+    """Counts of running prompts by key, of the keys that `PrefixIndex.chunk_keys` gives.
+
+    As a key stands for all of the prompt before it, the keys that a prompt shares with others are its first ones.
+    """
 
     def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
-        """One prompt more runs somewhere: counted here, among those `there`, and where none of those had a key yet, as
-        one place more that has it; how many of its keys were there."""
+        """Count a prompt that begins to run; return how many of its keys were `there` already.
+
+        It is counted here and among those `there`; a key that none of those had counts as one more place in
+        `places`.
+        """
 
     def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
-        """It runs no longer; how many of its keys are still there. Raises IndexError where there was none."""
+        """Count a prompt that ended; return how many of its keys are still `there`. Raises IndexError for a key without
+        any."""
 
     def count(self, key: int) -> int:
-        """How many prompts have it."""
+        """Return how many prompts have a key."""
 
     def since_s(self, key: int) -> float:
-        """The moment from which on there was always a prompt that has it; infinite where none has."""
+        """Return the time since which some prompt has always had the key; infinite where none has it."""
 
     def leading(self, keys: Sequence[int], least: int) -> int:
-        """How many of the first of these keys so many prompts have, at the least."""
+        """Return how many of the first of these keys at least `least` prompts have."""
 
     def counts(self) -> dict[int, int]:
-        """All keys and how many prompts have each; for tests."""
+        """Return the number of prompts by key; for tests."""
 
 
 class IngestTask(Protocol):
-    """A payload on its way into the index."""
+    """Payload that is applied to the index in slices."""
 
     @property
     def report(self) -> IngestReport:
-        """What it has done so far."""
+        """Changes made so far."""
 
     def step(self) -> bool:
-        """Apply its next slice, some milliseconds of work; False where it was the last. KeyError as in PrefixIndex."""
+        """Apply the next slice, some milliseconds of work; return False where it was the last. KeyError as in
+        PrefixIndex."""
 
 
 class DumpTask(Protocol):
-    """A holder's content on its way out."""
+    """Dump of a holder's content, in slices."""
 
     def step(self) -> list[bytes] | None:
-        """The payloads of the next slice, a few milliseconds of work; None behind the last. KeyError as in PrefixIndex,
-        and where the holder has changed since the first."""
+        """Return the payloads of the next slice, a few milliseconds of work; None behind the last.
+
+        KeyError as in PrefixIndex, and where the holder has changed since the first slice.
+        """
 
 
 Tokens = Sequence[int] | bytes | PreparedPrompt
-"""What an index takes as a prompt. Bytes: little-endian uint32, 4 bytes a token."""
+"""Prompt as an index takes it. Bytes: little-endian uint32, 4 bytes a token."""
 
 
 class PrefixIndex(Protocol):
@@ -148,7 +158,8 @@ class PrefixIndex(Protocol):
 
     @property
     def seed(self) -> int:
-        """Of the prefix digests: 64 bits, random per process unless given. Routers that exchange `dump`s share it."""
+        """Seed of the prefix digests: 64 bits, random per process unless given. Routers that exchange dumps share
+        it."""
 
     def add_holder(self, name: str, model: str) -> HolderId: ...
 
@@ -159,14 +170,16 @@ class PrefixIndex(Protocol):
         """Forget everything the holder announced (restart, unrepaired gap). Pins and declared groups stay."""
 
     def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, object]]) -> None:
-        """What `GET /kv_cache/groups` said: [{group_idx, kind, block_size, sliding_window}]. Replaces the last call's.
+        """Declare a holder's groups, as `GET /kv_cache/groups` lists them; replaces the last call's.
 
-        A declared group counts from the start: until it announces a checkpoint nothing is usable. One that stays
-        silent while full attention speaks is ignored after SILENT_AFTER_STORES of its events.
+        Each is {group_idx, kind, block_size, sliding_window}. A declared group counts from the start: until it
+        announces a checkpoint nothing is usable. One that stays silent while full attention has events is ignored after
+        SILENT_AFTER_STORES of them.
         """
 
     def set_reannounces(self, holder: HolderId, reannounces: bool) -> None:
-        """The holder repeats hits as stores (`kv_cache_report_mode=full`): presence is a set for it, not a count.
+        """Set whether the holder repeats hits as stores (`kv_cache_report_mode=full`): presence is then a set, not a
+        count.
 
         Not to be guessed from the stream: a repeated store and a second copy look the same there.
         """
@@ -179,40 +192,47 @@ class PrefixIndex(Protocol):
         """
 
     def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestTask:
-        """The same in slices, so that the caller can do other work between them. Nothing is applied before `step`.
+        """Ingest a payload in slices, so that the caller can do other work between them. Nothing is applied before
+        `step`.
 
         Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
         """
 
     def tally(self) -> Tally:
-        """An empty one."""
+        """Make an empty tally."""
 
     def prepare(
         self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None, alike: int | None = None
     ) -> PreparedPrompt:
-        """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
-        not change meanwhile. `like`: of a prompt that may begin alike; as far as its ids are found to be the same,
-        nothing is computed again. `alike`: how many of the first ones are, where the caller knows. Raises ValueError
-        as `match` does."""
+        """Prepare a prompt for several calls.
+
+        The ids may be borrowed: they must not change meanwhile. `like`: of a prompt that may begin alike; as far as its
+        ids are found to be the same, nothing is computed again. `alike`: how many of the first ones are, where the
+        caller knows. Raises ValueError as `match` does.
+        """
 
     def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
-        """What calls have computed of it so far. None where its ids were copied."""
+        """Return what calls have computed of a prompt so far; None where its ids were copied."""
 
     def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
-        """How many of the first ids of two prompts are the same."""
+        """Count the first ids that two prompts have in common."""
 
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
     ) -> list[Match]:
-        """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt are left out.
+        """Return the usable prefix of every holder of `scope.model`; holders without a block of the prompt are left
+        out.
 
         `order`: holders, the preferred first. Then only those of them that fewer than `keep` earlier ones reach or
-        exceed in `pinned_tokens`, in that order. Raises ValueError for ids outside [0, 2^32), ragged bytes, `keep` 0.
+        exceed in `pinned_tokens`, in that order. Raises ValueError for ids outside [0, 2^32), ragged bytes, `keep`
+        0.
         """
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        """The digests of the prefixes that end at each multiple of `chunk_tokens`, up to len - 1: the last token of a
-        prompt is always computed. Equal for equal prefixes in one index, whoever holds them."""
+        """Return the digests of the prefixes that end at each multiple of `chunk_tokens`, up to len - 1.
+
+        The last token of a prompt is always computed. Equal for equal prefixes in one index, on any holder.
+        """
 
     def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned.
@@ -222,26 +242,30 @@ class PrefixIndex(Protocol):
         """
 
     def gone(self, token_ids: Tokens, scope: Scope, start: int, step: int) -> tuple[int, HolderId, float] | None:
-        """What of the prompt behind `start`, which nobody holds, was held: (its end, who held its first block, when
-        that left), in blocks of `step` tokens. None where that block is not among those that left last; of windows
-        nothing is remembered. A hint: of 262,144 blocks, two that hash alike keep the newer."""
+        """Return the part of a prompt behind `start` that a holder lost: (its end, holder of its first block, time of
+        loss).
+
+        In blocks of `step` tokens. None where that block is not among those that left last; of windows nothing is
+        remembered. A hint: of 262,144 blocks, two that hash alike keep the newer.
+        """
 
     def unpin(self, pin: PinId) -> None:
-        """Ends a pin. Nothing happens where it ended before or its holder was removed."""
+        """End a pin. Nothing happens where it ended before or its holder was removed."""
 
     def stats(self) -> IndexStats: ...
 
     def groups(self, holder: HolderId) -> list[dict[str, object]]:
-        """[{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events.
+        """Return [{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events.
 
-        `blocks` counts names held, `silent` is True where the group is declared, has never spoken and is ignored.
+        `blocks` counts names held, `silent` is True where the group is declared, has had no event and is ignored.
         """
 
     def held_tokens(self, holder: HolderId) -> int:
-        """Tokens of the blocks that it holds, of the group that holds most."""
+        """Return the tokens of the holder's blocks, of the group that holds most."""
 
     def begin_dump(self, holder: HolderId) -> DumpTask:
-        """The holder's content as payloads that `ingest` of an index with the same seed takes (snapshot for a peer).
+        """Begin a dump of a holder as payloads that `ingest` of an index with the same seed takes (snapshot for a
+        peer).
 
         Digests, not tokens: an index with another seed reports them as malformed. Parked events are not in it.
         """

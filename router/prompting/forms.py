@@ -15,7 +15,7 @@ from router.prompting.fields import FormSpans, make_duplicate_field_error
 
 MAX_PARTS = 1000
 MAX_HEAD_BYTES = 8192
-"""Headers of one part."""
+"""Most bytes of one part's headers."""
 MAX_VALUE_BYTES = 4096
 MAX_BOUNDARY_BYTES = 256
 ROUTING_FIELDS = frozenset(("model", "stream", "priority"))
@@ -52,7 +52,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
 
 
 def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
-    """(start, end) of each part, headers and content, up to the closing delimiter."""
+    """Yield (start, end) of each part, headers and content, up to the closing delimiter."""
     part_start, part_count = None, 0
     for offset in _iter_offsets(pieces, delimiter):
         previous_bytes, delimiter_end = _slice_pieces(pieces, max(offset - 2, 0), offset), offset + len(delimiter)
@@ -70,7 +70,7 @@ def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tupl
 
 
 def _iter_offsets(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
-    """Offsets of the pattern, also across the edges of pieces."""
+    """Yield the offsets of a pattern, also across the edges of pieces."""
     offset, overlap = 0, b""
     for piece in pieces:
         text = overlap + piece
@@ -94,7 +94,7 @@ def _slice_pieces(pieces: Sequence[bytes], start: int, end: int) -> bytes:
 
 
 def _parse_field_name(part_head: bytes) -> str | None:
-    """Of a part; None for a file, and for what names no field."""
+    """Return the field name of a part; None for a file, and for a part without a name."""
     for line in part_head.split(b"\r\n"):
         header_name, _, value = line.partition(b":")
         if header_name.strip().lower() == b"content-disposition":
@@ -104,7 +104,7 @@ def _parse_field_name(part_head: bytes) -> str | None:
 
 
 def _parse_header_parameters(value: bytes) -> dict[str, str]:
-    """Of a header such as `form-data; name="model"`."""
+    """Parse the parameters of a header such as `form-data; name="model"`."""
     message = Message()
     message["content-type"] = " ".join(value.decode("latin-1").split())
     return {key.lower(): text if isinstance(text, str) else text[2] for key, text in message.get_params([])[1:]}

@@ -15,11 +15,11 @@ from prompts.schemas import MEDIA_PARTS
 from router.prompting.encode import CHARS_PER_TOKEN
 
 TOKENS_PER_MEDIUM = 1000
-"""Taken for an image's, or another medium's, share of a prompt. An estimate, for prices only."""
+"""Tokens counted for an image or another medium. An estimate, for prices only."""
 _MEDIA_PART_TYPES = MEDIA_PARTS | {"document"}
 _MEDIA_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 _VOLATILE_FIELDS = frozenset(("cache_control", "id", "status"))
-"""Of a part: what clients change from turn to turn."""
+"""Fields of a part that clients change from turn to turn."""
 
 
 class MediaPrompt(NamedTuple):
@@ -28,7 +28,7 @@ class MediaPrompt(NamedTuple):
     conversation_digest: int
     """Digest of its first messages, up to the first of its user: the same in all turns of it."""
     estimated_tokens: int
-    """That the whole prompt may have."""
+    """Estimated tokens of the whole prompt."""
 
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
@@ -48,7 +48,7 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
 
 
 def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
-    """As JSON has them, the system's first; none where there can be no media."""
+    """List the messages as JSON has them, the system's first; empty where there can be no media."""
     source = request.source
     if source is None:
         return list(request.messages or ()) if request.has_media else []
@@ -66,7 +66,7 @@ def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
 
 
 def _iter_parts(value: Any) -> Iterator[Any]:
-    """Texts and parts of messages, also those inside of tool results."""
+    """Yield texts and parts of messages, also those inside of tool results."""
     for message in value:
         content = message.get("content") if isinstance(message, dict) else message
         if isinstance(content, str):
@@ -88,7 +88,7 @@ def _digest_opening(messages: list[Any]) -> int:
 
 
 def _strip_volatile_fields(value: Any) -> Any:
-    """A value without what clients change from turn to turn."""
+    """Return a value without the fields that clients change from turn to turn."""
     if isinstance(value, dict):
         return {
             name: _strip_volatile_fields(item)

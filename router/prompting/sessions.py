@@ -49,7 +49,7 @@ NAME_SOURCES = (
     NameSource("header", "x-codex-parent-thread-id", "parent_agent", "Codex: the thread that started this one"),
     NameSource("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
 )
-"""Of several that tell the same, the first that is there counts."""
+"""Sources of names; the first one present counts."""
 
 
 class Session(NamedTuple):

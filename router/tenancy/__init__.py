@@ -1,1 +1,1 @@
-"""Who gets what: models under other names, turns between tenants. Values in, decisions out."""
+"""Names of models and turns between tenants. Values in, decisions out."""

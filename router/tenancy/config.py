@@ -1,4 +1,4 @@
-"""What tenancy can be told. Turns, the background and --max-ttft are the queue's: router/decide/config.py."""
+"""Settings of tenancy. Those of turns, the background and --max-ttft are the queue's: router/decide/config.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CanaryRule = Annotated[
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class TenancyConfig:
-    """docs/sharing.md."""
+    """Aliases, fallbacks and canaries of models; docs/sharing.md explains them."""
 
     model_aliases: Annotated[tuple[AliasRule, ...], Flag("--model-alias", metavar="NAME=MODEL"),
         "Serve requests for NAME by MODEL; one * in NAME stands for any text.",
@@ -58,12 +58,12 @@ class TenancyConfig:
 
 
 def parse_rules(rules: tuple[str, ...]) -> dict[str, str]:
-    """NAME=MODEL each."""
+    """Parse rules NAME=MODEL into a model by name."""
     return {name: model for name, _, model in (rule.partition("=") for rule in rules)}
 
 
 def parse_canaries(rules: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
-    """MODEL=NEW:SHARE each; in their order."""
+    """Parse rules MODEL=NEW:SHARE into (new model, share) pairs by model, in their order."""
     canaries_by_model: dict[str, list[tuple[str, float]]] = {}
     for rule in rules:
         model, _, canary_and_share = rule.partition("=")

@@ -1,10 +1,11 @@
-"""Whose turn it is among those who wait: deficit round robin in predicted seconds, whose quantum is one request.
+"""Deficit round robin between waiting queues, in predicted seconds; the quantum is one request.
 
-Owns what each line (a tenant's requests, or all of them) was given while there is pressure. The line that was given
-least goes next, and is charged what its request is predicted to take, divided by its share. A line that comes anew
-starts where the last turn was: nobody saves up turns while idle, and nobody pays for what it took while nobody else
-waited. Invariants: of two lines that always wait, what they were given, each by its share, differs by no more than one
-request of each; who asks for less than its share never waits for more than one request of every other line.
+Owns the seconds that each queue (a tenant's requests, or all of them) was served while there is pressure. The queue
+that was served least goes next, and is charged the predicted time of its request, divided by its share. A new queue
+starts where the last turn was: no queue saves up turns while idle, and none pays for what it took while no other
+waited. Invariants: the served seconds of two queues that always wait, each by its share, differ by no more than one
+request of each; a queue that asks for less than its share never waits for more than one request of every other
+queue.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 MAX_QUEUES: Final = 4096
-"""Remembered though nobody of them waits."""
+"""Most queues remembered when no request of theirs waits."""
 Line = TypeVar("Line")
 
 
 class DeficitRoundRobin:
-    """All lines of one queue."""
+    """Scheduler of all queues that wait for the same workers."""
 
     def __init__(self) -> None:
         self._served_s_by_queue: dict[str, float] = {}
         self._round_s = 0.0
-        """What the line that went last had been given before."""
+        """Served seconds of the queue that went last, before its turn."""
 
     def get_served_s(self, queue: str) -> float:
-        """Seconds that a line counts as given; the least goes next."""
+        """Return the seconds that a queue counts as served; the least goes next."""
         return max(self._served_s_by_queue.get(queue, 0.0), self._round_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
-        """A request of it was sent. `waiting`: the lines in which somebody waits."""
+        """Charge a queue for a request that was sent. `waiting_queues` are the queues with waiting requests."""
         at_s = self.get_served_s(queue)
         self._round_s = max(self._round_s, min([at_s, *map(self.get_served_s, waiting_queues)]))
         self._served_s_by_queue[queue] = at_s + request_s
@@ -41,12 +42,12 @@ class DeficitRoundRobin:
             }
 
     def reset(self) -> None:
-        """Nobody waits any more."""
+        """Forget all queues, as no request waits."""
         self._served_s_by_queue.clear()
         self._round_s = 0.0
 
     def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
-        """Requests in their order, of lines of (request, seconds)."""
+        """Yield requests in the order of their turns, from queues of (request, seconds)."""
         queue_heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
         for queue_index, (name, queue) in enumerate(requests_by_queue.items()):
             remaining_requests = iter(queue)

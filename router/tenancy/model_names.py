@@ -1,4 +1,4 @@
-"""Which model a request is for: aliases, canaries, fallbacks.
+"""Model of a request, by aliases, canaries and fallbacks.
 
 Pure. A conversation falls on the same side every time, in every router, as only its name and the model's decide.
 """
@@ -17,18 +17,18 @@ _HASH_RANGE = float(1 << 64)
 
 
 class ModelNames:
-    """What names stand for."""
+    """Models that names stand for."""
 
     def __init__(self, config: TenancyConfig) -> None:
         model_by_rule_name = parse_rules(config.model_aliases)
         self.model_by_alias = {name: model for name, model in model_by_rule_name.items() if "*" not in name}
-        """Without patterns: the names that can be listed."""
+        """Models of the aliases without patterns: the names that can be listed."""
         self._alias_patterns = [
             _AliasPattern(name, model)
             for name, model in sorted(model_by_rule_name.items(), key=lambda pair: -len(pair[0]))
             if "*" in name
         ]
-        """The longest first, which is the most specific."""
+        """Aliases with a pattern, the longest and so most specific first."""
         self._fallback_by_model = parse_rules(config.model_fallbacks)
         self._canaries_by_model = parse_canaries(config.model_canaries)
         self.has_renames = bool(model_by_rule_name or self._fallback_by_model or self._canaries_by_model)
@@ -37,8 +37,11 @@ class ModelNames:
     def resolve(
         self, requested_model: str, get_conversation_key: Callable[[], str], is_served: Callable[[str], bool]
     ) -> str:
-        """The model that is to answer. `is_served`: whether somebody who may answer this takes requests for a model.
-        Where nobody does, the name that was asked for, an alias aside: what is said of it is what the client knows."""
+        """Return the model that is to answer a request for `requested_model`.
+
+        `is_served`: whether a worker that may answer this request takes requests for a model. Without such a worker it
+        is the requested name, an alias aside: an error then names what the client knows.
+        """
         model = (
             self.model_by_alias.get(requested_model)
             or self._match_pattern(requested_model, is_served)
@@ -59,13 +62,13 @@ class ModelNames:
         return fallback or model
 
     def _match_pattern(self, requested_model: str, is_served: Callable[[str], bool]) -> str | None:
-        """The model that a pattern names for a name that nobody serves."""
+        """Return the model that a pattern gives for a name that no worker serves."""
         model = next((pattern.model for pattern in self._alias_patterns if pattern.matches(requested_model)), None)
         return None if model is None or is_served(requested_model) else model
 
 
 class _AliasPattern(NamedTuple):
-    """An alias with one `*`, which stands for any text."""
+    """Alias with one `*`, which stands for any text."""
 
     pattern: str
     model: str
@@ -76,7 +79,7 @@ class _AliasPattern(NamedTuple):
 
 
 def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
-    """Which of the parts a conversation is in; None for the rest."""
+    """Return the canary of a conversation; None where it stays with the model."""
     position = (
         xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")) / _HASH_RANGE
     )
