@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 from router.decide.cache_state import CacheState
 from router.decide.chooser import Chooser, MediaPlacement, RoutingChoice
 from router.decide.config import CoreConfig
+from router.decide.load import EngineLoad
 from router.decide.messages import (
     Decision,
     Enqueue,
@@ -35,7 +36,6 @@ from router.decide.messages import (
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import ActiveRequest, QueuePosition, RequestQueue, RetryBudget, refuse_after_failure
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
-from router.decide.reported_load import EngineLoad
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import StallDetector, Watchdog

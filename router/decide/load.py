@@ -21,6 +21,11 @@ REMAINING_TOKENS_PRIOR: Final = 256.0
 SLOT_WAIT_RATIO, SLOT_VOTES = 4.0, 8
 """A wait of so many times the expected one is a wait for a slot, if so many in a row agree."""
 
+REPORT_VALID_S: Final = 15.0
+"""A report of an engine that is older does not count."""
+USAGE_TOLERANCE: Final = 0.05
+"""Share of the KV memory that may differ: blocks that are not full, answers that are not yet counted."""
+
 
 @dataclass(slots=True, eq=False)
 class Capacity:
@@ -85,6 +90,55 @@ class Load:
     """Cached tokens of their prompts, as predicted."""
     reported_cached_tokens: int = 0
     """Cached tokens of their prompts, as the engine reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine says of one rank on `/metrics`."""
+
+    running: int
+    waiting: int
+    usage: float | None = None
+    """Share of the KV memory that running sequences hold; None where it does not say."""
+    is_asleep: bool = False
+    """It has given its memory back, and the cache in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalLoad:
+    """What an engine's report has beyond the requests of this router and its peers."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    report: EngineLoad | None = None
+    reported_s: float = -math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self.running or self.waiting or self.kv_tokens)
+
+
+NO_EXTERNAL_LOAD: Final = ExternalLoad()
+
+
+def estimate_external_load(
+    report: EngineLoad, now: float, *, known_requests: int, known_kv_tokens: int, capacity: Capacity
+) -> ExternalLoad:
+    """Return what a report has beyond what is known: the load is the larger of the two. No engine runs more sequences
+    than it has seats: one that says so is taken to be full."""
+    external_requests = max(report.running + report.waiting - known_requests, 0)
+    waiting = min(report.waiting, external_requests)
+    seats = capacity.max_num_seqs
+    kv_tokens = 0
+    if capacity.kv_tokens is not None and report.usage is not None:
+        kv_tokens = max(int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens) - known_kv_tokens, 0)
+    return ExternalLoad(
+        running=min(external_requests - waiting, max(seats - known_requests, 0)),
+        waiting=min(waiting, 2 * seats),
+        kv_tokens=kv_tokens,
+        report=report,
+        reported_s=now,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,8 +159,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     media_cached_tokens: int = 0
     """Of a prompt with media: taken to be cached here, where its conversation was before. Not in `cached_tokens`."""
     external_requests: int = 0
-    """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
-    and those that wait in `queue_s`."""
+    """Requests there that no router of ours sent, as its engine reports: those that run are among `decode_requests`,
+    those that wait in `queue_s`."""
 
 
 class Decision(msgspec.Struct, eq=False):

@@ -256,9 +256,7 @@ class KvCost:
             step_wait_s=step_wait_s,
             shared_s=shared_s,
             decode_stall_s=stall_s,
-            external_requests=external_load.running + external_load.waiting
-            if (external_load := target.external_load) is not None
-            else 0,
+            external_requests=target.external_load.running + target.external_load.waiting,
             ttft_s=target.slowdown * (queue_s + queued_ahead_s + prefill_s)
             + step_wait_s
             + slot_wait_s

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.decide.cache_state import CacheState
+from router.decide.load import EngineLoad
 from router.decide.messages import Refuse, RouteRequest
-from router.decide.reported_load import EngineLoad
 from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -321,7 +321,7 @@ class WorkerSnapshot:
     engine_load: EngineLoad | None
     """What its engine said last of its sequences and memory; None where it does not, or not lately."""
     external_requests: int
-    """Of those, what no router of ours sent, as far as it is believed; counted in, too."""
+    """Requests among these that no router of ours sent; counted in, too."""
     cache_tokens: int | None
     """What its KV cache holds: told, or as its events show it; None where neither is known."""
     prefill_order: str
@@ -353,8 +353,7 @@ def make_worker_snapshot(
     """One target's row of `/workers`."""
     service = target.speed.service
     load, peer = target.load, target.peer_load
-    reported_load = target.reported_load
-    external = target.make_external_peer_load()
+    external = target.external_load
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,
@@ -366,10 +365,10 @@ def make_worker_snapshot(
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefill_queue.requests),
         decoding=load.decode_request_count,
-        peer_prefilling=peer.prefill_requests - (external.prefill_requests if external else 0),
-        peer_decoding=peer.decode_requests - (external.decode_requests if external else 0),
-        engine_load=reported_load.latest if reported_load is not None else None,
-        external_requests=external.prefill_requests + external.decode_requests if external else 0,
+        peer_prefilling=peer.prefill_requests - external.waiting,
+        peer_decoding=peer.decode_requests - external.running,
+        engine_load=external.report,
+        external_requests=external.waiting + external.running,
         cache_tokens=target.capacity.kv_tokens,
         prefill_order="shortest" if target.prefill_queue.is_shortest_first else "arrival",
         queue_s=target.estimate_queue_s(now),

@@ -18,9 +18,8 @@ from typing import ClassVar, Final
 import msgspec
 
 from router.decide.config import ServiceModel
-from router.decide.load import NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad
-from router.decide.observations import Observation, WorkTotals
-from router.decide.reported_load import ExternalLoad, LoadExpectation, ReportedLoad
+from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad
+from router.decide.observations import WorkTotals
 from router.decide.speed import PoolSpeed, Speed
 from router.index.protocol import HolderId
 
@@ -28,6 +27,9 @@ _SORTED_PREFILLS_MAX: Final = 128
 """Oldest prompts without a first token that are sorted whenever one comes or goes."""
 _REMAINING_SHARE_MIN: Final = 0.05
 """Share of a prefill that is taken to be left when it should be done, where others went first meanwhile."""
+
+_EXTERNAL_PROMPT_TOKENS: Final = 256
+"""Uncached tokens that a waiting request of others is taken to have: of its length nothing is known."""
 
 
 class RequestPhase(enum.Enum):
@@ -65,8 +67,6 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
     """What the target had done when the first token was seen, or when the stream was last learned from."""
     observed_output_tokens: int = 1
     """Tokens generated at that time."""
-    load_expectation: LoadExpectation | None = None
-    """Expected times with and without the load that the target's engine reports of others."""
 
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""
@@ -206,8 +206,8 @@ class Target:
         self.speed = Speed(pool)
         self.peer_load = NO_PEER_LOAD
         """The sum of what other routers have in flight here, and of what its engine says that others have."""
-        self.reported_load: ReportedLoad | None = None
-        """The engine's own report of its load, where it gives one."""
+        self.external_load = NO_EXTERNAL_LOAD
+        """What the engine reports beyond what is known."""
         # Derived from these by `recompute_decode_load`.
         self.slowdown = 1.0
         self.step_s = 0.0
@@ -304,18 +304,6 @@ class Target:
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 
-    def predict_ttft_s(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
-        """Return the time until such a prompt has its first token: what waits, a step and a half, slots and memory."""
-        prefill_s = self.estimate_prefill_s(prompt_tokens, cached_tokens)
-        compute_s = self.slowdown * (self.estimate_wait_before_s(prefill_s, now) + prefill_s)
-        missing_kv_tokens = prompt_tokens - cached_tokens - self.free_kv_tokens
-        memory_wait_s = (
-            self.estimate_drain_s(missing_kv_tokens / self.capacity.kv_tokens)
-            if missing_kv_tokens > 0.0 and self.capacity.kv_tokens
-            else 0.0
-        )
-        return compute_s + 1.5 * self.step_s + self.slot_wait_s + memory_wait_s
-
     def estimate_step_wait_s(self, now: float) -> float:
         """Return the time until the step that runs ends, and another may begin with a new prompt: what is left of the
         step if it was seen to begin, else half of one; what the step prefills is in Q."""
@@ -353,48 +341,28 @@ class Target:
         """Return the time until such a share (1: all) of what runs here has ended."""
         return share * self.load.mean_remaining_output_tokens * self.step_s if self.total_request_count else 0.0
 
-    @property
-    def external_load(self) -> ExternalLoad | None:
-        """What its engine says that others have here."""
-        return self.reported_load.trusted_external if self.reported_load is not None else None
-
-    def make_external_peer_load(self) -> PeerLoad | None:
-        """Return that as if another router had told it."""
-        external, load = self.external_load, self.load
-        if external is None or self.reported_load is None:
-            return None
-        mean_prefill_s = load.utilisation_scaled / load.arrivals_scaled if load.arrivals_scaled > 0.0 else 0.0
+    def make_external_peer_load(self) -> PeerLoad:
+        """Return `external_load` as if another router had told it."""
+        external = self.external_load
+        prefill_s = self.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0)
         return PeerLoad(
-            prefill_s=external.waiting * mean_prefill_s,
+            prefill_s=external.waiting * prefill_s,
             prefill_requests=external.waiting,
-            oldest_prefill_s=mean_prefill_s,
+            oldest_prefill_s=prefill_s,
             oldest_routed_s=math.inf,  # when it began is not known: it makes no progress, and is never late
-            oldest_prefill_since_s=0.0,
             decode_requests=external.running,
             decode_context_tokens=external.kv_tokens,
         )
 
-    def compare_with_expectation(self, expectation: LoadExpectation, observation: Observation) -> None:
-        """An answer has ended: were its steps as long as ours make them, or as the engine's report would?"""
-        own_only_s = observation.steps * self.speed.predict_step_s(observation)
-        own_only_s += self.speed.prefill_rate * observation.uncached_tokens
-        if self.reported_load is not None:
-            self.reported_load.record_wait(
-                observation.elapsed_s, own_only_s, own_only_s + observation.steps * expectation.added_step_s
-            )
-
     def advance_work_totals(self, now: float) -> None:
         """Bring the totals over time up to now, before the counts change."""
-        totals, peer_load, external = self.speed.work_totals, self.peer_load, self.external_load
+        totals, peer_load = self.speed.work_totals, self.peer_load
         elapsed_s = now - totals.updated_at_s
         if elapsed_s <= 0.0:
             return
         totals.updated_at_s = now
         decode_request_count = self.load.decode_request_count + peer_load.decode_requests
         context_tokens = self.load.decode_context_tokens + peer_load.decode_context_tokens
-        if external is not None:
-            decode_request_count -= external.running
-            context_tokens -= external.kv_tokens
         totals.uncached_tokens += elapsed_s * min(peer_load.utilisation, 1.0) / self.speed.prefill_rate
         totals.decode_request_seconds += elapsed_s * decode_request_count
         totals.context_token_seconds += elapsed_s * context_tokens

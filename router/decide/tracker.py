@@ -18,9 +18,15 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.load import PeerLoad, merge_peer_loads
+from router.decide.load import (
+    NO_EXTERNAL_LOAD,
+    REPORT_VALID_S,
+    EngineLoad,
+    PeerLoad,
+    estimate_external_load,
+    merge_peer_loads,
+)
 from router.decide.observations import PrefillInterval
-from router.decide.reported_load import MISMATCHES_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeed, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
@@ -115,8 +121,6 @@ class LoadTracker:
             is_streaming=stream,
             tier_load_s=tier_load_s,
         )
-        if target.reported_load is not None and target.reported_load.external:
-            request.load_expectation = self._make_load_expectation(request, target.reported_load, now)
         if not stream:
             heapq.heappush(self._estimated_first_token_heap, (now + request.expected_ttft_s, request_id))
         prefill_queue.next_send_index += 1
@@ -139,11 +143,6 @@ class LoadTracker:
         request = self.in_flight_requests.get(request_id)
         if request is None or request.phase is RequestPhase.DECODE:
             return None
-        if request.load_expectation is not None and request.target.reported_load is not None:
-            request.target.reported_load.record_wait(
-                now - request.routed_at_s, request.load_expectation.own_only_s, request.load_expectation.with_external_s
-            )
-            self._merge_peer_load(request.target)
         self._observe_first_token(request, now)
         self._start_decode(request, now)
         request.target.load.last_step_at_s = now
@@ -301,7 +300,7 @@ class LoadTracker:
             prefill_queue.last_answered_send_index = max(request.send_index, prefill_queue.last_answered_send_index)
         else:
             is_in_turn = next(iter(prefill_queue.requests)) == request.request_id
-        is_alone = target.peer_load.prefill_s <= 0.0 and target.external_load is None
+        is_alone = target.peer_load.prefill_s <= 0.0 and not target.external_load
         interval = target.speed.open_prefill_interval
         oldest_since_s = max(prefill_queue.oldest_since_s, target.peer_load.oldest_prefill_since_s)
         load = target.load
@@ -351,11 +350,8 @@ class LoadTracker:
         observation = target.speed.work_totals.observe_since(start_totals, elapsed_s, step_count=step_count)
         request.decode_start_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
-        if request.load_expectation is not None and target.reported_load is not None:
-            target.compare_with_expectation(request.load_expectation, observation)
-            self._merge_peer_load(target)
         if (
-            target.external_load is None
+            not target.external_load
             and now - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
         ):
             target.speed.last_step_observation_s = now
@@ -431,51 +427,35 @@ class LoadTracker:
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
         """What a target's engine says; None: it was asked in vain. `in_flight`: our requests when it was asked."""
         target = self.targets.get(name)
-        if target is None or (engine_load is None and target.reported_load is None):
+        if target is None:
             return
-        load = target.load
-        reported_load = target.reported_load = target.reported_load or ReportedLoad()
-        previous_external_load, in_flight = reported_load.trusted_external, max(in_flight, load.request_count)
-        kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
-        for peer_loads in self._peer_loads_by_router.values():
-            if (peer_load := peer_loads.get(name)) is not None:
-                in_flight += peer_load.decode_requests + peer_load.prefill_requests
-                kv_tokens += peer_load.decode_context_tokens
-        reported_load.update(
-            engine_load,
-            now,
-            in_flight=in_flight,
-            max_num_seqs=target.capacity.max_num_seqs,
-            kv_tokens=kv_tokens,
-            capacity=target.capacity.kv_tokens,
-        )
-        if reported_load.trusted_external != previous_external_load:
-            target.advance_work_totals(now)
-            self._merge_peer_load(target)
-
-    def _make_load_expectation(
-        self, request: InFlightRequest, reported_load: ReportedLoad, now: float
-    ) -> LoadExpectation:
-        """What is to be expected where the report is true, and where it is not."""
-        target, mismatches = request.target, reported_load.mismatches
-        reported_load.start_test(now)
-        predicted_times = []
-        for reported_load.mismatches in (MISMATCHES_MAX, 0):
-            self._merge_peer_load(target)
-            ttft_s = target.predict_ttft_s(request.prompt_tokens, request.cached_tokens, now)
-            predicted_times.append((ttft_s, target.step_s))
-        reported_load.mismatches = mismatches
+        load, external_load = target.load, NO_EXTERNAL_LOAD
+        if engine_load is not None:
+            known_requests = max(in_flight, load.request_count)
+            known_kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
+            for peer_loads in self._peer_loads_by_router.values():
+                if (peer_load := peer_loads.get(name)) is not None:
+                    known_requests += peer_load.decode_requests + peer_load.prefill_requests
+                    known_kv_tokens += peer_load.decode_context_tokens
+            external_load = estimate_external_load(
+                engine_load,
+                now,
+                known_requests=known_requests,
+                known_kv_tokens=known_kv_tokens,
+                capacity=target.capacity,
+            )
+        elif now - target.external_load.reported_s <= REPORT_VALID_S:
+            return
+        target.advance_work_totals(now)
+        target.external_load = external_load
         self._merge_peer_load(target)
-        (own_only_s, step_s), (with_external_s, step_with_external_s) = predicted_times
-        return LoadExpectation(own_only_s, with_external_s, step_with_external_s - step_s)
 
     def _merge_peer_load(self, target: Target) -> None:
         loads = [
             peer_loads[target.name] for peer_loads in self._peer_loads_by_router.values() if target.name in peer_loads
         ]
-        external_load = target.make_external_peer_load()
-        if external_load is not None:
-            loads.append(external_load)
+        if target.external_load:
+            loads.append(target.make_external_peer_load())
         target.set_peer_load(merge_peer_loads(loads, target.speed.prefill_rate))
         for order in self.load_orders:
             order.mark_changed(target)

@@ -21,7 +21,7 @@ import msgspec
 from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse_endpoint_host
 from events.types import DecodeError
 from options import ConfigError
-from router.decide.reported_load import EngineLoad
+from router.decide.load import EngineLoad
 from router.decide.workers import BLOCKCAST, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.worker_responses import (
     is_asleep,

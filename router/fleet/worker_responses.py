@@ -17,7 +17,7 @@ import msgspec
 
 from events.sources import EventSource, parse_sources
 from events.types import DecodeError
-from router.decide.reported_load import EngineLoad
+from router.decide.load import EngineLoad
 from router.decide.workers import VLLM, ServedModel
 
 MODELS_MAX = 4096

@@ -19,8 +19,8 @@ from options import ConfigError
 from router.app.system import event_streams_max
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
+from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
-from router.decide.reported_load import EngineLoad
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import (

@@ -1,4 +1,4 @@
-"""What engines say of their load: read, believed, found out. The truth helps; no lie does more than bounded harm."""
+"""What engines say of their load: read, and counted beyond what is known. The truth helps; lies do bounded harm."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
+from router.decide.load import (
+    NO_EXTERNAL_LOAD,
+    REPORT_VALID_S,
+    USAGE_TOLERANCE,
+    Capacity,
+    EngineLoad,
+    estimate_external_load,
+)
 from router.decide.messages import Decision, RouteRequest
-from router.decide.reported_load import DISTRUST_MISMATCHES, EngineLoad, ExternalLoad, ReportedLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.worker_responses import (
     METRIC_LINES_BYTES_MAX,
@@ -131,71 +138,58 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
     )
 
 
-def update(
-    reported_load: ReportedLoad,
-    now: float,
-    running: int,
-    waiting: int = 0,
-    usage: float | None = None,
-    in_flight: int = 0,
-) -> ExternalLoad:
-    reported_load.update(
-        EngineLoad(running, waiting, usage), now, in_flight=in_flight, max_num_seqs=64, kv_tokens=1000, capacity=10_000
+def estimate(
+    running: int, waiting: int = 0, usage: float | None = None, *, known_requests: int = 0, has_size: bool = True
+) -> tuple[int, int, int]:
+    capacity = Capacity(kv_tokens=10_000 if has_size else None, max_num_seqs=64)
+    report = EngineLoad(running, waiting, usage)
+    external = estimate_external_load(
+        report, 1.0, known_requests=known_requests, known_kv_tokens=1000, capacity=capacity
     )
-    return reported_load.external
+    assert (external.report, external.reported_s) == (report, 1.0)
+    return external.running, external.waiting, external.kv_tokens
 
 
-def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
-    reported_load = ReportedLoad()
-    assert not update(reported_load, 0.0, 30, in_flight=10)
-    assert update(reported_load, 4.0, 28, in_flight=12) == ExternalLoad(16, 0, 0)
-    assert update(reported_load, 8.0, 50, 5, usage=0.5, in_flight=10) == ExternalLoad(16, 0, 0)
-    assert update(reported_load, 12.0, 50, 5, usage=0.6, in_flight=10) == ExternalLoad(40, 5, 3500)
-    assert update(reported_load, 16.0, 3, in_flight=10) == ExternalLoad(), (
-        "who says too little is not asked to have less than was sent"
-    )
-    update(reported_load, 20.0, 10**6, 10**6, usage=1.0)
-    assert update(reported_load, 24.0, 10**6, 10**6, usage=1.0) == ExternalLoad(64, 128, 8500), (
-        "no more than there are seats"
-    )
+def test_only_what_others_have_counts() -> None:
+    assert estimate(28, known_requests=12) == (16, 0, 0)
+    assert estimate(50, 5, 0.55, known_requests=10) == (40, 5, 4000)
+    assert estimate(50, 5, 0.55, known_requests=10, has_size=False) == (40, 5, 0)
+    assert estimate(8, 4, known_requests=10) == (0, 2, 0)
+    assert estimate(3, usage=0.1, known_requests=10) == (0, 0, 0), "what was sent counts, whoever says less"
+    assert estimate(10**6, 10**6, 1.0) == (64, 128, 8500), "no more than there are seats"
 
 
-def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
-    reported_load = ReportedLoad()
-    update(reported_load, 0.0, 30)
-    assert update(reported_load, 4.0, 30)
-    reported_load.update(None, 8.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
-    assert reported_load.external
-    reported_load.update(None, 30.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
-    assert (reported_load.external, reported_load.latest, reported_load.trusted_external) == (
-        ExternalLoad(),
-        None,
-        None,
-    )
-    assert not update(reported_load, 40.0, 30)
-    assert update(reported_load, 44.0, 30)
+@given(
+    st.integers(0, 200),
+    st.integers(0, 200),
+    st.none() | st.floats(0.0, 1.0),
+    st.integers(0, 100),
+    st.integers(0, 12_000),
+)
+def test_the_load_is_the_larger_of_what_is_known_and_what_is_reported(
+    running: int, waiting: int, usage: float | None, known_requests: int, known_tokens: int
+) -> None:
+    capacity = Capacity(kv_tokens=10_000, max_num_seqs=10_000)
+    external = estimate_external_load(
+        EngineLoad(running, waiting, usage), 0.0, known_requests=known_requests, known_kv_tokens=known_tokens,
+        capacity=capacity,
+    )  # fmt: skip
+    assert known_requests + external.running + external.waiting == max(known_requests, running + waiting)
+    reported_tokens = int((usage - USAGE_TOLERANCE) * 10_000) if usage is not None else 0
+    assert known_tokens + external.kv_tokens == max(known_tokens, reported_tokens)
+    assert bool(external) is any((external.running, external.waiting, external.kv_tokens))
 
 
-def test_who_is_served_finds_a_lie_out_and_a_truth() -> None:
-    reported_load = ReportedLoad()
-    update(reported_load, 0.0, 60, 20)
-    update(reported_load, 4.0, 60, 20)
-    assert reported_load.is_testing, "it is new: the next one finds out"
-    assert reported_load.trusted_external is None
-    for count in range(DISTRUST_MISMATCHES):
-        reported_load.start_test(9.0)
-        assert reported_load.trusted_external is not None, count
-        reported_load.record_wait(0.03, 0.025, 4.0)
-    reported_load.start_test(9.5)
-    assert reported_load.mismatches == DISTRUST_MISMATCHES
-    assert reported_load.trusted_external is None
-    for _ in range(DISTRUST_MISMATCHES):
-        reported_load.record_wait(0.03, 0.03, 0.04)  # tells nothing
-        reported_load.record_wait(4.5, 0.025, 4.0)
-    assert reported_load.mismatches == 0
-    assert reported_load.trusted_external is not None
-    update(reported_load, 20.0, 60, 20)
-    assert not reported_load.is_testing, "it was found true: it is asked less often"
+def test_a_report_counts_until_it_is_old() -> None:
+    core = core_of(1)
+    (target,) = core.registry.get_targets("w0")
+    core.record_engine_load("w0", [EngineLoad(30, 0)], [0], 1.0)
+    assert (target.external_load.running, target.total_request_count) == (30, 30)
+    core.record_engine_load("w0", [None], [0], 1.0 + REPORT_VALID_S)
+    assert target.external_load.running == 30
+    core.record_engine_load("w0", [None], [0], 1.1 + REPORT_VALID_S)
+    assert target.external_load is NO_EXTERNAL_LOAD
+    assert target.total_request_count == 0
 
 
 def core_of(workers: int) -> RouterCore:
@@ -208,13 +202,9 @@ def core_of(workers: int) -> RouterCore:
 
 def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     core = core_of(2)
-    for now in (0.0, 4.0):
-        core.record_engine_load("w0", [EngineLoad(32, 8, 0.9)], core.count_in_flight_by_rank("w0"), now)
-        core.record_engine_load("w1", [EngineLoad(0, 0, 0.0)], core.count_in_flight_by_rank("w1"), now)
+    core.record_engine_load("w0", [EngineLoad(32, 8, 0.9)], core.count_in_flight_by_rank("w0"), 4.0)
+    core.record_engine_load("w1", [EngineLoad(0, 0, 0.0)], core.count_in_flight_by_rank("w1"), 4.0)
     core.record_engine_load("gone", [EngineLoad(1, 1, 0.0)], core.count_in_flight_by_rank("gone"), 4.0)
-    request = RouteRequest("test", "m", Scope("m"), list(range(600)), 600, worker="w0")
-    core.route(request, 4.0)  # what is new is tested by the next request
-    core.abort_request("test", 4.0)
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 5.0)
     assert isinstance(decision, Decision)
     cheap, dear = decision.candidates
