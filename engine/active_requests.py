@@ -37,7 +37,7 @@ class SchedulerTotals:
 
 
 class ActiveRequests:
-    """Requests by what becomes of them. Every one is in `waiting` or in `running`, which holds those with blocks."""
+    """Requests by their state. A request is in the queue of those that wait, or in `running` while it holds blocks."""
 
     def __init__(self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals) -> None:
         self._cache = cache
@@ -50,7 +50,7 @@ class ActiveRequests:
         self._entry_by_id: dict[str, RequestEntry] = {}
         """Requests that have not ended."""
         self._step_count = self._applied_step_count = 0
-        """Steps that were planned, and those of them that were applied or failed."""
+        """Number of steps that were planned, and number of steps that were applied or failed."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entry_by_id

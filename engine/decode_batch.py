@@ -1,7 +1,7 @@
 """Requests that decode together: what is the same in every step while the same ones come.
 
-Most steps decode a token for each of the same requests. What such a step needs of them is put together once, so that
-in most of them nobody is looked at one by one but who needs a block or finishes one. Knows no cache and no budget.
+Most steps decode a token for each of the same requests. What such a step needs of them is put together once. So most
+steps look only at requests that need a block or finish one. Knows no cache and no budget.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class DecodeBatch:
         """Of their chunks in the first of its steps."""
         self._steps_made = 0
         self.entries_to_grow: list[RequestEntry] = []
-        """Who needs a block for the next step, in order: those that filled one in the last."""
+        """Requests that need a block for the next step, in order: they filled one in the last."""
         self._entries_to_check: dict[int, list[RequestEntry]] = {}
-        """At which of its steps who fills a block, or ends: in order."""
+        """Requests that fill a block or end, in order, by the number of the step."""
         self._next_check_length = (
             len(self._token_lists[0]) - 1 + min(e.length_max - len(e.seq.token_ids) for e in entries)
         )
-        """While the first has fewer tokens than this, nobody ends with one more: each gets one of every step."""
+        """While the first sequence has fewer tokens than this, no request ends with one token more."""
         for entry in entries:
             if entry.seq.computed_tokens > entry.next_check_position:
                 self.entries_to_grow.append(entry)

@@ -28,7 +28,7 @@ class RequestEntry:
     has_ended: bool = False
     """Aborted or finished while a step with it is out: it goes when the last of these is applied."""
     next_check_position: int = 0
-    """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
+    """Decodes of positions before this one need no memory, finish no block and do not end the request."""
     arrival_work: int = 0
     tokens_remaining: int = 0
     sort_key: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)

@@ -7,11 +7,11 @@ is recomputed later.
 
 Owns the budget, seats, memory, and when a sequence ends. Refuses to know tensors, clocks and what is behind `KVCache`.
 
-Starvation: `max_num_batched_tokens >= max_num_seqs`, so everybody who decodes advances in every step. Turns come, and
-a waiting request whose turn has come is overtaken only while it waits for a prefix that a running sequence is about to
-compute (computing it twice would be slower for both). The sequence first by (priority, arrival) is never preempted, and
-whoever was preempted is admitted again only when all that is known of it fits: so between two preemptions of one, those
-before it have taken memory that they keep. That ends.
+No request starves. `max_num_batched_tokens >= max_num_seqs`, so every sequence that decodes advances in every step. The
+turn of a waiting request comes, and from then on others overtake it only while it waits for a prefix that a running
+sequence is about to compute (computing that twice would be slower for both). The first sequence by (priority, arrival)
+is never preempted. A preempted request is admitted again only when all its known tokens fit. So between two preemptions
+of a request, the requests before it have taken memory that they keep, which happens a bounded number of times.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _WAITING_SCAN_MAX = 32
 
 
 class _MustDrain(Exception):
-    """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
+    """The next step cannot be planned before the steps that are out are applied: it would preempt a sequence."""
 
 
 class Scheduler:
     """Pure: requests and results in, plans and outputs out.
 
-    Plans are applied (or failed) in their order; one may be made while another is out, which is how steps overlap. It
-    takes for granted that no sequence stops by itself meanwhile: one that does (`ended`) is computed once more
-    in vain, and nothing of that gets a name, an event or an output. Nobody is preempted while a plan is out.
+    Plans are applied (or failed) in their order. A plan may be made while another is out, so that steps overlap. It
+    assumes that no sequence of the plan that is out ends with it. A sequence that does is computed once more in vain:
+    nothing of that gets a name, an event or an output. No sequence is preempted while a plan is out.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
@@ -63,7 +63,7 @@ class Scheduler:
         self._last_decoding_entries: list[RequestEntry] = []
         """Requests of the last plan, where all that run decode in it."""
         self._decode_batch: DecodeBatch | None = None
-        """The requests of the last plan, where those of the last two are the same and all decode."""
+        """Requests of the last plan, where the last two plans have the same requests and all of them decode."""
 
     # ------------------------------------------------------------------ questions
 
@@ -140,7 +140,7 @@ class Scheduler:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
-        """Add a chunk for each who decodes. Returns those who run and do not decode yet."""
+        """Add a chunk for each sequence that decodes. Returns the running requests that do not decode yet."""
         block_size, chunk_by_entry = self.cache.block_size, draft.chunk_by_entry
         prefills: list[RequestEntry] = []
         for entry in list(self._requests.running):
@@ -160,9 +160,9 @@ class Scheduler:
         return prefills
 
     def _repeat_decodes(self, decode_batch: DecodeBatch, draft: StepDraft) -> bool:
-        """Let everybody decode again, as looking at one by one would find it; False where that may find something else.
+        """Plan the same decodes again. False where planning request by request may find something else.
 
-        False changes nothing but what looking at one by one would change too: some have memory for their next token.
+        False changes nothing but what that would change too: some sequences have memory for their next token.
         """
         if (
             self._requests.ended_sequences
@@ -189,8 +189,9 @@ class Scheduler:
         return bool(self._waiting_queue) and len(self._requests.running) < self.config.max_num_seqs
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself, or would
-        have to be preempted for one who was just admitted. Raises _MustDrain.
+        """Find memory for `entry` up to `end`, preempting from the end of the order. Raises _MustDrain.
+
+        False if `entry` itself was preempted, or if a request was just admitted: then no other may be preempted.
         """
         while True:
             if entry.seq not in self.cache:
@@ -238,7 +239,7 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests whose turn is before that of `started_entry`, while budget, seats and memory last.
 
-        Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
+        A request is passed over, for now, only if a running sequence is about to compute what it would compute again.
         """
         waiting_queue = self._waiting_queue
         while (
@@ -247,7 +248,7 @@ class Scheduler:
             and draft.token_budget >= draft.admission_min_tokens
             and len(self._requests.running) < self.config.max_num_seqs
         ):
-            if started_entry is None:  # nobody is preempted any more
+            if started_entry is None:  # no sequence is preempted any more
                 self._register_blocks(draft)
             entry = waiting_queue[draft.skipped_count]
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:
@@ -280,7 +281,7 @@ class Scheduler:
         draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
 
     def _register_blocks(self, draft: StepDraft) -> None:
-        """Name the blocks that its chunks finish: who is admitted from now on shares them."""
+        """Name the blocks that the planned chunks finish: requests that are admitted from now on share them."""
         entries, draft.unregistered_entries = draft.unregistered_entries, []
         for entry in entries:
             if draft.decode_batch is not None:
@@ -315,14 +316,14 @@ class Scheduler:
         return plan
 
     def _find_loading_entries(self, draft: StepDraft) -> list[RequestEntry]:
-        """Whom the plan brings blocks back for, of those that it computes nothing of."""
+        """Running requests that the plan loads blocks for from host memory, and computes nothing of."""
         if not (sequences := self.cache.list_loading_sequences()):
             return []
         loading_entries = [entry for entry in self._requests.running if entry.seq in sequences]
         return [entry for entry in loading_entries if entry not in draft.chunk_by_entry]
 
     def _find_decode_batch(self, draft: StepDraft, entries: list[RequestEntry]) -> None:
-        """Where all who run have decoded in two plans in a row, the next one need not look at each of them."""
+        """Where all running requests have decoded in two plans in a row, the next plan may repeat them as a batch."""
         is_all_decode = len(entries) == len(self._requests.running) and all(
             chunk.should_sample and chunk.end - chunk.start == 1 for chunk in draft.chunk_by_entry.values()
         )
@@ -359,7 +360,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
         """The oldest plan was not computed: end its requests with an error. Nothing of it is announced.
 
-        Nor was the one after it, if there is one: those that it alone has wait again.
+        Nor was the plan after it, if there is one: requests that only the later plan has wait again.
         """
         steps = list(self._steps_in_flight)
         oldest_step = steps[0]

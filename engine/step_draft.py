@@ -17,7 +17,7 @@ class StepDraft:
 
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
     decode_batch: DecodeBatch | None = None
-    """All who run decode again, and nothing else happens: in place of `chunk_by_entry`."""
+    """All running requests decode again, and nothing else happens: in place of `chunk_by_entry`."""
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
     """Requests whose blocks have no names yet: up to then they can be preempted."""
     decode_count: int = 0
@@ -30,7 +30,7 @@ class StepDraft:
     requeued_count: int = 0
     """Waiting requests that went back to their place."""
     has_admitted: bool = False
-    """A request was admitted: nobody is preempted any more."""
+    """A request was admitted: no sequence is preempted any more."""
     is_admission_closed: bool = False
     """No request is admitted any more."""
 

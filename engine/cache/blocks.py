@@ -110,7 +110,7 @@ class Unit:
         self.kind: int | None = None
         self.blocks: list[Block] = []
         self.holes: list[Block] = []
-        """Blocks that nobody holds, taken from the end."""
+        """Blocks that no sequence holds, taken from the end."""
         self.live_blocks = 0
 
 
@@ -184,7 +184,7 @@ class Node:
         return checkpoint is not None and (checkpoint.is_in_flight or not checkpoint.is_pending)
 
     def has_superseded_state(self) -> bool:
-        """Whether a deeper state continues the one here, on the device or else on the host, which nobody holds."""
+        """Whether no sequence holds the state here, and a deeper state continues it."""
         block = self.blocks[-1] or self.host_blocks[-1]
         return isinstance(block, StateBlock) and block.is_superseded and not block.ref_count
 

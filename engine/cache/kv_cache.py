@@ -303,7 +303,7 @@ class KVCache:
         return seq in self._loads
 
     def plan_loads(self, *, has_decodes: bool) -> None:
-        """A step is planned: give those who wait for copies what it may copy."""
+        """A step is planned: add the copies that it may make for sequences which wait for them."""
         self._loads.begin_step(has_decodes=has_decodes)
 
     def list_loading_sequences(self) -> set[Sequence]:
@@ -359,9 +359,9 @@ class KVCache:
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """After a failed step: forget what its moves, or those planned after it, may or may not have copied.
+        """After a failed step: forget the blocks that its copies, or later ones, may or may not have filled.
 
-        True, and nothing done, while sequences hold any of it: they must be released first.
+        True, and nothing done, while sequences hold any of these blocks: the sequences must be released first.
         """
         return self._steps.invalidate_failed_copies()
 

@@ -42,6 +42,7 @@ class UnitPool:
         self.units: list[Unit] = [Unit(i) for i in range(unit_count)]
         self._free_units: list[Unit] = self.units[::-1]
         self._attention_kinds = range(state_kind)
+        self._block_classes = [Block if kind < state_kind else StateBlock for kind in range(len(blocks_per_unit))]
         self._order = order
         self._evict_block = evict
         self._live_blocks = [0] * len(blocks_per_unit)
@@ -86,7 +87,7 @@ class UnitPool:
             unit = self._free_units.pop()
             blocks_per_unit = self.blocks_per_unit[kind]
             unit.kind = kind
-            block_class = Block if kind in self._attention_kinds else StateBlock
+            block_class = self._block_classes[kind]
             unit.blocks = [block_class(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
             unit.holes = unit.blocks[::-1]
             block = unit.holes.pop()

@@ -2,10 +2,10 @@
 
 A step's blocks are **registered** while it is planned: they get their names, and may be shared by later requests of the
 same step. When the step is computed they are **committed**: announced, or merged where an identical block exists. When
-it fails they are **rolled back**. A block that a step finishes with a token which nobody knows yet is named at its
-commit.
+it fails they are **rolled back**. A block that a step finishes with a token which is not known yet is named when that
+step is committed.
 
-Owns what commit and rollback must know of each step. Refuses to know who is admitted and how memory is found.
+Owns what commit and rollback must know of each step. Refuses to know admission, and how memory is found.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PendingStep:
 
 
 class StepLog:
-    """The step being planned, and those that are out."""
+    """The step being planned, and the steps that are out."""
 
     def __init__(
         self,
@@ -89,12 +89,13 @@ class StepLog:
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
         """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
-        seq = seq_blocks.seq
-        full_count, named_count = end // self._block_size, len(seq_blocks.nodes)
+        full_count, remainder = divmod(end, self._block_size)
+        named_count = len(seq_blocks.nodes)
         if full_count <= named_count or seq_blocks.is_detached:
             return
+        seq = seq_blocks.seq
         if end > len(seq.token_ids):
-            if end % self._block_size == 0:
+            if not remainder:
                 self._planning_step.end_by_unnamed[seq_blocks] = end
                 self._states.save_checkpoint(seq, None, end)
             return
@@ -124,8 +125,8 @@ class StepLog:
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
         """The oldest step's compute is done: announce what it finished, merge what it finished twice.
 
-        Of the `ended_sequences` nothing is named any more. Most chunks of a step are decodes that finish no block: only
-        those that do are looked at.
+        Nothing of the `ended_sequences` is named any more. Most chunks of a step are decodes that finish no block: only
+        chunks that finish one are looked at.
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
@@ -164,9 +165,9 @@ class StepLog:
         self._untrusted_host_blocks += step.host_stores
 
     def invalidate_failed_copies(self) -> bool:
-        """After a failed step: forget what its moves, or those planned after it, may or may not have copied.
+        """After a failed step: forget the blocks that its copies, or later ones, may or may not have filled.
 
-        True, and nothing done, while sequences hold any of it: they must be released first.
+        True, and nothing done, while sequences hold any of these blocks: the sequences must be released first.
         """
         host_blocks = self._untrusted_host_blocks + self._host_tier.untrusted_blocks()
         if any(block.ref_count for block in self._untrusted_blocks + host_blocks):
