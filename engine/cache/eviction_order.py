@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
@@ -23,17 +23,8 @@ _HEAP_SLACK = 64
 """Entries that the heap of states may hold beyond twice those that are cached."""
 
 
-class EvictionOrder(Protocol):
-    """What a pool asks before it evicts, and what tells an order how blocks are used."""
-
-    def mark_cached(self, block: Block) -> None:
-        """The last sequence has given up a named block."""
-
-    def mark_used(self, block: Block) -> None:
-        """A cached block is held again."""
-
-    def mark_freed(self, block: Block) -> None:
-        """A cached block has lost its name, and its memory is free."""
+class TreeHooks:
+    """What an order may hear of the prefix tree. An order by age needs none of it."""
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """The memory of this order names no block of `kind` at `node` any more."""
@@ -44,23 +35,42 @@ class EvictionOrder(Protocol):
     def mark_node_removed(self, node: Node) -> None:
         """The tree has `node` no more: neither memory names anything there. Only the host's order is told."""
 
-    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        """Return the block to evict next: a state, or one of these kinds of attention. None if nothing is cached."""
-
-    def find_oldest(self, kind: int) -> Block:
-        """Return the cached block of an attention kind that was released first."""
-
     def clear(self) -> None:
         """No node names anything any more; `mark_freed` is still called for each block."""
-
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        """Assert that the order knows exactly these blocks, given by kind."""
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the order knows the nodes of the tree that can be evicted."""
 
 
-class LruOrder:
+class EvictionOrder(TreeHooks, ABC):
+    """What a pool tells of its blocks, and asks before it evicts one."""
+
+    @abstractmethod
+    def mark_cached(self, block: Block) -> None:
+        """The last sequence has given up a named block."""
+
+    @abstractmethod
+    def mark_used(self, block: Block) -> None:
+        """A cached block is held again."""
+
+    @abstractmethod
+    def mark_freed(self, block: Block) -> None:
+        """A cached block has lost its name, and its memory is free."""
+
+    @abstractmethod
+    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
+        """Return the block to evict next: a state, or one of these kinds of attention. None if nothing is cached."""
+
+    @abstractmethod
+    def find_oldest(self, kind: int) -> Block:
+        """Return the cached block of an attention kind that was released first."""
+
+    @abstractmethod
+    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
+        """Assert that the order knows exactly these blocks, given by kind."""
+
+
+class LruOrder(EvictionOrder):
     """Oldest first, where what is worth more ages later.
 
     That is GreedyDual-Size (Cao and Irani, USITS 1997): the stamp of a block is its worth plus the stamp of what was
@@ -98,15 +108,6 @@ class LruOrder:
 
     mark_freed = mark_used
 
-    def mark_evicted(self, node: Node, kind: int) -> None:
-        pass
-
-    def mark_child_added(self, node: Node) -> None:
-        pass
-
-    def mark_node_removed(self, node: Node) -> None:
-        pass
-
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         victim = self.peek_victim(useful_kinds)
         if victim is not None:
@@ -126,18 +127,12 @@ class LruOrder:
     def find_oldest(self, kind: int) -> Block:
         return next(iter(self._cached_blocks[kind]))
 
-    def clear(self) -> None:
-        pass
-
     def _find_oldest_state(self) -> StateBlock | None:
         while self._state_heap:
             if _is_current(self._state_heap[0]):
                 return self._state_heap[0][2]
             heapq.heappop(self._state_heap)
         return None
-
-    def check_nodes(self, nodes: Collection[Node]) -> None:
-        pass
 
     def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
         assert len(self._state_heap) <= 2 * unit_count + _HEAP_SLACK
@@ -156,28 +151,16 @@ def _is_current(entry: tuple[int, int, StateBlock]) -> bool:
     return block.ref_count == 0 and block.node is not None and block.eviction_stamp == pushed_stamp
 
 
-class EvictionPolicy(Protocol):
-    """Which order both memories have, and what it is told about requests."""
+class LruEviction:
+    """The orders of both memories: by age, which needs to know nothing of requests."""
 
-    device_order: EvictionOrder
-    host_order: EvictionOrder
+    def __init__(self, spec: CacheSpec) -> None:
+        blocks_per_unit = spec.blocks_per_unit_by_kind()
+        self.device_order: EvictionOrder = LruOrder(blocks_per_unit, spec.state_kind)
+        self.host_order: EvictionOrder = LruOrder(blocks_per_unit, spec.state_kind)
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
         """`seq` was admitted; so many of its leading blocks were found."""
 
     def end_turn(self, seq: EngineSequence) -> None:
         """`seq` gives up its blocks."""
-
-
-class LruEviction:
-    """Both memories evict by age."""
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self.device_order: EvictionOrder = LruOrder(spec.blocks_per_unit_by_kind(), spec.state_kind)
-        self.host_order: EvictionOrder = LruOrder(spec.blocks_per_unit_by_kind(), spec.state_kind)
-
-    def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
-        pass
-
-    def end_turn(self, seq: EngineSequence) -> None:
-        pass

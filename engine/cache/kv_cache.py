@@ -22,7 +22,7 @@ from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher, NoNames
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
-from engine.cache.eviction_order import EvictionPolicy, LruEviction
+from engine.cache.eviction_order import LruEviction
 from engine.cache.host_load_queue import HostHit, HostLoadQueue
 from engine.cache.host_tier import HostTier
 from engine.cache.learned_order import LearnedEviction
@@ -77,7 +77,7 @@ class KVCache:
         self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoNames()
         self._windows = AttentionWindows(spec, step_tokens_max)
         host_unit_count *= enable_prefix_caching
-        self._eviction: EvictionPolicy = LruEviction(spec)
+        self._eviction = LruEviction(spec)
         if adaptive_eviction and enable_prefix_caching and not self._windows.sliding_groups:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))

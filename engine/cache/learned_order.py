@@ -11,21 +11,34 @@ from collections.abc import Collection, Sequence
 from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.eviction_order import EvictionOrder, LruOrder
+from engine.cache.eviction_order import EvictionOrder, LruEviction, LruOrder
 from engine.cache.eviction_queue import StateValuation
 from engine.cache.reuse_stats import ConversationTurn
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
 
 
-class LearnedDeviceOrder:
-    """Order of the device's blocks: ends of paths, and states that deeper ones continue."""
+class _OrderBesideAge(EvictionOrder):
+    """The part of a learned order that the order by age does for it."""
 
     def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
         """`blocks_per_state`: attention blocks in the room of a state."""
         self._eviction = eviction
         self._age_order = age_order
         self._blocks_per_state = blocks_per_state
+
+    def mark_freed(self, block: Block) -> None:
+        self._age_order.mark_freed(block)
+
+    def find_oldest(self, kind: int) -> Block:
+        return self._age_order.find_oldest(kind)
+
+    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
+        self._age_order.check_blocks(cached_blocks, unit_count)
+
+
+class LearnedDeviceOrder(_OrderBesideAge):
+    """Order of the device's blocks: ends of paths, and states that deeper ones continue."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -43,21 +56,12 @@ class LearnedDeviceOrder:
         else:
             self._eviction.mark_used(block.node)
 
-    def mark_freed(self, block: Block) -> None:
-        self._age_order.mark_freed(block)
-
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
             self._eviction.mark_state_removed(node)
         else:
             parent = node.parent
             self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
-
-    def mark_child_added(self, node: Node) -> None:
-        pass
-
-    def mark_node_removed(self, node: Node) -> None:
-        pass
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         if self._age_order.peek_victim(useful_kinds) is None:
@@ -68,14 +72,8 @@ class LearnedDeviceOrder:
         node = self._eviction.select_victim()
         return self._age_order.find_victim(useful_kinds) if node is None else node.blocks[FULL_KIND]
 
-    def find_oldest(self, kind: int) -> Block:
-        return self._age_order.find_oldest(kind)
-
     def clear(self) -> None:
         self._eviction.clear()
-
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        self._age_order.check_blocks(cached_blocks, unit_count)
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         self._eviction.check_invariants(
@@ -87,13 +85,8 @@ class LearnedDeviceOrder:
         )
 
 
-class LearnedHostOrder:
+class LearnedHostOrder(_OrderBesideAge):
     """Order of the host's blocks: ends of paths that only the host has, and states that deeper ones continue."""
-
-    def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
-        self._eviction = eviction
-        self._age_order = age_order
-        self._blocks_per_state = blocks_per_state
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -112,9 +105,6 @@ class LearnedHostOrder:
             self._eviction.mark_state_used(block.node)
         else:
             self._eviction.remove_host_leaf(block.node, None)
-
-    def mark_freed(self, block: Block) -> None:
-        self._age_order.mark_freed(block)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
@@ -139,24 +129,13 @@ class LearnedHostOrder:
         node = self._eviction.select_host_victim()
         return self._age_order.find_victim(useful_kinds) if node is None else node.host_blocks[FULL_KIND]
 
-    def find_oldest(self, kind: int) -> Block:
-        return self._age_order.find_oldest(kind)
 
-    def clear(self) -> None:
-        """The device's order clears what both have learned of what is cached."""
-
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        self._age_order.check_blocks(cached_blocks, unit_count)
-
-    def check_nodes(self, nodes: Collection[Node]) -> None:
-        """The device's order checks both."""
-
-
-class LearnedEviction:
+class LearnedEviction(LruEviction):
     """Both memories evict what conversations need least. No window of the model may slide."""
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
         """`unit_count`: units of both memories."""
+        super().__init__(spec)
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         blocks_per_state = blocks_per_unit[FULL_KIND]
         valuation = StateValuation(blocks_per_state, Node.count_saved_blocks) if spec.state is not None else None
@@ -165,8 +144,8 @@ class LearnedEviction:
             unit_count * blocks_per_unit[FULL_KIND], spec.block_size, state_valuation=valuation
         )
         age_orders = [LruOrder(blocks_per_unit, spec.state_kind) for _ in range(2)]
-        self.device_order: EvictionOrder = LearnedDeviceOrder(self._eviction, age_orders[0], blocks_per_state)
-        self.host_order: EvictionOrder = LearnedHostOrder(self._eviction, age_orders[1], blocks_per_state)
+        self.device_order = LearnedDeviceOrder(self._eviction, age_orders[0], blocks_per_state)
+        self.host_order = LearnedHostOrder(self._eviction, age_orders[1], blocks_per_state)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import EventLog
-from engine.cache.eviction_order import EvictionPolicy
+from engine.cache.eviction_order import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
 
 
@@ -40,7 +40,7 @@ class LowerTier(Protocol):
 class PrefixTree:
     """Nodes by hash. `drop` gives a block that is no longer named back to the pool."""
 
-    def __init__(self, spec: CacheSpec, eviction: EvictionPolicy, drop: Callable[[Block], None]) -> None:
+    def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
