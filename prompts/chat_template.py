@@ -8,6 +8,7 @@ where a template asks for the date (`strftime_now`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -101,6 +102,16 @@ def _tojson(
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+_TIME_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"']*)"|'([^"']*)')\s*\)""")
+
+
+@lru_cache(maxsize=64)
+def _find_time_formats(source: str) -> tuple[str, ...]:
+    """Return the formats in which a template writes the time; one of microseconds where that cannot be told."""
+    formats = tuple(match[1] or match[2] for match in _TIME_CALL.finditer(source))
+    return formats if len(formats) == source.count("strftime_now(") else ("%f",)
 
 
 _DICT_ATTRIBUTES = frozenset(dir({}))
@@ -292,6 +303,11 @@ class ChatTemplate:
     def find_content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
+
+    def read_clock(self, *, has_tools: bool = False) -> tuple[str, ...]:
+        """Return what the template may write of the time now: as long as that is the same, so is what it renders."""
+        formats = _find_time_formats(self.select_source(has_tools=has_tools))
+        return tuple([_strftime_now(time_format) for time_format in formats]) if formats else ()
 
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that

@@ -210,6 +210,12 @@ class SegmentCache:
             old_segment, old_ids = self._ids_by_segment.popitem(last=False)
             self._used_bytes -= _entry_bytes(old_segment, old_ids)
 
+    def clear(self) -> None:
+        """Forget all segments, and what was counted."""
+        with self._lock:
+            self._ids_by_segment.clear()
+            self._used_bytes = self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
+
     def stats(self) -> SegmentStats:
         with self._lock:
             return SegmentStats(

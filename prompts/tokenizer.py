@@ -182,6 +182,11 @@ class Tokenizer:
     def chat_template(self) -> ChatTemplate | None:
         return self._template
 
+    def clear_cache(self) -> None:
+        """Forget the segment cache, and what was counted there."""
+        if self._segment_cache is not None:
+            self._segment_cache.clear()
+
     def cache_stats(self) -> SegmentStats | None:
         """Counters of the segment cache; None where this tokenizer has none."""
         return None if self._segment_cache is None else self._segment_cache.stats()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +52,8 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """What the messages behind the boundary are rendered behind."""
     stand_in_text: str
     """What the template wrote of `stand_in`."""
+    state: int
+    """Digest of both."""
     shows_opening: bool
     """Whether the template may write the tools, or the system's text, behind the boundary."""
     starts_turn: bool
@@ -144,21 +146,27 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, kind: ApiKind, body: bytes) -> Iterator[tuple[CachedConversation, Boundary]]:
-        """Find the boundaries that the body has too, the furthest first, as they were when this is begun."""
+    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[tuple[CachedConversation, Boundary]]:
+        """Find boundaries that the body has too, the furthest first."""
         places_by_key, view = self._places_by_key, memoryview(body)
+        matches: list[tuple[CachedConversation, Boundary]] = []
         for key in digests_among(body, BODY_BYTES_MIN, self._seed, places_by_key, len(body)):
-            places, matches = places_by_key.get(key, ()), []
-            hasher, position = xxhash.xxh3_64(seed=self._seed), places[0].prefix_bytes if places else 0
-            for place in sorted(places, key=_get_body_end):
-                body_end = place.boundary.body_end
+            places = places_by_key[key]
+            if len(places) > 1:
+                places = sorted(places, key=_get_body_end)
+            hasher, position, found = xxhash.xxh3_64(seed=self._seed), places[0].prefix_bytes, []
+            for conversation, boundary, _, _, rest_digest in places:
+                body_end = boundary.body_end
                 if body_end > len(body):
                     break
                 hasher.update(view[position:body_end])
                 position = body_end
-                if place.conversation.kind == kind and hasher.intdigest() == place.rest_digest:
-                    matches.append((place.conversation, place.boundary))
-            yield from reversed(matches)
+                if conversation.kind == kind and hasher.intdigest() == rest_digest:
+                    found.append((conversation, boundary))
+            matches += reversed(found)
+            if len(matches) >= max_matches:
+                break
+        return matches[:max_matches]
 
     def touch(self, conversation: CachedConversation) -> None:
         """Note that a conversation was of use."""

@@ -1,9 +1,8 @@
 """Read a body that continues a cached conversation: only what stands behind the boundary that both share. Pure.
 
-The new messages are rendered behind a few short ones that stand in for the cached messages (router/prompting/
-stand_in.py). As long as the template writes these as it did when the boundary was made, the prompt is the cached ids
-and those of the text behind them. That text begins with a token at which any text is cut, so that its ids do not hang
-on what is before it. Which templates allow this is tried out when they are loaded (router/prompting/template_trial.py).
+The prompt is the cached ids and those of the text that is rendered behind the boundary (router/prompting/
+boundary_rendering.py). Which templates allow this is tried out when they are loaded (router/prompting/
+template_trial.py).
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ from __future__ import annotations
 import secrets
 from array import array
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.body_digests import count_openings
-from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
+from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs, is_instruction
 from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
@@ -35,7 +34,7 @@ from router.prompting.conversation_cache import (
 )
 from router.prompting.encode import OBJECTS_MAX, RenderedPrompt
 from router.prompting.outline import fingerprint_messages, outline_chat
-from router.prompting.stand_in import MARK, MESSAGES_MAX, OPENING_MARK, StandIn, find_compared_texts
+from router.prompting.stand_in import StandIn
 
 REST_BYTES_MAX, REST_OBJECTS_MAX = 256 << 10, 2048
 """Bounds on what is read behind a boundary: decoding and rendering so much keeps nobody waiting."""
@@ -45,12 +44,6 @@ VOLATILE_MESSAGES = 3
 """Messages at the end that clients send otherwise the next time: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
 """Messages of a chat before a boundary; the first that is not the system's is among them."""
-_STAND_IN_TOOLS: Final[list[Message]] = [
-    {
-        "type": "function",
-        "function": {"name": OPENING_MARK, "description": "", "parameters": {"type": "object", "properties": {}}},
-    }
-]
 _PLACEHOLDER: Message = {"role": "user", "content": secrets.token_hex(16)}
 _PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)
 
@@ -70,18 +63,24 @@ class _Rest(NamedTuple):
     """Messages of the chat behind the boundary."""
     system_messages: int
     template_digest: bytes
-    message_ends: list[int]
-    """Offsets in the body: ends of its new messages."""
+    array_json: bytes
+    """The new messages behind another one, as an array."""
+    array_shift: int
+    """Offset of that array in the body, if it were there."""
     messages_end: int
     """Offset in the body: end of its array of messages."""
 
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which its new messages end."""
+        return _find_item_ends(self.array_json, self.array_shift)[1:]
 
-class _Cut(NamedTuple):
-    """Where a text is cut, and what the template writes of the messages that stand in for those before."""
 
-    position: int
-    stand_in_text: str
-    shows_opening: bool
+class _MessagesLocation(NamedTuple):
+    """Offsets in a body: of its array of messages, of the ends of these, and of the closing bracket."""
+
+    start: int
+    message_ends: list[int]
+    end: int
 
 
 class Continuation(NamedTuple):
@@ -128,33 +127,47 @@ def is_cacheable(kind: ApiKind | None, size: int) -> bool:
 
 
 def cache_conversation(
-    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, tokenizer: Tokenizer | None
+    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole. None where it cannot be cached."""
-    kind, chat, prompt_ids, text = request.kind, prompt.chat, prompt.token_ids, prompt.text
-    template = None if tokenizer is None else tokenizer.chat_template
-    if template is None or tokenizer is None or chat is None or prompt_ids is None or not _is_supported(request, chat):
+    kind, chat, prompt_ids = request.kind, prompt.chat, prompt.token_ids
+    if chat is None or prompt_ids is None or chat.messages is None or not _is_supported(request, chat):
         return None
-    located = _locate_messages(body)
-    chat_outline, messages = outline_chat(request), chat.messages
-    if located is None or chat_outline is None or messages is None:
+    location, chat_outline, messages = _locate_messages(body), outline_chat(request), chat.messages
+    if location is None or chat_outline is None:
         return None
-    messages_start, message_ends, messages_end = located
-    is_chat = kind == "chat"
-    opening_count = 1 + next((i for i, message in enumerate(messages) if not _is_instruction(message)), len(messages))
+    has_system = kind != "chat" and bool(getattr(request.source, "system", None)) and is_instruction(messages[0])
+    system_messages, template = int(has_system), renderer.template
+    inputs = TemplateInputs(chat, _digest_template_inputs(template, chat, system_messages), messages[0])
+    opening_count = 1 + next((i for i, message in enumerate(messages) if not is_instruction(message)), len(messages))
     token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
+    boundaries = _make_first_boundaries(
+        kind, body, location, prompt.text, token_ids, messages, opening_count, inputs, system_messages, renderer
+    )
+    if not boundaries:
+        return None
+    return CachedConversation(
+        kind, location.start, inputs.digest, system_messages, messages[:opening_count],
+        chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count], chat_outline.tools,
+        chat_outline.options_digest, boundaries, token_ids, len(body) - location.end, _digest_end(body, location.end),
+        chat.with_messages(None) if kind == "chat" else None, template.keeps_messages_as_sent,
+    )  # fmt: skip
+
+
+def _make_first_boundaries(
+    kind: ApiKind, body: bytes, location: _MessagesLocation, text: str, token_ids: array[int], messages: list[Message],
+    opening_count: int, inputs: TemplateInputs, system_messages: int, renderer: BoundaryRenderer,
+) -> list[Boundary]:  # fmt: skip
+    """Make the boundaries of a body that was read whole, the furthest last."""
     boundaries, stand_in, previous_count, shows_opening = list[Boundary](), StandIn(), 0, False
-    compared_texts, system_messages = _find_compared_texts(template, chat), 0
-    if not is_chat:
-        source_system = getattr(request.source, "system", None)
-        system_messages = 1 if source_system and messages[0].get("role") == "system" else 0
-    for volatile_messages in _choose_volatile_messages(messages, len(message_ends), is_chat=is_chat):
-        number = len(message_ends) - volatile_messages
-        message_count = number
-        if not is_chat:
-            rest = _read_rest(kind, messages_start, message_ends[number - 1], body, template)
+    compared_texts = renderer.find_compared_texts(inputs.chat)
+    for volatile_messages in _choose_volatile_messages(kind, messages, len(location.message_ends)):
+        number = len(location.message_ends) - volatile_messages
+        body_end, message_count = location.message_ends[number - 1], number
+        if kind != "chat":
+            rest = _read_rest(kind, location.start, body_end, body, renderer.template)
             if rest is None or rest.system_messages != system_messages:
-                return None
+                return []
             message_count = len(messages) - len(rest.new_messages)
             if messages[message_count:] != rest.new_messages:
                 continue
@@ -163,52 +176,42 @@ def cache_conversation(
             continue
         stand_in = stand_in.extend(messages[previous_count:message_count], compared_texts)
         previous_count = message_count
-        cut = _cut(tokenizer, chat, stand_in, messages[message_count:], text, messages[0], shows_opening=shows_opening)
+        cut = renderer.cut(stand_in, inputs, messages[message_count:], text, shows_opening=shows_opening)
         if cut is None:
             continue
-        tail_ids = tokenizer.encode_array(text[cut.position :], add_special_tokens=False)
+        tail_ids = renderer.tokenizer.encode_array(text[cut.position :], add_special_tokens=False)
         token_count, shows_opening = len(token_ids) - len(tail_ids), cut.shows_opening
-        if token_ids[token_count:] != array(ID_TYPE, tail_ids):
-            continue
-        body_end = message_ends[number - 1]
-        boundaries.append(
-            Boundary(
-                body_end, count_openings(body, body_end), message_count, token_count, cut.position, stand_in,
-                cut.stand_in_text, cut.shows_opening, messages[message_count].get("role") == "user", volatile_messages,
-            )
-        )  # fmt: skip
-    if not boundaries:
-        return None
-    return CachedConversation(
-        kind, messages_start, _digest_template_inputs(template, chat, system_messages), system_messages,
-        messages[:opening_count], chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count],
-        chat_outline.tools, chat_outline.options_digest, boundaries, token_ids, len(body) - messages_end,
-        _digest_end(body, messages_end), chat.with_messages(None) if is_chat else None,
-        template.keeps_messages_as_sent,
-    )  # fmt: skip
+        if token_ids[token_count:] == array(ID_TYPE, tail_ids):
+            boundaries.append(
+                Boundary(
+                    body_end, count_openings(body, body_end), message_count, token_count, cut.position, *cut[1:],
+                    messages[message_count].get("role") == "user", volatile_messages,
+                )
+            )  # fmt: skip
+    return boundaries
 
 
-def _is_instruction(message: Message) -> bool:
-    return message.get("role") in ("system", "developer")
-
-
-def _choose_volatile_messages(messages: list[Message], body_messages: int, *, is_chat: bool) -> list[int]:
+def _choose_volatile_messages(kind: ApiKind, messages: list[Message], body_messages: int) -> list[int]:
     """Return how many of a body's messages are behind the boundaries to be made, most first."""
     choices = {1, VOLATILE_MESSAGES}
-    if is_chat:
+    if kind == "chat":
         last_question = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=0)
         choices.add(body_messages - last_question)
     return sorted((choice for choice in choices if 0 < choice < body_messages), reverse=True)
 
 
 def continue_conversation(
-    conversation: CachedConversation, boundary: Boundary, body: bytes, tokenizer: Tokenizer, *, further_differs: bool
-) -> Continuation | None:  # fmt: skip
+    conversation: CachedConversation,
+    boundary: Boundary,
+    body: bytes,
+    renderer: BoundaryRenderer,
+    further_differs: bool = False,
+) -> Continuation | None:
     """Read the prompt of a body that has this boundary. None where the template may have written what is before it
     otherwise, and where more than messages is another than before. `further_differs`: the body has other messages
     before further boundaries of the conversation, if there are any."""
-    template = tokenizer.chat_template
-    if template is None or boundary.object_count > OBJECTS_MAX - REST_OBJECTS_MAX:
+    template, tokenizer = renderer.template, renderer.tokenizer
+    if boundary.object_count > OBJECTS_MAX - REST_OBJECTS_MAX:
         return None
     rest = _read_new_messages(conversation, boundary, body, template) or _read_rest(
         conversation.kind, conversation.messages_start, boundary.body_end, body, template
@@ -221,21 +224,12 @@ def continue_conversation(
         return None
     if conversation.kind == "messages" and not rest.new_messages:
         return None  # a last message of the assistant would be continued, and a cached one was not the last
-    stand_in_text, shows_opening = boundary.stand_in_text, boundary.shows_opening
-    try:
-        rendered_text = _render(
-            template, rest.chat, boundary.stand_in, rest.new_messages,
-            conversation.opening_messages[0] if shows_opening else None,
-        )  # fmt: skip
-    except RequestError:
+    inputs = TemplateInputs(rest.chat, rest.template_digest, conversation.opening_messages[0])
+    text = renderer.render_behind(boundary, inputs, rest.new_messages)
+    if text is None:
         return None
-    text = rendered_text[len(stand_in_text) :]
-    if not rendered_text.startswith(stand_in_text) or not tokenizer.starts_segment(text):
-        return None
-    if MARK in text or OPENING_MARK in text:
-        return None  # what only stands in for something is shown
     new_boundary, position = _advance(
-        conversation, boundary, rest, body, text, tokenizer, further_differs=further_differs
+        conversation, boundary, rest, inputs, body, text, renderer, further_differs=further_differs
     ) or (None, 0)
     text_ids = _encode(tokenizer, text[:position])
     token_count = boundary.token_count + len(text_ids)
@@ -255,40 +249,35 @@ def _encode(tokenizer: Tokenizer, text: str) -> array[int]:
 
 
 def _advance(
-    conversation: CachedConversation, boundary: Boundary, rest: _Rest, body: bytes, text: str, tokenizer: Tokenizer,
-    *, further_differs: bool,
+    conversation: CachedConversation, boundary: Boundary, rest: _Rest, inputs: TemplateInputs, body: bytes, text: str,
+    renderer: BoundaryRenderer, *, further_differs: bool,
 ) -> tuple[Boundary, int] | None:  # fmt: skip
     """Make the next boundary of a body, without its number of tokens, and find where it cuts the text behind
     `boundary`. None where little would be won."""
     if len(body) - boundary.body_end < max(GROWTH_BYTES_MIN, boundary.body_end >> 5):
         return None
-    template, is_last = tokenizer.chat_template, boundary is conversation.boundaries[-1]
-    assert template is not None
+    is_last = boundary is conversation.boundaries[-1]
     is_volatile = boundary.volatile_messages == VOLATILE_MESSAGES or (further_differs and not is_last)
     volatile_messages = VOLATILE_MESSAGES if is_volatile else 1
-    number = len(rest.message_ends) - volatile_messages
+    message_ends = rest.find_message_ends()
+    number = len(message_ends) - volatile_messages
     if number < 1 or _depends_on_template(rest.request):
         return None
-    body_end, new_count = rest.message_ends[number - 1], number
+    body_end, new_count = message_ends[number - 1], number
     if conversation.kind != "chat":
-        last_rest = _read_rest(conversation.kind, conversation.messages_start, body_end, body, template)
+        last_rest = _read_rest(conversation.kind, conversation.messages_start, body_end, body, renderer.template)
         if last_rest is None or last_rest.template_digest != conversation.template_digest:
             return None
         new_count = len(rest.new_messages) - len(last_rest.new_messages)
         if not 0 < new_count < len(rest.new_messages) or rest.new_messages[new_count:] != last_rest.new_messages:
             return None
-    tail_messages = rest.new_messages[new_count:]
-    stand_in = boundary.stand_in.extend(rest.new_messages[:new_count], _find_compared_texts(template, rest.chat))
-    cut = _cut(
-        tokenizer, rest.chat, stand_in, tail_messages, text, conversation.opening_messages[0],
-        shows_opening=boundary.shows_opening,
-    )  # fmt: skip
+    cut = renderer.cut_behind(boundary, inputs, rest.new_messages, new_count, text)
     if cut is None or not cut.position:
         return None
     object_count = boundary.object_count + count_openings(body[boundary.body_end : body_end])
     new_boundary = Boundary(
-        body_end, object_count, boundary.message_count + new_count, 0, boundary.char_count + cut.position, stand_in,
-        cut.stand_in_text, cut.shows_opening, tail_messages[0].get("role") == "user", volatile_messages,
+        body_end, object_count, boundary.message_count + new_count, 0, boundary.char_count + cut.position, *cut[1:],
+        rest.new_messages[new_count].get("role") == "user", volatile_messages,
     )  # fmt: skip
     return new_boundary, cut.position
 
@@ -309,61 +298,6 @@ def _make_successor(continuation: Continuation, new_boundary: Boundary, body: by
         rest.chat.with_messages(None) if conversation.kind == "chat" else None, conversation.as_sent,
         conversation.model,
     )  # fmt: skip
-
-
-# Rendering ------------------------------------------------------------------------------------------------------------
-
-
-def _render(
-    template: ChatTemplate, chat: RoutingRequest, stand_in: StandIn, messages: list[Message],
-    first_message: Message | None,
-) -> str:  # fmt: skip
-    """Render messages behind those that stand in for what is before. `first_message`: of the chat, where the template
-    may write that, and the tools, behind the boundary. Raises RequestError."""
-    rendered_messages = [*stand_in.messages, *messages]
-    if first_message is None:
-        return render_chat(template, chat.replace(messages=rendered_messages, tools=chat.tools and _STAND_IN_TOOLS))
-    if _is_instruction(first_message):
-        rendered_messages[0] = first_message
-    return render_chat(template, chat.with_messages(rendered_messages))
-
-
-def _cut(
-    tokenizer: Tokenizer, chat: RoutingRequest, stand_in: StandIn, tail_messages: list[Message], text: str,
-    first_message: Message, *, shows_opening: bool,
-) -> _Cut | None:  # fmt: skip
-    """Find where the end of a prompt's text may be cut, if the last messages are those of the tail."""
-    template = tokenizer.chat_template
-    assert template is not None
-    if len(stand_in.messages) > MESSAGES_MAX:
-        return None
-    try:
-        rendered_text = _render(template, chat, stand_in, tail_messages, first_message if shows_opening else None)
-    except RequestError:
-        return None
-    position = tokenizer.find_segment(text, len(text) - _count_common_end(text, rendered_text))
-    if position is None or len(rendered_text) <= len(text) - position:
-        return None
-    stand_in_chars = len(rendered_text) - (len(text) - position)
-    if not shows_opening and rendered_text.rfind(OPENING_MARK) > rendered_text.rfind(MARK):
-        return _cut(tokenizer, chat, stand_in, tail_messages, text, first_message, shows_opening=True)
-    return _Cut(position, rendered_text[:stand_in_chars], shows_opening)
-
-
-def _count_common_end(first: str, second: str) -> int:
-    """Return the number of characters with which both texts end."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[len(first) - middle : len(first) - low] == second[len(second) - middle : len(second) - low]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _find_compared_texts(template: ChatTemplate, chat: RoutingRequest) -> tuple[str, ...]:
-    return find_compared_texts(template.select_source(has_tools=chat.tools is not None))
 
 
 def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_messages: int) -> bytes:
@@ -405,15 +339,13 @@ def _read_new_messages(
         return None
     try:
         messages = _messages_decoder.decode(array_json)
-        message_ends = _find_item_ends(array_json, 0)[1:]
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     if has_media(messages):
         return None
-    shift = start - len(b"[{}")
     return _Rest(
         bare_request, bare_request, messages[1:], conversation.system_messages, conversation.template_digest,
-        [message_end + shift for message_end in message_ends], end,
+        array_json, start - len(b"[{}"), end,
     )  # fmt: skip
 
 
@@ -429,27 +361,26 @@ def _read_rest(
     try:
         request = parse_routing_of_kind(kind, short_body)
         chat = request if request.source is None else convert_source_to_chat(request, template)
-        located = _locate_messages(short_body, messages_start)
+        location = _locate_messages(short_body, messages_start)
     except RequestError:
         return None
     messages = chat.messages or []
     system_messages = 0 if messages[:1] == [_PLACEHOLDER] else 1
-    if located is None or messages[system_messages : system_messages + 1] != [_PLACEHOLDER]:
+    if location is None or messages[system_messages : system_messages + 1] != [_PLACEHOLDER]:
         return None
     if not _is_supported(request, chat):
         return None
-    _, message_ends, messages_end = located
     shift = len(body) - len(short_body)
     return _Rest(
         request, chat, messages[system_messages + 1 :], system_messages,
         _digest_template_inputs(template, chat, system_messages),
-        [message_end + shift for message_end in message_ends[1:]], messages_end + shift,
+        short_body[location.start : location.end + 1], location.start + shift, location.end + shift,
     )  # fmt: skip
 
 
-def _locate_messages(body: bytes, messages_start: int | None = None) -> tuple[int, list[int], int] | None:
-    """Locate a body's array of messages: its start, the end of each message, and the closing bracket. None where there
-    is none, or more than one begins like it. `messages_start`: where it begins, if known."""
+def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesLocation | None:
+    """Locate a body's array of messages. None where there is none, or more than one begins like it. `messages_start`:
+    where it begins, if known."""
     try:
         array_json = bytes(_fields_decoder.decode(body).get("messages", b""))
         if messages_start is None:
@@ -459,7 +390,7 @@ def _locate_messages(body: bytes, messages_start: int | None = None) -> tuple[in
         message_ends = _find_item_ends(array_json, messages_start)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return messages_start, message_ends, messages_start + len(array_json) - 1
+    return _MessagesLocation(messages_start, message_ends, messages_start + len(array_json) - 1)
 
 
 def _find_item_ends(array_json: bytes, start: int) -> list[int]:

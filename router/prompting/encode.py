@@ -8,7 +8,7 @@ answer is None: such a request is routed by load alone and the worker's own word
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -178,9 +178,12 @@ def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -
     return token_counts
 
 
-def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
+def read_prompt(
+    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None,
+    render: Callable[[RoutingRequest], str] | None = None,
+) -> RenderedPrompt:  # fmt: skip
     """The prompt to route on, before it is cut: the first of several; with images, the text before the first one.
-    Raises RequestError."""
+    `render`: renders chats, if not the tokenizer's template. Raises RequestError."""
     ids_max = (tokens_max or TOKENS_MAX) + 1
     if request.scores_prompt:
         return RenderedPrompt()
@@ -193,7 +196,7 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
             return (
                 RenderedPrompt()
             )  # a program of the client's: it could run for ever, and workers refuse it by default
-        text = tokenizer.render_chat_text(request)
+        text = (render or tokenizer.render_chat_text)(request)
         rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
         if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
             rendered_prompt.chat, rendered_prompt.text = request, text

@@ -23,6 +23,7 @@ from prompts.routing import ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.chat_outline import Outline
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import CachedConversation
@@ -271,7 +272,9 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         )
     size = measure_prompts(prompt.token_ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
     is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.token_ids
-    conversation = cache_conversation(request, body, prompt, tokenizer) if is_cached else None
+    conversation = None
+    if is_cached and tokenizer is not None and tokenizer.chat_template is not None:
+        conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
     if conversation is not None:
         conversation.token_ids = array(ID_TYPE)
     media = read_media(request, body)

@@ -25,6 +25,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_routing, parse_routing_of_kind
 from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reader import (
@@ -341,8 +342,13 @@ class PromptReader:
             log.warning("no tokenizer for %s: %s", model, error)
             return
         if self.conversations.can_cache(tokenizer):
-            problem = await loop.run_in_executor(self._executor, find_trial_problem, tokenizer)
-            self.conversations.allow(model, problem)
+            renderer = BoundaryRenderer(tokenizer)
+            problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
+            if problem is None:
+                self.conversations.allow(model, renderer)
+            else:
+                self.conversations.forbid(model, problem)
+                log.info("conversations of %s are read whole: %s", model, problem)
         self._tokenizers[model], self._folders[model] = tokenizer, str(folder)
         self._timeouts.pop(model, None)
         self.problems.pop(model, None)
@@ -357,12 +363,14 @@ class PromptReader:
         return tokenizer
 
     def read(
-        self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
-    ) -> TokenizedPrompt:
-        """Tokenise the prompt to route on. `body`: to be cached for when it returns. Thread-safe; raises nothing."""
+        self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
+        renderer: BoundaryRenderer | None = None,
+    ) -> TokenizedPrompt:  # fmt: skip
+        """Tokenise the prompt to route on. `renderer`: of the model's conversations. `body`: of a conversation to be
+        cached for when it returns. Thread-safe; raises nothing."""
 
         def work() -> tuple[TokenizedPrompt, RenderedPrompt]:
-            prompt = read_prompt(request, tokenizer, tokens_max)
+            prompt = read_prompt(request, tokenizer, tokens_max, None if renderer is None else renderer.render_whole)
             further_tokens = count_further_tokens(request, tokenizer)
             size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
             ids = truncate_prompt(prompt.token_ids, request, tokens_max)
@@ -372,8 +380,8 @@ class PromptReader:
         if result is None:
             return TokenizedPrompt(None, took_s)
         read, prompt = result
-        if body:
-            read.conversation, cache_s = self._run_timed(lambda: cache_conversation(request, body, prompt, tokenizer))
+        if renderer is not None and body:
+            read.conversation, cache_s = self._run_timed(lambda: cache_conversation(request, body, prompt, renderer))
             took_s += cache_s
         read.seconds = took_s
         return read
@@ -430,12 +438,15 @@ class PromptReader:
             task = self.make_task(model, request.kind, tokens_max)
             return self._fill(read, self.read_in_worker(body.pieces, model, task, is_wanted, tenant))
         tokenizer = self._tokenizers.get(model)
-        if self.conversations.is_allowed(model) and is_worth_caching(request, len(data)):
+        renderer = self.conversations.renderer_of(model)
+        if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data
         if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
-            read.prompt = self.read(request, tokenizer, tokens_max, read.body)
+            read.prompt = self.read(request, tokenizer, tokens_max, read.body, renderer)
             return read
-        return self._fill(read, self.run_in_thread(lambda: self.read(request, tokenizer, tokens_max, read.body)))
+        return self._fill(
+            read, self.run_in_thread(lambda: self.read(request, tokenizer, tokens_max, read.body, renderer))
+        )
 
     @staticmethod
     async def _fill(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
@@ -454,7 +465,7 @@ class PromptReader:
             target = make_target(request)
             targets.append(target)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
-            task.is_cached = self.conversations.is_allowed(target.base_model)
+            task.is_cached = self.conversations.renderer_of(target.base_model) is not None
             return task
 
         started_s = time.perf_counter()
@@ -503,12 +514,10 @@ class PromptReader:
 
     def _read_behind(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
         """Read what is behind a boundary, and the seconds it takes. Thread-safe."""
-        model = matches[0][0].model
-        tokenizer = self._tokenizers.get(model)
-        template = None if tokenizer is None else tokenizer.chat_template
-        if tokenizer is None or template is None or not template.is_bounded or not self.conversations.is_allowed(model):
+        renderer = self.conversations.renderer_of(matches[0][0].model)
+        if renderer is None:
             return None
-        continuation, took_s = self._run_timed(lambda: self.conversations.read(matches, body, tokenizer, model))
+        continuation, took_s = self._run_timed(lambda: self.conversations.read(matches, body, renderer))
         return None if continuation is None else (continuation, took_s)
 
     def _finish_continuation(

@@ -175,7 +175,7 @@ def _shorten_text(text: str, contained_texts: list[str], mark: str) -> str:
     """Return both ends of a text with the mark between them, and the compared texts in it with what is beside them."""
     contained_texts = [contained_text for contained_text in contained_texts if contained_text in text]
     if not contained_texts:
-        return _shorten_piece(text, mark)
+        return mark if text and not text.isspace() else text
     pieces = re.split(f"({'|'.join(map(re.escape, contained_texts))})", text)
     if len(pieces) > 2 * _PIECES_MAX:
         pieces = [*pieces[:_PIECES_MAX], *pieces[-_PIECES_MAX - 1 :]]

@@ -13,13 +13,17 @@ import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import parse_routing_of_kind
-from prompts.tokenizer import Tokenizer
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import ConversationCache
 from router.prompting.conversation_reading import cache_conversation, continue_conversation
 from router.prompting.encode import read_prompt
 
 CACHE_BYTES = 8 << 20
-_FILLER = "Some words that make a message long enough to be worth caching, and then some more of them. " * 4
+_FILLERS = (
+    "Some words that make a message long enough to be worth caching, and then some more of them. " * 4,
+    "Other words, 1 < 2 && {{ x }} %s 'é' <b>, and then some more of them, so that they are long enough. " * 4,
+    " White space at both ends of many words, and then some more of them, so that they are long enough.\n" * 4,
+)
 _TOOLS = [
     {
         "type": "function",
@@ -33,63 +37,81 @@ _TOOLS = [
 ]
 
 
-def _call(number: int, *, thought: bool = False, text: str | None = None, calls: int = 1) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [
-        {"id": f"call{number:04}{i}", "type": "function",
-         "function": {"name": "weather", "arguments": '{"city": "Paris"}'}} for i in range(calls)]}  # fmt: skip
-    return message | {"reasoning_content": f"Thought {number}. {_FILLER}"} if thought else message
+class _Messages:
+    """Messages with one filler."""
+
+    def __init__(self, filler: str) -> None:
+        self._filler = filler
+
+    def call(self, number: int, *, thought: bool = False, text: str | None = None, calls: int = 1) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [
+            {"id": f"call{number:04}{i}", "type": "function",
+             "function": {"name": "weather", "arguments": '{"city": "Paris"}'}} for i in range(calls)]}  # fmt: skip
+        return message | {"reasoning_content": f"Thought {number}. {self._filler}"} if thought else message
+
+    def answer(self, number: int, *, thought: bool = False, inline_thought: bool = False) -> dict[str, Any]:
+        text = f"<think>\nIdea {number}.\n</think>\n\n" if inline_thought else ""
+        message = {"role": "assistant", "content": f"{text}Answer {number}. {self._filler}"}
+        return message | {"reasoning_content": f"Thought {number}."} if thought else message
+
+    def question(self, number: int, text: Any = None) -> dict[str, Any]:
+        return {"role": "user", "content": f"Question {number}? {self._filler}" if text is None else text}
+
+    def result(self, number: int, part: int = 0) -> dict[str, Any]:
+        text = f"Result {number}.{part} {self._filler}"
+        return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": text}
+
+    def draw_conversations(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Conversations by name. Requests end where a model would answer: behind the user's message, or a tool's."""
+        question, answer, call, result = self.question, self.answer, self.call, self.result
+        system = {"role": "system", "content": f"Be brief. {self._filler}"}
+        plain = [message for i in range(4) for message in (question(i), answer(i))]
+        yield "questions", plain
+        yield "a system text", [system, *plain]
+        for name, kind in (("thoughts", {"thought": True}), ("thoughts in the text", {"inline_thought": True})):
+            yield name, [system, *(m for i in range(4) for m in (question(i), answer(i, **kind)))]
+        for name, thought in (("tools", False), ("tools and thoughts", True)):
+            loop = [
+                m for i in range(3) for m in (call(i, thought=thought, text="I look." if i % 2 else None), result(i))
+            ]
+            yield name, [system, question(0), *loop, answer(0, thought=thought), question(1), *loop, question(2)]
+        yield "parallel calls", [system, question(0), call(1, calls=2), result(1), result(1, 1), call(2), result(2),
+                                 answer(2), question(3), call(4, calls=2), result(4), result(4, 1), answer(4),
+                                 question(5)]  # fmt: skip
+        parts = [{"type": "text", "text": "Part one."}, {"type": "text", "text": self._filler}]
+        yield "parts", [system, *(m for i in range(4) for m in (question(i, parts), answer(i)))]
+        yield "empty texts", [system, question(0, ""), answer(0), question(1), {"role": "assistant", "content": ""},
+                              question(2), answer(2), question(3)]  # fmt: skip
+        yield "a late system text", [system, *plain[:4], {"role": "system", "content": "Be kind."}, *plain[4:]]
+        yield "two questions in a row", [*plain[:5], *plain[4:6], question(8), question(9), answer(9), question(10)]
 
 
-def _answer(number: int, *, thought: bool = False, inline_thought: bool = False) -> dict[str, Any]:
-    text = f"<think>\nIdea {number}.\n</think>\n\n" if inline_thought else ""
-    message = {"role": "assistant", "content": f"{text}Answer {number}. {_FILLER}"}
-    return message | {"reasoning_content": f"Thought {number}."} if thought else message
+def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
+    """Return why conversations of a chat template must be rendered whole; None where they need not. What the tokenizer
+    caches of the trial is forgotten."""
+    try:
+        return _find_problem(renderer)
+    finally:
+        renderer.tokenizer.clear_cache()
 
 
-def _question(number: int, text: Any = None) -> dict[str, Any]:
-    return {"role": "user", "content": f"Question {number}? {_FILLER}" if text is None else text}
-
-
-def _result(number: int, part: int = 0) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": f"Result {number}.{part} {_FILLER}"}
-
-
-def _draw_conversations() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Conversations by name. Requests end where a model would answer: behind a message of the user, or of a tool."""
-    system = {"role": "system", "content": f"Be brief. {_FILLER}"}
-    plain = [message for i in range(4) for message in (_question(i), _answer(i))]
-    yield "questions", plain
-    yield "a system text", [system, *plain]
-    for name, kind in (("thoughts", {"thought": True}), ("thoughts in the text", {"inline_thought": True})):
-        yield name, [system, *(m for i in range(4) for m in (_question(i), _answer(i, **kind)))]
-    for name, thought in (("tools", False), ("tools and thoughts", True)):
-        loop = [m for i in range(3) for m in (_call(i, thought=thought, text="I look." if i % 2 else None), _result(i))]
-        yield name, [system, _question(0), *loop, _answer(0, thought=thought), _question(1), *loop, _question(2)]
-    yield "parallel calls", [system, _question(0), _call(1, calls=2), _result(1), _result(1, 1), _call(2), _result(2),
-                             _answer(2), _question(3), _call(4, calls=2), _result(4), _result(4, 1), _answer(4),
-                             _question(5)]  # fmt: skip
-    parts = [{"type": "text", "text": "Part one."}, {"type": "text", "text": _FILLER}]
-    yield "parts", [system, *(m for i in range(4) for m in (_question(i, parts), _answer(i)))]
-    yield "empty texts", [system, _question(0, ""), _answer(0), _question(1), {"role": "assistant", "content": ""},
-                          _question(2), _answer(2), _question(3)]  # fmt: skip
-    yield "a late system text", [system, *plain[:4], {"role": "system", "content": "Be kind."}, *plain[4:]]
-    yield "two questions in a row", [*plain[:3], *plain[2:4], _question(8), _question(9), _answer(9), _question(10)]
-
-
-def find_trial_problem(tokenizer: Tokenizer) -> str | None:
-    """Return why conversations of a tokenizer's chat template must be rendered whole; None where they need not."""
+def _find_problem(renderer: BoundaryRenderer) -> str | None:
     reused_count = 0
-    for name, conversation in _draw_conversations():
-        for fields in ({}, {"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}):
-            problem, hits = _try_conversation(tokenizer, conversation, fields)
-            if problem is not None:
-                return f"{name}: {problem}"
-            reused_count += hits
+    for filler in _FILLERS:
+        variants: list[dict[str, Any]] = [{}]
+        if filler is _FILLERS[0]:
+            variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
+        for name, conversation in _Messages(filler).draw_conversations():
+            for fields in variants:
+                problem, hits = _try_conversation(renderer, conversation, fields)
+                if problem is not None:
+                    return f"{name}: {problem}"
+                reused_count += hits
     return None if reused_count else "no prompt of a conversation begins with an earlier one"
 
 
 def _try_conversation(
-    tokenizer: Tokenizer, conversation: list[dict[str, Any]], fields: dict[str, Any]
+    renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
 ) -> tuple[str | None, int]:
     """Return what went wrong, and how many requests were found in the cache."""
     cache, hits = ConversationCache(CACHE_BYTES), 0
@@ -99,19 +121,21 @@ def _try_conversation(
         body = msgspec.json.encode({"messages": conversation[:end], **fields})
         request = parse_routing_of_kind("chat", body)
         try:
-            prompt = read_prompt(request, tokenizer)
+            prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
             return None, hits
+        if renderer.render_whole(request) != prompt.text:
+            return f"what is put together of {end} messages differs", hits
         predecessor, cached = None, None
-        for match in cache.find("chat", body):
-            continuation = continue_conversation(*match, body, tokenizer, further_differs=False)
+        for match in cache.find("chat", body, 4):
+            continuation = continue_conversation(*match, body, renderer)
             if continuation is not None:
                 if list(continuation.token_ids) != list(prompt.token_ids or ()):
                     return f"what is rendered behind message {match[1].message_count} differs", hits
                 cached, predecessor, hits = continuation.successor, continuation.predecessor, hits + 1
                 break
         else:
-            cached = cache_conversation(request, body, prompt, tokenizer)
+            cached = cache_conversation(request, body, prompt, renderer)
         if cached is not None:
             cache.store(cached, body, predecessor)
     return None, hits

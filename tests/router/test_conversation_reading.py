@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ from budget import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from prompts import chat_template
 from prompts.body_digests import digests
+from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
@@ -57,20 +62,21 @@ class Turns:
     """Bodies read one after the other by a cache, each compared with a full read of it."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = 1 << 20) -> None:
-        self.tokenizer = tokenizer
+        self.renderer = BoundaryRenderer(tokenizer)
         self.reader = ConversationReader(max_bytes)
         self.continuations: list[Continuation] = []
 
     def read(self, kind: ApiKind, body: bytes) -> Continuation | None:
-        cache, tokenizer = self.reader.cache, self.tokenizer
+        cache, tokenizer = self.reader.cache, self.renderer.tokenizer
         request = parse_routing_of_kind(kind, body)
         try:
             prompt = read_prompt(request, tokenizer)
         except RequestError:
             prompt = RenderedPrompt()
-        continuation = self.reader.read(self.reader.find(kind, body), body, tokenizer, "")
+        matches = self.reader.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
+        continuation = self.reader.read(matches, body, self.renderer) if matches else None
         if continuation is None:
-            conversation, predecessor = cache_conversation(request, body, prompt, tokenizer), None
+            conversation, predecessor = cache_conversation(request, body, prompt, self.renderer), None
         else:
             self.continuations.append(continuation)
             check_same(continuation, request, prompt)
@@ -209,7 +215,8 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     turns.read("chat", b'{"messages": %b}' % json.dumps(long_talk(6)).encode())
     assert len(turns.reader.cache) == 1
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
-    assert turns.reader.read(turns.reader.find("chat", longer), longer, tokenizer, "") is None
+    matches = turns.reader.find("chat", longer)
+    assert not matches or turns.reader.read(matches, longer, turns.renderer) is None
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
@@ -217,8 +224,13 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
 
 def test_templates_are_tried_out(tmp_path: Any) -> None:
     for name, template in TEMPLATES.items():
-        problem = find_trial_problem(load_tokenizer(tmp_path, template))
+        problem = find_trial_problem(BoundaryRenderer(load_tokenizer(tmp_path, template)))
         assert (problem is None) == (name not in UNCUT), (name, problem)
+    tokenizer = load_tokenizer(tmp_path, None)
+    find_trial_problem(BoundaryRenderer(tokenizer))
+    stats = tokenizer.cache_stats()
+    assert stats is not None
+    assert (stats.entries, stats.used_bytes, stats.hit_tokens, stats.miss_tokens) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -246,15 +258,15 @@ def test_texts_that_a_template_looks_for() -> None:
 def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) -> None:
     turns, talk = Turns(tokenizer), long_talk(6)
     reader = turns.reader
-    reader.allow("", None)
+    reader.allow("", turns.renderer)
     turns.read("chat", json.dumps({"messages": talk}).encode())
     body = json.dumps({"messages": [*talk, *long_talk(1, "new ")]}).encode()
     continuation = turns.read("chat", body)
     assert continuation is not None
     reader.compare("", continuation, continuation.token_ids)
-    assert (reader.check_count, reader.difference_count, reader.is_allowed("")) == (1, 0, True)
+    assert (reader.check_count, reader.difference_count, reader.renderer_of("")) == (1, 0, turns.renderer)
     reader.compare("", continuation, [*continuation.token_ids[:-1], 0])
-    assert (reader.check_count, reader.difference_count, reader.is_allowed("")) == (2, 1, False)
+    assert (reader.check_count, reader.difference_count, reader.renderer_of("")) == (2, 1, None)
     assert "differed" in reader.problems[""]
     assert len(reader.cache) == 0
 
@@ -282,7 +294,7 @@ def test_stand_ins_are_short_and_have_every_kind_of_message() -> None:
 
 def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversation:
     """An entry with boundaries, of which nothing else is looked at."""
-    boundaries = [Boundary(end, 0, 3, 0, 0, StandIn(), "", False, True, 1) for end in body_ends]
+    boundaries = [Boundary(end, 0, 3, 0, 0, StandIn(), "", 0, False, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
     return CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
 
@@ -295,13 +307,13 @@ def test_the_cache_is_bounded() -> None:
         bodies.append(body)
         cache.store(conversation, body)
         cache.check_invariants()
-        assert next(cache.find("chat", body + b" and more")) == (conversation, conversation.boundaries[0])
-        assert list(cache.find("messages", body)) == []
+        assert cache.find("chat", body + b" and more", 4)[0] == (conversation, conversation.boundaries[0])
+        assert cache.find("messages", body, 4) == []
     assert 0 < len(cache) < 30
-    assert list(cache.find("chat", bodies[0])) == []
+    assert cache.find("chat", bodies[0], 4) == []
     huge = make_conversation(90_000, token_count=90_000)
     cache.store(huge, b"x" * 90_000)
-    assert list(cache.find("chat", b"x" * 90_000)) == [], "one body must not empty it"
+    assert cache.find("chat", b"x" * 90_000, 4) == [], "one body must not empty it"
     assert set(API_KIND_BY_PATH.values()) >= {"chat", "messages"}
 
 
@@ -314,7 +326,7 @@ def test_many_conversations_with_one_long_beginning_are_told_apart() -> None:
         cache.store(conversations[body], body)
     cache.check_invariants()
     for body, conversation in conversations.items():
-        assert next(cache.find("chat", body + b"more"))[0] is conversation
+        assert cache.find("chat", body + b"more", 4)[0][0] is conversation
 
 
 def test_the_furthest_boundary_is_found_first() -> None:
@@ -323,9 +335,9 @@ def test_the_furthest_boundary_is_found_first() -> None:
     for body in (shared[:1024], shared + b"a" * 100):
         cache.store(make_conversation(len(body)), body)
     for tail, ends in ((b"a", [2148, 1024]), (b"b", [1024])):
-        matches = list(cache.find("chat", shared + tail * 200))
+        matches = cache.find("chat", shared + tail * 200, 4)
         assert [boundary.body_end for _, boundary in matches] == ends
-    assert list(cache.find("messages", shared + b"a" * 200)) == []
+    assert cache.find("messages", shared + b"a" * 200, 4) == []
     many = make_conversation(*range(2000, 2000 + 20 * ATTEMPTS_MAX, 20))
     reader = ConversationReader(1 << 20)
     reader.cache.store(many, shared)
@@ -362,3 +374,44 @@ def test_digests_are_of_beginnings() -> None:
         if size >= BODY_BYTES_MIN:
             assert _count_prefixes(size) == len(prefix_digests)
             assert [_prefix_bytes(i) for i in range(len(lengths))] == lengths
+
+
+def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of turns that are a role and a text nothing is rendered by the template, until it would write another date."""
+    template = "<|im_start|>{{ strftime_now('%Y-%m-%d') }}" + chat_templates.CHATML
+    turns = Turns(load_tokenizer(tmp_path, template))
+    talk = [{**message, "content": message["content"].strip()} for message in long_talk(16)]
+    renders: list[int] = []
+    render = ChatTemplate.render
+
+    def count(self: ChatTemplate, messages: Any, **variables: Any) -> str:
+        renders.append(len(messages))
+        return render(self, messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", count)
+    for end in range(5, 16, 2):
+        renders.clear()
+        continuation = turns.read("chat", json.dumps({"messages": talk[:end]}).encode())
+        assert (continuation is None) == (end == 5)
+        if end > 9:
+            assert renders == [end], "the full read that it is compared with"
+    another_day = SimpleNamespace(now=lambda: datetime(2031, 2, 3))
+    monkeypatch.setattr(chat_template, "datetime", another_day)
+    assert turns.read("chat", json.dumps({"messages": talk}).encode()) is None
+
+
+def test_a_text_that_is_put_together_wrongly_ends_the_caching(tmp_path: Any) -> None:
+    """A template that writes one word in another way, which nothing tells."""
+    template = chat_templates.CHATML.replace(
+        "message['content']", "('b' if message['content'] == 'a' else message['content'])"
+    )
+    reader, renderer = ConversationReader(1 << 20), BoundaryRenderer(load_tokenizer(tmp_path, template))
+    reader.allow("m", renderer)
+    texts = {"a": "b", "x": "x"}
+    for number in range(200):
+        word = "a" if number == 64 else "x"
+        chat = parse_routing_of_kind("chat", json.dumps({"messages": [{"role": "user", "content": word}]}).encode())
+        assert texts[word] in renderer.render_whole(chat)
+        assert (reader.renderer_of("m") is None) == (number >= 64)
+    assert reader.difference_count == 1
+    assert "put together" in reader.problems["m"]

@@ -96,7 +96,7 @@ def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
     for number, is_borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        boundaries = [Boundary(9000, 0, 3, 0, 0, StandIn(), "", False, True, 1)]
+        boundaries = [Boundary(9000, 0, 3, 0, 0, StandIn(), "", 0, False, True, 1)]
         conversation = CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if is_borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
@@ -114,5 +114,5 @@ def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
         assert conversation.prompt_memory is not None
         keys = len(LONG) // 16 + 1
         assert conversation.memory_bytes - before == 8 * keys + (0 if is_borrowed else 4 * len(LONG))
-        assert next(cache.find("chat", body)) == (conversation, conversation.boundaries[0])
+        assert cache.find("chat", body, 1)[0] == (conversation, conversation.boundaries[0])
         cache.check_invariants()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from router.prompting import conversation_reader
+from router.prompting import boundary_rendering
 from router.prompting.conversation_reader import ConversationReader
 from tests.router.conversation_bodies import long_talk
 
@@ -23,7 +23,7 @@ async def load(edge: Any, folder: Path) -> ConversationReader:
     await edge.prompts._load("tiny", str(folder))
     await edge.worker(edge.reply(), max_model_len=10_000_000)
     conversations: ConversationReader = edge.prompts.conversations
-    assert conversations.is_allowed("tiny")
+    assert conversations.renderer_of("tiny") is not None
     return conversations
 
 
@@ -44,7 +44,7 @@ def test_continued_conversations_are_checked(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int
 ) -> None:
     """In a thread, and in a worker process where the body is large."""
-    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 1)
+    monkeypatch.setattr(boundary_rendering, "CHECK_INTERVAL", 1)
 
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
@@ -63,7 +63,7 @@ def test_continued_conversations_are_checked(
 def test_a_wrong_prompt_ends_the_caching_and_is_told(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 2)
+    monkeypatch.setattr(boundary_rendering, "CHECK_INTERVAL", 2)
 
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
@@ -72,11 +72,11 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         ((conversation, _, _),) = conversations.cache._entries.values()
         conversation.token_ids[3] += 1
         await send(edge, make_post, talk[:7])
-        assert conversations.is_allowed("tiny")
+        assert conversations.renderer_of("tiny") is not None
         await send(edge, make_post, talk)
         await wait_for_checks(edge)
         assert (conversations.check_count, conversations.difference_count) == (1, 1)
-        assert not conversations.is_allowed("tiny")
+        assert conversations.renderer_of("tiny") is None
         assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
         (row,) = edge.admin.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
@@ -95,7 +95,7 @@ def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> No
         edge.prompts._chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
         await edge.prompts._load("tiny", str(tmp_path))
         await edge.worker(edge.reply())
-        assert not edge.prompts.conversations.is_allowed("tiny")
+        assert edge.prompts.conversations.renderer_of("tiny") is None
         (row,) = edge.admin.describe_workers()["workers"]
         assert row["conversation_cache"]["tiny"] == "no prompt of a conversation begins with an earlier one"
 

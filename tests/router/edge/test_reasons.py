@@ -22,6 +22,7 @@ from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.first_message import digest_first_user_message
 
@@ -451,7 +452,7 @@ def test_a_body_that_returns_is_explained_like_another(
         for max_bytes in (0, 8 << 20):
             edge.prompts.conversations = known = ConversationReader(max_bytes)
             if max_bytes:
-                known.allow("tiny", None)
+                known.allow("tiny", BoundaryRenderer(edge.prompts._tokenizers["tiny"]))
             reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
