@@ -255,7 +255,7 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
         parts.watch("penalties", owner, name)
     begin = runner_module.start_copy_to_host
     runner_module.start_copy_to_host = lambda tensors: parts.time_calls("read-back", begin(tensors))  # type: ignore[assignment]
-    compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_draw")]
+    compute = [(runner.model, "forward"), (runner.model, "compute_logits"), (sampler, "_draw")]
     for owner, name in compute:
         parts.watch("model", owner, name)
     if runner._graphs is not None:
