@@ -66,7 +66,6 @@ class Fleet:
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
         self.analyzer = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
-        self.emptied_at_s: dict[str, float] = {}
         self.block_names_by_worker: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0
 
@@ -103,7 +102,7 @@ class Fleet:
         assert isinstance(placement, Forward)
         decision = placement.decision
         prompt = self.prompt(route, routing_request)
-        facts = FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer)
+        facts = FactsAdapter(self.core, lambda _: self.tokenizer)
         removal = self.core.index.gone(prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK)
         removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
         known = Placement(decision, removed_prefix, BLOCK, self.now, 0.0)
@@ -375,7 +374,7 @@ def worker_lost(fleet: Fleet) -> Planted:
     fleet.now += 2.0
     fleet.core.index.clear(fleet.core.workers[worker].holders[0])
     fleet.block_names_by_worker[worker].clear()
-    fleet.emptied_at_s[worker] = fleet.now
+    fleet.core.cache_state.cleared_at_s[worker] = fleet.now
     position = fleet.resident(conversation.ids(), Scope("m"))
     return conversation.send(), "worker_lost", position, None
 
