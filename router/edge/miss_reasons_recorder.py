@@ -281,8 +281,9 @@ def _make_comparison(context: RequestContext, body: ReadBody[ResolvedModel], sam
 def _get_conversation_keys(route: RouteRequest, body: ReadBody[ResolvedModel]) -> tuple[int, ...]:
     """Return the keys of a request's conversation: of the session that started it, and its own. A conversation without
     a name has the digest of its first message."""
-    names = [name for name in (route.parent, route.session) if name]
-    return tuple(map(digest_name, names)) or (body.digest_first_message(),)
+    if not route.parent:
+        return (digest_name(route.session) if route.session else body.digest_first_message(),)
+    return (digest_name(route.parent), digest_name(route.session)) if route.session else (digest_name(route.parent),)
 
 
 _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_history=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prompts.errors import bad_value
 from router.http.request import HttpRequest
 from router.prompting.encode import NAME_BYTES_MAX
 from router.prompting.sessions import NameByMeaning, SessionNames
+
+_HEADER_NAMES: Final = frozenset(
+    b"x-blockcast-" + name for name in (b"priority", b"deadline-ms", b"ttft-ms", b"worker", b"role", b"explain")
+)
 
 
 class RoutingHeaders:
@@ -18,20 +22,30 @@ class RoutingHeaders:
 
     def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
         """Raises RequestError naming the header that cannot be read."""
+        header_names = request.headers.names
         model = None if model_header is None else request.get_header(model_header)
         self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
-        self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        self.session: NameByMeaning = (
+            {} if names.header_names.isdisjoint(header_names) else names.read_headers(request.headers.get)
+        )
+        self.priority: int | None = None
         """Stands in for that of the body."""
-        self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.deadline_ms: int | None = None
         """How long the router may hold the request."""
-        self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        self.ttft_ms: int | None = None
         """By when its first token must be predicted."""
-        self.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
+        self.worker: str | None = None
         """The only worker that may answer."""
-        self.role = _decode_header(request.get_header(b"x-blockcast-role"))
-        self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+        self.role: str | None = None
+        self.wants_explanation = False
         """Whether the client asks for the reasons of its miss."""
-        self.session: NameByMeaning = names.read_headers(request.headers.get)
+        if not _HEADER_NAMES.isdisjoint(header_names):  # most requests have none of them
+            self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+            self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+            self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+            self.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
+            self.role = _decode_header(request.get_header(b"x-blockcast-role"))
+            self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
 
 
 class ResolvedModel(NamedTuple):

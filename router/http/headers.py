@@ -7,7 +7,7 @@ Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from typing import Final
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -48,6 +48,11 @@ class HeaderBlock:
     def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
         """From names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
+
+    @property
+    def names(self) -> KeysView[bytes]:
+        """Names in lower case."""
+        return self._first_line_by_name.keys()
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._first_line_by_name

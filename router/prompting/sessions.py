@@ -79,6 +79,8 @@ class SessionNames:
         extra_rows = [_parse_extra_header(text) for text in extra_headers]
         rows = [*extra_rows, *NAME_SOURCES]
         self._header_meanings = [(row.name.lower().encode(), row.meaning) for row in rows if row.location == "header"]
+        self.header_names = frozenset(name for name, _ in self._header_meanings)
+        """Names of headers, in lower case, without any of which a request names nothing in its headers."""
 
     def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NameByMeaning:
         """Read the names in headers. `get_header` returns the value of a lower-case name."""
