@@ -136,12 +136,17 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
 
 def parse_routing_of_kind(kind: ApiKind, data: bytes) -> RoutingRequest:
     """The same of a body whose kind is known."""
+    return parse_body(kind, data)[0]
+
+
+def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, msgspec.Raw]]:
+    """The same, with all top-level fields of the body as they came; of one name said twice the last counts."""
     check_object(data)
     request = _parse_body(kind, data)
     fields: dict[str, msgspec.Raw] = decode_json(_top_level_decoder, data)
     if may_have_worker_fields(fields):
-        return request.replace(has_worker_fields=True)
-    return request
+        request = request.replace(has_worker_fields=True)
+    return request, fields
 
 
 def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:

@@ -87,7 +87,8 @@ class RequestReader:
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
         """Read what a request sent to `path` (None: its body decides) asks for, and its prompt's tokens, into
         `context.body`: at once where that is quick, else what is returned is to be awaited. Raises RequestError."""
-        request, body_format = context.request, _get_body_format(context.request, path)
+        request, kind = context.request, _get_request_kind(context.request, path)
+        body_format = _get_body_format(request, path, kind)
         if body_format is None:
             self._set_unread_body(context, _UNREAD_REQUEST)
             return None
@@ -97,8 +98,8 @@ class RequestReader:
             self._set_unread_body(context, *_read_form(request))
             return None
         body = self._prompt_reader.begin_read(
-            request, _get_request_kind(request, path), partial(self._resolve, context), context.is_wanted,
-            context.tenant, may_continue=self.model_names is None or not self.model_names.has_canaries,
+            request, kind, partial(self._resolve, context), context.is_wanted, context.tenant,
+            may_continue=self.model_names is None or not self.model_names.has_canaries,
         )  # fmt: skip
         if not isinstance(body, ReadBody):
             return _await_body(context, body)
@@ -139,6 +140,7 @@ class RequestReader:
                     fields[name] = client_value
         if fields or removed_fields:
             request.pieces = apply_edits(request.pieces, spans.make_edits(fields, removed_fields))
+            body.fields = None
 
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
         """Find out what the headers ask for, and which model the request names. Raises RequestError."""
@@ -301,9 +303,9 @@ def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:
     return API_KIND_BY_PATH.get(path, "other") if request.method == "POST" else "other"
 
 
-def _get_body_format(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
+def _get_body_format(request: HttpRequest, path: str | None, kind: ApiKind | None) -> Literal["json", "form"] | None:
     """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
-    if _get_request_kind(request, path) != "other":
+    if kind != "other":
         return "json"
     content_type = request.get_header(b"content-type")
     if is_form(content_type):

@@ -64,17 +64,19 @@ _fields_decoder = msgspec.json.Decoder(_Fields)
 _MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
-def build_continuation(request: HttpRequest) -> StreamContinuation | None:
-    """For a streamed request that could go on elsewhere; None for any other."""
+def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
+    """For a streamed request that could go on elsewhere; None for any other. `fields`: of its body, where they were
+    read already."""
     is_chat = request.path == _CHAT_PATH
     if request.is_http_1_0 or len(request.pieces) > 1:
         return None
     if not is_chat and request.path != _COMPLETIONS_PATH.decode():
         return None
-    try:
-        fields = _fields_decoder.decode(request.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    if fields is None:
+        try:
+            fields = _fields_decoder.decode(request.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
     if not all(_is_continuable_field(name, bytes(value), is_chat) for name, value in fields.items()):
         return None
     return StreamContinuation(fields, request.body, is_chat) if bytes(fields.get("stream", b"")) == b"true" else None

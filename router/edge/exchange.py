@@ -54,7 +54,11 @@ class Exchange:
 
     def place(self, route: RouteRequest) -> None:
         """The prompt was read: find a worker."""
-        self._proxy.route(self.context, route)
+        context = self.context
+        if route.is_streaming and self._proxy.continues_streams and not context.is_done:
+            fields = None if context.body is None else context.body.fields
+            context.continuation = build_continuation(context.request, fields)
+        self._proxy.route(context, route)
 
     def forward(self, decision: Decision) -> None:
         """Start an attempt."""
@@ -62,7 +66,8 @@ class Exchange:
         self._start_attempt(decision)
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
-        self.close()
+        if self._attempt is not None:
+            self.close()
         attempt = self._attempt = Attempt(self, self._proxy.pool, self.context.request.method, is_resend=is_resend)
         target = self._proxy.workers.get_endpoint(decision.worker)
         if target is None:
@@ -136,8 +141,6 @@ class Exchange:
             attempt.finish(proxy.now(), reusable=True)
             return
         body, stream, path = context.request.pieces, context.continuation, None
-        if context.is_streaming and proxy.continues_streams:
-            stream = context.continuation = stream or build_continuation(context.request)
         if stream is not None:
             resent_body = stream.request_body_for(proxy.workers.get_engine(decision.worker))
             if resent_body is None:
@@ -195,17 +198,18 @@ class Exchange:
                 return None
             # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
             proxy.perform(instructions[1:])
-        if not is_readable_stream(head):
-            if has_started:
-                failure_kind = FailureKind.STREAM if head.status < 400 else None
-                self._abort_response(
-                    f"the worker that was to go on answers {head.status}, and no events that can be read", failure_kind
-                )
-                return None
-            context.continuation = None
+        is_stream = is_readable_stream(head)
+        if has_started and not is_stream:
+            failure_kind = FailureKind.STREAM if head.status < 400 else None
+            self._abort_response(
+                f"the worker that was to go on answers {head.status}, and no events that can be read", failure_kind
+            )
+            return None
         assert self._attempt is not None
         self._attempt.head = head
-        self._filter.start(head, context.continuation, proxy.redacted_keys, is_first=not has_started)
+        redacted_keys = None if has_started else proxy.redacted_keys
+        continuation = context.continuation if is_stream else None
+        self._filter.start(head, continuation, redacted_keys, is_stream=is_stream)
         if has_started:
             return b""
         return build_response_head(
@@ -403,10 +407,11 @@ class Exchange:
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
         """Have another worker complete the answer; False where that cannot be. `is_move`: the connection to this one is
         there, so without another worker the answer stays."""
-        proxy, context, stream, head = self._proxy, self.context, self.context.continuation, self._response_head
-        route, request_id = context.route, context.request_id
+        proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
+        request_id = context.request_id
         if head is None or route is None or not proxy.is_in_core(context) or context.is_done:
             return False
+        stream = context.continuation if is_readable_stream(head) else None
         missing_end = (
             None
             if stream is None
@@ -417,7 +422,7 @@ class Exchange:
             self.client.write(encode_chunk(missing_end) + LAST_CHUNK)
             self._complete(head, reusable=False)
             return True
-        continuation_route = self._build_continuation_route(head, route)
+        continuation_route = self._build_continuation_route(stream, head, route)
         if continuation_route is None:
             return False
         now = proxy.now()
@@ -442,9 +447,11 @@ class Exchange:
         proxy.perform(instructions)
         return True
 
-    def _build_continuation_route(self, head: ResponseHead, route: RouteRequest) -> RouteRequest | None:
+    def _build_continuation_route(
+        self, stream: StreamContinuation | None, head: ResponseHead, route: RouteRequest
+    ) -> RouteRequest | None:
         """What another worker is asked that goes on with the answer; None where nobody can."""
-        stream, decision, workers = self.context.continuation, self.context.decision, self._proxy.workers
+        decision, workers = self.context.decision, self._proxy.workers
         if stream is None or stream.recorder is None:
             # Nothing can be noted of such an answer, but of this one the client has a head and no more. Once only: it
             # may be what kills its workers.

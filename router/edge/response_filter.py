@@ -35,12 +35,12 @@ class ResponseFilter:
         continuation: StreamContinuation | None,
         redacted_keys: re.Pattern[bytes] | None,
         *,
-        is_first: bool,
+        is_stream: bool,
     ) -> None:
-        """A worker's answer begins. `is_first`: the client has nothing of an answer yet."""
-        is_stream = is_readable_stream(head)
+        """A worker's answer begins. `redacted_keys`: to be hidden from here on, unless None. `is_stream`: its events
+        can be noted as they pass."""
         self.stream = continuation if continuation is not None and continuation.recorder is not None else None
-        if is_first and redacted_keys is not None and _is_readable(head):
+        if redacted_keys is not None and _is_readable(head):
             self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and self.stream is None)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
         self.rechunks = not self.unframes and (self.stream is not None or redacts_content)
@@ -52,7 +52,7 @@ class ResponseFilter:
             data = self.stream.convert_content(data, is_last=is_last)
         if self._redactor is not None:
             data = self._redactor.feed(data, ends=is_last)
-        return encode_chunk(data) if self.rechunks else data
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.rechunks and data else data
 
 
 def is_event_stream(head: ResponseHead) -> bool:

@@ -106,6 +106,14 @@ def locate_fields(body: bytes) -> FieldSpans:
     return FieldSpans(span_by_field, content_start, key_start_by_field)
 
 
+def locate_raw_fields(pieces: Sequence[bytes], spans: FieldSpans) -> dict[str, msgspec.Raw] | None:
+    """Return the located fields as they are in a body, without copying them; None where the body has several pieces."""
+    if len(pieces) != 1:
+        return None
+    view = memoryview(pieces[0])
+    return {name: msgspec.Raw(view[start:end]) for name, (start, end) in spans.span_by_field.items()}
+
+
 def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
     """Return a body with edits, which do not overlap. Pieces without one are the same objects."""
     new_pieces = list(pieces)

@@ -22,7 +22,7 @@ import msgspec
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_routing, parse_routing_of_kind
+from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing, parse_routing_of_kind
 from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.boundary_rendering import BoundaryRenderer
@@ -47,7 +47,7 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
-from router.prompting.fields import FieldSpans
+from router.prompting.fields import FieldSpans, locate_raw_fields
 from router.prompting.first_message import digest_first_user_message
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
@@ -130,6 +130,8 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """Its conversation and size, where it has images or other media."""
     spans: FieldSpans | None = None
     """Spans of its fields, where another process read it."""
+    fields: dict[str, msgspec.Raw] | None = None
+    """Its top-level fields as they are in the body, where that is known; they keep the body in memory."""
     first_message_digest: int | None = None
     """Digest of what its user said first, once it is known."""
     continuation: Continuation | None = None
@@ -423,11 +425,11 @@ class PromptReader:
         if len(body.pieces) > 1 or not is_light(body.pieces[0]):
             return self._read_large(body, kind, make_target, is_wanted, tenant)
         data = body.pieces[0]
-        request = parse_routing_of_kind(kind or "other", data)
+        request, fields = parse_body(kind or "other", data)
         if kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = make_target(request)
-        read = ReadBody(request, target, TokenizedPrompt(None, 0.0))
+        read = ReadBody(request, target, TokenizedPrompt(None, 0.0), fields=fields)
         if request.kind == "other":
             return read
         read.media = read_media(request, data)
@@ -484,7 +486,7 @@ class PromptReader:
         prompt = TokenizedPrompt(ids, time.perf_counter() - started_s, conversation, size=size)
         return ReadBody(
             request, target, prompt, b"" if conversation is None else body.body, result.media, spans,
-            result.first_message_digest,
+            locate_raw_fields(body.pieces, spans), result.first_message_digest,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prompts.routing import parse_body
 from router.edge.continuation import build_continuation
 from router.edge.token_recorder import EVENT_BYTES_MAX, TokenRecorder
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
+from router.prompting.fields import locate_fields, locate_raw_fields
 
 WORDS = ["The ", "stream ", "goes ", "on ", "else", "where", ".", ""]
 SPOKEN = [{"content": word} for word in WORDS]
@@ -55,6 +57,30 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
 def test_what_cannot_go_on_is_not_asked_for_tokens(more: dict[str, Any]) -> None:
     assert build_continuation(request(CHAT)) is not None
     assert build_continuation(request({**CHAT, **more})) is None
+
+
+@pytest.mark.parametrize("engine", ["blockcast", "vllm"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(CHAT),
+        json.dumps({**CHAT, "seed": 3, "return_token_ids": False, "tools": [{"type": "function"}]}),
+        '{ "model":"m" , "stream" :true,"messages":[ {"role":"user","content":"\\u00e9 \\"x\\""} ]}',
+        json.dumps({**CHAT, "n": 2}),
+    ],
+)
+def test_fields_that_the_router_has_read_are_not_read_again(body: str, engine: str) -> None:
+    """The same is asked of the worker whether the body was read by this process, by another one, or not at all."""
+    made = request({})
+    made.pieces = (body.encode(),)
+    asked = []
+    for fields in (
+        None, parse_body("chat", made.body)[1], locate_raw_fields(made.pieces, locate_fields(made.body)),
+    ):  # fmt: skip
+        continuation = build_continuation(made, fields)
+        asked.append(None if continuation is None else continuation.request_body_for(engine))
+    assert asked[0] == asked[1] == asked[2]
+    assert locate_raw_fields((b"{", b"}"), locate_fields(b"{}")) is None, "a body in pieces is not copied"
 
 
 def test_prompts_that_are_several_cannot_go_on() -> None:
