@@ -201,7 +201,9 @@ class Bench:
         used_experts = min(count, int(expert_ids.unique().numel()))
         moved_bytes = (used_experts * 3 * size * hidden + 2 * x.numel()) * x.element_size()
         return KernelCase(
-            lambda: ops.experts(x, gate_up, down, expert_ids, weights), moved_bytes, 6 * rows * top_k * size * hidden
+            lambda: ops.apply_experts(x, gate_up, down, expert_ids, weights),
+            moved_bytes,
+            6 * rows * top_k * size * hidden,
         )
 
     def _states(self, count: int, tokens: int) -> tuple[RaggedBatch, np.ndarray]:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw, ValidationError
 
-from events.types import EVENT_TYPES, AllBlocksCleared, BlockName, BlockStored, Event
+from events.types import EVENT_CLASS_BY_NAME, AllBlocksCleared, BlockName, BlockStored, Event
 
 _ABSENT = Raw(b"")
-_FIELDS = dict.fromkeys(field for cls in EVENT_TYPES.values() for field in cls.__struct_fields__)
+_FIELDS = dict.fromkeys(field for cls in EVENT_CLASS_BY_NAME.values() for field in cls.__struct_fields__)
 _EventMap = msgspec.defstruct("_Map", [("type", str), *((field, Raw, _ABSENT) for field in _FIELDS)])
 _MAP_DECODER = msgspec.msgpack.Decoder(_EventMap)
 _ARRAY_DECODER = msgspec.msgpack.Decoder(list[Raw])
@@ -36,20 +36,22 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
     msgpack_type = _get_msgpack_type(raw_event)
     if msgpack_type == "map":
         raw_value_by_field = msgspec.structs.asdict(_MAP_DECODER.decode(raw_event))
-        type_name, raw_fields = raw_value_by_field.pop("type"), raw_value_by_field
+        type_name, raw_value_by_field_name = raw_value_by_field.pop("type"), raw_value_by_field
     elif msgpack_type == "array":
         values = _ARRAY_DECODER.decode(raw_event)
         if not values:
             raise ValidationError("empty array")
         type_name = _TEXT_DECODER.decode(values[0])
         field_names = _POSITIONAL_FIELDS.get(type_name, ())
-        raw_fields = dict(zip(field_names, values[1:]))  # more values than known fields are of a newer version
+        raw_value_by_field_name = dict(
+            zip(field_names, values[1:])
+        )  # more values than known fields are of a newer version
     else:
         raise ValidationError("expected a map or an array")
-    event_class = EVENT_TYPES.get(type_name)
+    event_class = EVENT_CLASS_BY_NAME.get(type_name)
     if event_class is None:
         return type_name, None
-    event = event_class(**dict(_decode_fields(event_class, raw_fields)))
+    event = event_class(**dict(_decode_fields(event_class, raw_value_by_field_name)))
     if isinstance(event, BlockStored):
         infer_block_size(event)
         _convert_texts_to_media_keys(event)
@@ -81,9 +83,9 @@ def _convert_texts_to_media_keys(event: BlockStored) -> None:
     event.token_ids = [0 if isinstance(value, str) else value for value in token_ids]
 
 
-def _decode_fields(event_class: type[Event], raw_fields: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
+def _decode_fields(event_class: type[Event], raw_value_by_field: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
     for field_name in event_class.__struct_fields__:
-        raw_value = raw_fields.get(field_name, _ABSENT)
+        raw_value = raw_value_by_field.get(field_name, _ABSENT)
         if len(raw_value) == 0:
             if field_name in _REQUIRED_FIELDS:
                 raise ValidationError(f"{event_class.__name__} without {field_name}")
@@ -96,7 +98,7 @@ def _decode_fields(event_class: type[Event], raw_fields: dict[str, Raw]) -> Iter
             )  # of a medium that cannot be read, all blocks count as cleared
             continue
         try:
-            yield field_name, _FIELD_DECODERS[field_name](raw_value)
+            yield field_name, _DECODER_BY_FIELD[field_name](raw_value)
         except ValidationError as error:
             raise ValidationError(f"{event_class.__name__}.{field_name}: {error}") from error
 
@@ -183,11 +185,11 @@ def _get_msgpack_type(raw: Raw) -> str:
 _NEWER_FIELDS = frozenset({"mm_keys", "remaining_copy_counts", *(f for f in _FIELDS if f.startswith("skipped_"))})
 _POSITIONAL_FIELDS = {
     kind: tuple(field for field in cls.__struct_fields__ if field not in _NEWER_FIELDS)
-    for kind, cls in EVENT_TYPES.items()
+    for kind, cls in EVENT_CLASS_BY_NAME.items()
 }
 """Names of fields in positional arrays; publishers of newer fields send maps."""
 _REQUIRED_FIELDS = frozenset({"block_hashes", "token_ids", "block_size"})
-_FIELD_DECODERS: dict[str, Callable[[Raw], Any]] = {
+_DECODER_BY_FIELD: dict[str, Callable[[Raw], Any]] = {
     "block_hashes": _make_decoder(list[BlockName]),
     "parent_block_hash": _make_decoder(BlockName | None),
     "token_ids": _decode_token_ids,
@@ -210,4 +212,4 @@ _FIELD_DECODERS: dict[str, Callable[[Raw], Any]] = {
     "skipped_extra_keys": _make_decoder(list[list[Raw] | None] | None),
     "remaining_copy_counts": _make_decoder(list[int] | None),
 }
-assert _FIELD_DECODERS.keys() == _FIELDS.keys(), "every field of events/types.py is read"
+assert _DECODER_BY_FIELD.keys() == _FIELDS.keys(), "every field of events/types.py is read"

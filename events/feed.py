@@ -386,7 +386,7 @@ class EventFeed:
             self.ignored_message_count += 1  # a subscription matches every topic that begins with its own
             return
         if stream.is_full:
-            stream.stream_state.stats.dropped_messages += 1
+            stream.stream_state.stats.dropped_message_count += 1
             return
         stream.topic = message.topic
         now = time.monotonic()
@@ -469,8 +469,8 @@ class EventFeed:
                 stream.continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
                 stream.continuation = instruction
-        if stream.stream_state.stats.dropped_messages != stream.reported_drop_count:
-            dropped_count = stream.stream_state.stats.dropped_messages - stream.reported_drop_count
+        if stream.stream_state.stats.dropped_message_count != stream.reported_drop_count:
+            dropped_count = stream.stream_state.stats.dropped_message_count - stream.reported_drop_count
             stream.reported_drop_count += dropped_count
             self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
         self._busy_streams.add(stream) if stream.is_busy else self._busy_streams.discard(stream)
@@ -521,7 +521,7 @@ class EventFeed:
                 break
             if not stream.store_reply(frames):
                 self._cancel_request(stream)
-                stream.stream_state.stats.dropped_messages += 1
+                stream.stream_state.stats.dropped_message_count += 1
                 instructions = stream.stream_state.on_request_failed(
                     stream.request_id, time.monotonic(), "too many bytes of replies"
                 )

@@ -46,12 +46,12 @@ REPLY_STALL_S = 30.0
 
 @dataclass
 class PublisherStats:
-    published_batches: int = 0
-    unsent_batches: int = 0
+    published_batch_count: int = 0
+    unsent_batch_count: int = 0
     """Batches that were not sent live because the queue was full; replay has them."""
-    replays: int = 0
-    snapshots: int = 0
-    broken_invariants: int = 0
+    replay_count: int = 0
+    snapshot_count: int = 0
+    broken_invariant_count: int = 0
 
 
 class EventPublisher:
@@ -106,7 +106,7 @@ class EventPublisher:
             if self._is_closing:
                 raise RuntimeError("publish after close")
             self._unsent_entries.append(self._replay_buffer.append(now, events, self.dp_rank))
-            self.stats.published_batches += 1
+            self.stats.published_batch_count += 1
             is_overfull = len(self._unsent_entries) > self.config.max_queue_size
             self._wakeup.notify()  # with the lock held, so that the pipe is still open
         if is_overfull:
@@ -149,7 +149,7 @@ class EventPublisher:
         try:
             if len(self._unsent_entries) > self.config.max_queue_size:
                 self._apply(self._unsent_entries.popleft())
-                self.stats.unsent_batches += 1
+                self.stats.unsent_batch_count += 1
         finally:
             self._resident_lock.release()
 
@@ -196,8 +196,8 @@ class EventPublisher:
         try:
             self._resident_set.apply(entry.read_events())
         except InvariantError as error:
-            self.stats.broken_invariants += 1
-            if self.stats.broken_invariants == 1:
+            self.stats.broken_invariant_count += 1
+            if self.stats.broken_invariant_count == 1:
                 logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
         self._last_applied_entry = entry
 
@@ -217,11 +217,11 @@ class EventPublisher:
     def _make_reply(self, identity: bytes, start_seq: int) -> Reply:
         now = time.monotonic()
         if start_seq == SNAPSHOT_SEQ:
-            self.stats.snapshots += 1
+            self.stats.snapshot_count += 1
             with self._resident_lock:
                 blocks, last_entry = self._resident_set.list_blocks(), self._last_applied_entry
             return Reply(identity, iter_snapshot(blocks, last_entry, self.dp_rank, time.time()), now)
-        self.stats.replays += 1
+        self.stats.replay_count += 1
         with self._lock:
             entries = self._replay_buffer.list_entries_from(start_seq)
         # What has not reached the resident set yet is still to be sent live.

@@ -124,7 +124,7 @@ class StreamState:
             if self._next_seq is None or seq == self._next_seq:
                 return [self._apply(seq, payload, Origin.LIVE)]
             self._store_early(seq, payload)
-            self.stats.gaps += 1
+            self.stats.gap_count += 1
             return [Gap(self._next_seq, seq), *self._start_repair(now)]
         early_payload = self._early_batches.get(seq)
         if early_payload is None:
@@ -158,7 +158,7 @@ class StreamState:
         self._deadline = None
         if self.phase is StreamPhase.SNAPSHOT:
             if self._snapshot_batch_count == 1 or (self._snapshot_batch_count == 0 and self._snapshot_chunk_count):
-                self.stats.snapshots += 1
+                self.stats.snapshot_count += 1
                 if self._next_seq is None:
                     self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
                 return self._finish_reply(now)
@@ -182,7 +182,7 @@ class StreamState:
         if self._is_other_publisher(publisher_id):
             return self._handle_restart("the publisher has another id", now)
         self._deadline = None
-        self.stats.snapshots += 1
+        self.stats.snapshot_count += 1
         self._next_seq, self._has_applied_state = last_seq + 1, True
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
         return instructions + self._finish_reply(now)
@@ -225,7 +225,7 @@ class StreamState:
             return self._handle_restart(reason, now)
         if self._has_applied_state:
             return []  # what comes when it is back shows it, and clears
-        self.stats.restarts += 1
+        self.stats.restart_count += 1
         return [PublisherRestarted(reason)]
 
     def on_tick(self, now: float) -> list[Instruction]:
@@ -334,7 +334,7 @@ class StreamState:
     def _begin_request(self, now: float) -> int:
         self._request_id += 1
         self._deadline = now + self.config.request_timeout_s
-        self.stats.requests += 1
+        self.stats.request_count += 1
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
@@ -377,7 +377,7 @@ class StreamState:
         self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
     ) -> list[Instruction]:
         """Another process publishes now; (seq, payload) is the batch of it that gave it away, if one did."""
-        self.stats.restarts += 1
+        self.stats.restart_count += 1
         self._restarted_since_epoch = True
         self._early_batches.clear()
         if seq is not None:
@@ -422,7 +422,7 @@ class StreamState:
         self._next_seq = seq + 1
         self._has_applied_state = True
         self._applied_batches.record(seq, digest_payload(payload))
-        self.stats.applied_batches += 1
+        self.stats.applied_batch_count += 1
         return Apply(seq, payload, origin)
 
     def _clear(self, reason: str) -> list[Instruction]:
@@ -431,16 +431,16 @@ class StreamState:
         if not self._has_applied_state:
             return []
         self._has_applied_state = False
-        self.stats.clears += 1
+        self.stats.clear_count += 1
         return [Clear(reason)]
 
     def _record_duplicate(self, seq: int) -> list[Instruction]:
-        self.stats.duplicates += 1
+        self.stats.duplicate_count += 1
         return [DuplicateBatch(seq)]
 
     def _store_early(self, seq: int, payload: bytes) -> None:
         if not self._early_batches.store(seq, payload):
-            self.stats.dropped_messages += 1
+            self.stats.dropped_message_count += 1
 
     def check_invariants(self) -> None:
         """For tests: raises AssertionError where the state contradicts itself."""

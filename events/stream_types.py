@@ -60,14 +60,14 @@ class StreamConfig:
 
 @dataclass
 class StreamStats:
-    applied_batches: int = 0
-    gaps: int = 0
-    duplicates: int = 0
-    restarts: int = 0
-    clears: int = 0
-    requests: int = 0
-    snapshots: int = 0
-    dropped_messages: int = 0
+    applied_batch_count: int = 0
+    gap_count: int = 0
+    duplicate_count: int = 0
+    restart_count: int = 0
+    clear_count: int = 0
+    request_count: int = 0
+    snapshot_count: int = 0
+    dropped_message_count: int = 0
 
 
 class Origin(enum.Enum):

@@ -108,7 +108,7 @@ class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared",
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
-EVENT_TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared]] = {
+EVENT_CLASS_BY_NAME: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,

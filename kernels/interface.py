@@ -237,7 +237,7 @@ class Kernels(Protocol):
         """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
         ...
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
 
         x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
@@ -321,7 +321,7 @@ class FixedPlanKernels(Protocol):
         """Plan the attention of this batch as `plan_attention` does, from a table on the device."""
         ...
 
-    def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
+    def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
         """Make a plan for `attention` of up to `sequences` decoding sequences of up to `blocks` blocks."""
         ...
 
@@ -329,7 +329,7 @@ class FixedPlanKernels(Protocol):
         """Write a batch of decoding sequences into a fixed plan, the rest padding. The host does not wait."""
         ...
 
-    def make_fixed_state_plan(self, sequences: int) -> Any:
+    def make_fixed_state_plan(self, max_sequences: int) -> Any:
         """Make a plan for the recurrent operations of up to `sequences` decoding sequences."""
         ...
 

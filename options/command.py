@@ -54,7 +54,7 @@ def add_flags(schema: Schema) -> Callable[[Any], Any]:
     flag_options = [
         _make_click_option(option, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
         for path, option in schema.option_by_path.items()
-        if option.member.flag is not None
+        if option.config_field.flag is not None
     ]
     config_option = click.option(
         "--config",
@@ -140,12 +140,12 @@ def render_settings_list(schema: Schema) -> str:
     """Markdown with one line for each setting: what docs/configuration.md holds."""
     lines = []
     for option in _list_visible_options(schema):
-        setting_names = [option.path, *(option.flag_names if option.member.flag is not None else ())]
+        setting_names = [option.path, *(option.flag_names if option.config_field.flag is not None else ())]
         expected = _OMITTED_TEXT_PATTERN.sub("", option.expected)
         details = [] if isinstance(option.default, bool) else [expected]
-        if option.default is not None and not option.member.is_section:
+        if option.default is not None and not option.config_field.is_section:
             details.append(f"`{_format_toml_value(option.default)}`")
-        help_text = f"{option.member.help_text} {option.member.details}".strip()
+        help_text = f"{option.config_field.help_text} {option.config_field.details}".strip()
         lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
@@ -154,7 +154,7 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     """A file that says the same, each line with its origin. Secrets are counted, not shown."""
     lines: list[str] = []
     section, value_by_path = "", schema.collect_values(loaded_config.config)
-    visible_options = [option for option in _list_visible_options(schema) if not option.member.is_section]
+    visible_options = [option for option in _list_visible_options(schema) if not option.config_field.is_section]
     for option in sorted(visible_options, key=lambda setting: setting.path.rpartition(".")[0]):
         option_section, _, name = option.path.rpartition(".")
         if option_section != section:
@@ -162,7 +162,7 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
             section = option_section
         origin = loaded_config.origin_by_path.get(option.path, "default")
         value = value_by_path[option.path]
-        if SECRET in option.member.marks and value:
+        if SECRET in option.config_field.annotation_marks and value:
             lines.append(f"# {name} is set, and not shown  # {origin}")
         elif value is None:
             lines.append(f"# {name} is not set")
@@ -173,7 +173,9 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
 
 def _list_visible_options(schema: Schema) -> list[Option]:
     return [
-        option for option in schema.option_by_path.values() if not (option.member.flag and option.member.flag.is_hidden)
+        option
+        for option in schema.option_by_path.values()
+        if not (option.config_field.flag and option.config_field.flag.is_hidden)
     ]
 
 
@@ -191,12 +193,12 @@ def _make_parameter_name(path: str) -> str:
 
 def _make_click_option(option: Option, heading: str, position: int | None) -> Any:
     """The flag of a setting; `--help` leaves out one without a position, where the program has headings."""
-    flag, member = option.member.flag, option.member
+    flag, config_field = option.config_field.flag, option.config_field
     assert flag is not None
-    base_type, annotations = split_annotated(member.value_type)
+    base_type, annotations = split_annotated(config_field.value_type)
     default = option.default
-    help_text = member.help_text
-    if default is not None and default != () and not member.is_section:
+    help_text = config_field.help_text
+    if default is not None and default != () and not config_field.is_section:
         help_text += f" [default: {('off', 'on')[default] if base_type is bool else default}]"
     is_repeatable = get_origin(base_type) is tuple
     if is_repeatable:
@@ -214,12 +216,12 @@ def _make_click_option(option: Option, heading: str, position: int | None) -> An
     if base_type is bool:
         return make(default=None)
     titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
-    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(member.value_type))
+    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(config_field.value_type))
     return make(multiple=is_repeatable, metavar=metavar)
 
 
-def _choose_metavar(kind: Any) -> str:
-    base_type, _ = split_annotated(kind)
+def _choose_metavar(value_type: Any) -> str:
+    base_type, _ = split_annotated(value_type)
     if get_origin(base_type) is Literal:
         return f"[{'|'.join(get_args(base_type))}]"
     return {int: "N", float: "NUMBER"}.get(base_type, "TEXT")

@@ -42,13 +42,13 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Member:
+class ConfigField:
     """A field as it is declared."""
 
     name: str
     value_type: Any
     """Its type, without None."""
-    marks: tuple[str, ...]
+    annotation_marks: tuple[str, ...]
     help_text: str
     """One sentence, for `--help` and for the reference."""
     details: str
@@ -63,33 +63,35 @@ class Option:
     """A field in its place."""
 
     path: str
-    member: Member
+    config_field: ConfigField
     default: Any
 
     @property
     def flag_names(self) -> tuple[str, ...]:
         """Names of the flag; "--on/--off" for a boolean."""
-        assert self.member.flag is not None
-        if self.member.flag.names:
-            return self.member.flag.names
-        name = self.member.name.replace("_", "-")
-        return (f"--{name}/--no-{name}",) if self.member.value_type is bool else (f"--{name}",)
+        assert self.config_field.flag is not None
+        if self.config_field.flag.names:
+            return self.config_field.flag.names
+        name = self.config_field.name.replace("_", "-")
+        return (f"--{name}/--no-{name}",) if self.config_field.value_type is bool else (f"--{name}",)
 
     @property
     def label(self) -> str:
         """Name of the setting in errors: its flag, else its path."""
-        return self.path if self.member.flag is None else self.flag_names[0].partition("/")[0]
+        return self.path if self.config_field.flag is None else self.flag_names[0].partition("/")[0]
 
     @property
     def expected(self) -> str:
-        if self.member.is_section:
+        if self.config_field.is_section:
             return "a JSON object"
-        path_kind = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
-        return f"a {path_kind}" if path_kind is not None else describe_type(self.member.value_type)
+        path_kind = next((mark[1:-1] for mark in self.config_field.annotation_marks if mark in (FILE, FOLDER)), None)
+        return f"a {path_kind}" if path_kind is not None else describe_type(self.config_field.value_type)
 
     def parse_value(self, label: str, value: Any) -> Any:
         """Raises ConfigError."""
-        return read_value(label, value, self.member.value_type, secret=SECRET in self.member.marks)
+        return read_value(
+            label, value, self.config_field.value_type, secret=SECRET in self.config_field.annotation_marks
+        )
 
 
 class Schema:
@@ -108,19 +110,19 @@ class Schema:
         self._add_class(config_class, config_class(), "")
         self.path_by_variable = {self.make_variable_name(path): path for path in self.option_by_path}
         for path, option in self.option_by_path.items():
-            if option.member.flag is not None and option.member.flag.older_variable is not None:
-                self.path_by_variable[option.member.flag.older_variable] = path
+            if option.config_field.flag is not None and option.config_field.flag.older_variable is not None:
+                self.path_by_variable[option.config_field.flag.older_variable] = path
 
     def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
-        for member in list_members(config_class):
-            path, default = prefix + member.name, getattr(defaults, member.name)
-            if member.help_text:
-                self.option_by_path[path] = Option(path, member, default)
-            if member.is_section and ROOT in member.marks:
-                self._add_class(member.value_type, default, prefix)
-            elif member.is_section:
+        for config_field in list_config_fields(config_class):
+            path, default = prefix + config_field.name, getattr(defaults, config_field.name)
+            if config_field.help_text:
+                self.option_by_path[path] = Option(path, config_field, default)
+            if config_field.is_section and ROOT in config_field.annotation_marks:
+                self._add_class(config_field.value_type, default, prefix)
+            elif config_field.is_section:
                 self.section_paths.add(path)
-                self._add_class(member.value_type, default, f"{path}.")
+                self._add_class(config_field.value_type, default, f"{path}.")
 
     def make_variable_name(self, path: str) -> str:
         return self.variable_prefix + path.upper().replace(".", "_")
@@ -139,59 +141,61 @@ class Schema:
         """path -> what a configuration has there."""
         return _collect_values(config, "")
 
-    def build_config(self, values: dict[str, Any]) -> Any:
+    def build_config(self, value_by_path: dict[str, Any]) -> Any:
         """The configuration in which these paths have these values. Raises ConfigError."""
-        return _build_config(self.config_class, values, "")
+        return _build_config(self.config_class, value_by_path, "")
 
 
-def _build_config(config_class: type, values: dict[str, Any], prefix: str) -> Any:
-    arguments: dict[str, Any] = {}
-    for member in list_members(config_class):
-        path = prefix + member.name
-        if member.is_section:
-            arguments[member.name] = _build_config(
-                member.value_type, values, prefix if ROOT in member.marks else f"{path}."
+def _build_config(config_class: type, value_by_path: dict[str, Any], prefix: str) -> Any:
+    argument_by_name: dict[str, Any] = {}
+    for config_field in list_config_fields(config_class):
+        path = prefix + config_field.name
+        if config_field.is_section:
+            argument_by_name[config_field.name] = _build_config(
+                config_field.value_type, value_by_path, prefix if ROOT in config_field.annotation_marks else f"{path}."
             )
-        elif path in values:
-            arguments[member.name] = values[path]
-    return config_class(**arguments)
+        elif path in value_by_path:
+            argument_by_name[config_field.name] = value_by_path[path]
+    return config_class(**argument_by_name)
 
 
 def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for member in list_members(type(config)):
-        value, path = getattr(config, member.name), prefix + member.name
-        if member.is_section:
-            values |= _collect_values(value, prefix if ROOT in member.marks else f"{path}.")
+    value_by_path: dict[str, Any] = {}
+    for config_field in list_config_fields(type(config)):
+        value, path = getattr(config, config_field.name), prefix + config_field.name
+        if config_field.is_section:
+            value_by_path |= _collect_values(value, prefix if ROOT in config_field.annotation_marks else f"{path}.")
         else:
-            values[path] = value
-    return values
+            value_by_path[path] = value
+    return value_by_path
 
 
 def check_config(config: Any, prefix: str = "") -> None:
     """Whether every field is of its type and in its range, however `config` was made. Raises ConfigError."""
-    for member in list_members(type(config)):
-        value = getattr(config, member.name)
-        if member.is_section:
-            check_config(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
+    for config_field in list_config_fields(type(config)):
+        value = getattr(config, config_field.name)
+        if config_field.is_section:
+            check_config(value, prefix if ROOT in config_field.annotation_marks else f"{prefix}{config_field.name}.")
         elif value is not None:
-            option = Option(prefix + member.name, member, None)
+            option = Option(prefix + config_field.name, config_field, None)
             option.parse_value(option.label, value)
 
 
-def list_members(config_class: type) -> tuple[Member, ...]:
+def list_config_fields(config_class: type) -> tuple[ConfigField, ...]:
     """Its fields, in order."""
-    if config_class not in _members_by_class:
+    if config_class not in _config_fields_by_class:
         hints = get_type_hints(config_class, include_extras=True)
-        names = getattr(config_class, "__struct_fields__", None) or [item.name for item in fields(config_class)]
-        _members_by_class[config_class] = tuple(_make_member(name, hints[name]) for name in names)
-    return _members_by_class[config_class]
+        names = getattr(config_class, "__struct_fields__", None) or [
+            dataclass_field.name for dataclass_field in fields(config_class)
+        ]
+        _config_fields_by_class[config_class] = tuple(_make_config_field(name, hints[name]) for name in names)
+    return _config_fields_by_class[config_class]
 
 
-_members_by_class: dict[type, tuple[Member, ...]] = {}
+_config_fields_by_class: dict[type, tuple[ConfigField, ...]] = {}
 
 
-def _make_member(name: str, annotated_type: Any) -> Member:
+def _make_config_field(name: str, annotated_type: Any) -> ConfigField:
     base_type, annotations = split_annotated(annotated_type)
     field_type = base_type
     help_texts = [annotation for annotation in annotations if isinstance(annotation, str) and annotation not in _MARKS]
@@ -200,10 +204,12 @@ def _make_member(name: str, annotated_type: Any) -> Member:
     for annotation in annotations:
         if not isinstance(annotation, (str, Flag)):
             field_type = Annotated[field_type, annotation]
-    return Member(
+    return ConfigField(
         name=name,
         value_type=field_type,
-        marks=tuple(annotation for annotation in annotations if isinstance(annotation, str) and annotation in _MARKS),
+        annotation_marks=tuple(
+            annotation for annotation in annotations if isinstance(annotation, str) and annotation in _MARKS
+        ),
         help_text=help_texts[0] if help_texts else "",
         details=help_texts[1] if len(help_texts) > 1 else "",
         flag=next((annotation for annotation in annotations if isinstance(annotation, Flag)), None),

@@ -129,6 +129,6 @@ def parse_section(label: str, value: Any) -> dict[str, Any]:
 
 def check_path_exists(label: str, option: Option, value: Any) -> Any:
     for mark, path_exists in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
-        if mark in option.member.marks and not path_exists(Path(value)):
+        if mark in option.config_field.annotation_marks and not path_exists(Path(value)):
             raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")
     return value

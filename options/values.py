@@ -30,9 +30,13 @@ _UNIT_LETTERS = "kmgt"
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
 
 
-def split_annotated(kind: Any) -> tuple[Any, list[Any]]:
+def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
     """A type without `Annotated`, and what it was annotated with."""
-    return (kind.__origin__, list(kind.__metadata__)) if get_origin(kind) is Annotated else (kind, [])
+    return (
+        (annotated_type.__origin__, list(annotated_type.__metadata__))
+        if get_origin(annotated_type) is Annotated
+        else (annotated_type, [])
+    )
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
@@ -54,27 +58,30 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
     return math.ceil(float(number) * scale / unit_bytes)
 
 
-def parse_text(text: str, kind: Any) -> Any:
+def parse_text(text: str, value_type: Any) -> Any:
     """A value from text. Raises ValueError or MsgspecError without words for a person."""
-    base_type, annotations = split_annotated(kind)
+    base_type, annotations = split_annotated(value_type)
     if get_origin(base_type) is tuple:
         item_type = get_args(base_type)[0]
         return convert_value(
-            json.loads(text) if text.startswith("[") else [parse_text(word, item_type) for word in text.split()], kind
+            json.loads(text)
+            if text.startswith("[")
+            else [parse_text(item_text, item_type) for item_text in text.split()],
+            value_type,
         )
     if base_type is str or get_origin(base_type) is Literal:
-        return convert_value(text, kind)
+        return convert_value(text, value_type)
     return convert_value(
-        text if _find_size_annotation(annotations) else msgspec.convert(text, kind, strict=False), kind
+        text if _find_size_annotation(annotations) else msgspec.convert(text, value_type, strict=False), value_type
     )
 
 
-def convert_value(value: Any, kind: Any) -> Any:
+def convert_value(value: Any, value_type: Any) -> Any:
     """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
-    size = _find_size_annotation(split_annotated(kind)[1])
+    size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
-    converted_value = msgspec.convert(value, kind)
+    converted_value = msgspec.convert(value, value_type)
     for item in converted_value if isinstance(converted_value, tuple) else (converted_value,):
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("not finite")
@@ -87,19 +94,19 @@ def _find_size_annotation(annotations: list[Any]) -> Size | None:
     return next((annotation for annotation in annotations if isinstance(annotation, Size)), None)
 
 
-def describe_type(kind: Any) -> str:
+def describe_type(value_type: Any) -> str:
     """Describe the expected value in words: "a whole number from 0 to 65535"."""
-    base_type, annotations = split_annotated(kind)
+    base_type, annotations = split_annotated(value_type)
     if base_type is bool:
         return "true or false"
     if get_origin(base_type) is Literal:
         return "one of " + ", ".join(get_args(base_type))
     if get_origin(base_type) is tuple:
-        item_type, *other_items = get_args(base_type)
+        item_type, *other_item_types = get_args(base_type)
         return (
             f"a list, each {describe_type(item_type)}"
-            if other_items == [...]
-            else f"a list of {len(other_items) + 1}, each {describe_type(item_type)}"
+            if other_item_types == [...]
+            else f"a list of {len(other_item_types) + 1}, each {describe_type(item_type)}"
         )
     if base_type is str:
         metas = [annotation for annotation in annotations if isinstance(annotation, msgspec.Meta)]
@@ -128,21 +135,21 @@ def _format_number(value: float) -> str:
     return f"{value:g}".replace("e+0", "e").replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
 
 
-def read_value(label: str, value: Any, kind: Any, *, secret: bool = False) -> Any:
+def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False) -> Any:
     """`convert_value`, or `convert_text` where it is an `UntypedText`.
 
     Raises ConfigError in full words; no secret is repeated.
     """
     is_text = isinstance(value, UntypedText)
     try:
-        return parse_text(str(value), kind) if is_text else convert_value(value, kind)
+        return parse_text(str(value), value_type) if is_text else convert_value(value, value_type)
     except (ValueError, RecursionError, msgspec.MsgspecError):
-        base_type = split_annotated(kind)[0]
+        base_type = split_annotated(value_type)[0]
         if isinstance(value, tuple) and get_origin(base_type) is tuple:  # of a flag that may be repeated
-            for item in value:  # the one that is wrong is shown by itself
-                read_value(label, item, get_args(base_type)[0], secret=secret)
+            for list_item in value:  # the one that is wrong is shown by itself
+                read_value(label, list_item, get_args(base_type)[0], secret=secret)
         shown_value = "a value that is not shown here" if secret else shorten_repr(str(value) if is_text else value)
-        raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(kind)}") from None
+        raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(value_type)}") from None
 
 
 class UntypedText(str):

@@ -454,13 +454,13 @@ class SimWorker:
         hit_blocks = self.cache.count_cached_prefix(
             sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
         )
-        tokens = (
+        reserved_tokens = (
             sequence.prefill_tokens
             if self.limits.is_preemptive
             else sequence.prefill_tokens + sequence.remaining_tokens
         )
         needed_blocks = (
-            -(-tokens // self.block_size) + self.limits.is_preemptive
+            -(-reserved_tokens // self.block_size) + self.limits.is_preemptive
         )  # one ahead, for the first tokens it says
         must_fit = self.cache.is_shared and not self.running_sequence_count
         watermark_blocks = (self.cache.capacity or 0) // 100  # as vLLM's watermark: else what begins is soon preempted

@@ -35,27 +35,31 @@ class StepTimes:
         """Return the seconds of a prefill chunk that follows `context_tokens` tokens."""
         return self.prefill_s_per_token * tokens * (1.0 + (context_tokens + tokens / 2.0) / self.quadratic_tokens)
 
-    def compute_decode_s(self, sequences: float, context_tokens: float) -> float:
+    def compute_decode_s(self, sequence_count: float, context_tokens: float) -> float:
         """Return the seconds of a step without prefill."""
-        return self.step_s + self.decode_request_s * sequences + self.decode_context_s * context_tokens
+        return self.step_s + self.decode_request_s * sequence_count + self.decode_context_s * context_tokens
 
-    def compute_decode_run_s(self, steps: int, sequences: int, context_tokens: int) -> float:
+    def compute_decode_run_s(self, step_count: int, sequence_count: int, context_tokens: int) -> float:
         """Return the seconds of consecutive decode steps, each of which adds a token to every context."""
-        growth = self.decode_context_s * sequences * steps * (steps - 1) / 2.0
-        return steps * self.compute_decode_s(sequences, context_tokens) + growth
+        growth = self.decode_context_s * sequence_count * step_count * (step_count - 1) / 2.0
+        return step_count * self.compute_decode_s(sequence_count, context_tokens) + growth
 
-    def count_started_steps(self, seconds: float, sequences: int, context_tokens: int) -> int:
+    def count_started_steps(self, elapsed_s: float, sequence_count: int, context_tokens: int) -> int:
         """Count the steps of a decode run that have begun after so many seconds, at least one."""
-        first_step_s, growth = self.compute_decode_s(sequences, context_tokens), self.decode_context_s * sequences / 2.0
+        first_step_s, growth = (
+            self.compute_decode_s(sequence_count, context_tokens),
+            self.decode_context_s * sequence_count / 2.0,
+        )
         linear = first_step_s - growth
-        steps = seconds / first_step_s
+        step_count = elapsed_s / first_step_s
         if growth > 0.0:
-            steps = (math.sqrt(linear * linear + 4.0 * growth * seconds) - linear) / (2.0 * growth)
-        return max(1, math.ceil(steps + 1e-9))
+            step_count = (math.sqrt(linear * linear + 4.0 * growth * elapsed_s) - linear) / (2.0 * growth)
+        return max(1, math.ceil(step_count + 1e-9))
 
     def scale(self, factor: float) -> StepTimes:
         """Return the times of an engine that is slower by a factor."""
         scaled_values = {
-            f.name: getattr(self, f.name) * (factor if f.name.endswith(("_s", "_token")) else 1) for f in fields(self)
+            field.name: getattr(self, field.name) * (factor if field.name.endswith(("_s", "_token")) else 1)
+            for field in fields(self)
         }
         return StepTimes(**scaled_values)

@@ -184,11 +184,15 @@ class MetricsPage:
 
     def _iter_event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
         for name, text, value in (
-            ("batches", "Batches of cache events published.", stats.published_batches),
-            ("batches_dropped", "Batches not sent live (the queue was full); replay has them.", stats.unsent_batches),
-            ("replays", "Replays served.", stats.replays),
-            ("snapshots", "Snapshots of the resident set served.", stats.snapshots),
-            ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),
+            ("batches", "Batches of cache events published.", stats.published_batch_count),
+            (
+                "batches_dropped",
+                "Batches not sent live (the queue was full); replay has them.",
+                stats.unsent_batch_count,
+            ),
+            ("replays", "Replays served.", stats.replay_count),
+            ("snapshots", "Snapshots of the resident set served.", stats.snapshot_count),
+            ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariant_count),
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 

@@ -10,9 +10,9 @@ from engine.models.hf_config import HfConfig, ModelError
 from engine.models.shard import Shard
 from engine.models.weights import WeightScope
 
-__all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "Shard", "build_model"]
+__all__ = ["BUILDER_BY_ARCHITECTURE", "CausalLM", "HfConfig", "ModelError", "Shard", "build_model"]
 
-ARCHITECTURES: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
+BUILDER_BY_ARCHITECTURE: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
     "BambaForCausalLM": bamba.build_bamba,
     "Gemma3ForCausalLM": gemma3.build,
     "Gemma3ForConditionalGeneration": gemma3.build,
@@ -35,11 +35,11 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
 
     Raises ModelError for what is not supported, or cannot be split so.
     """
-    build = ARCHITECTURES.get(config.architecture)
+    build = BUILDER_BY_ARCHITECTURE.get(config.architecture)
     if build is None:
         raise ModelError(
             f"{config.source}: architecture {config.architecture!r} is not supported; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"supported: {', '.join(sorted(BUILDER_BY_ARCHITECTURE))}"
         )
     model = build(config, WeightScope(shard=shard or Shard()))
     if not model.attention_layers:

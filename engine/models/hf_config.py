@@ -98,14 +98,14 @@ class HfConfig:
         return None if value is None else str(value).removeprefix("torch.")
 
 
-def read_layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
+def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
     """Return the choice for each entry of `key` (or of `default`, which must be as many where it has any)."""
     kind_names = config.get_strings(key) or default
     if not kind_names or (default and len(kind_names) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"
         raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(kind_names)}")
-    if unknown_names := sorted(set(kind_names) - set(choices)):
+    if unknown_names := sorted(set(kind_names) - set(choice_by_name)):
         raise ModelError(
-            f"{config.source}: {key}: {unknown_names[0]!r} is not supported; expected {', '.join(choices)}"
+            f"{config.source}: {key}: {unknown_names[0]!r} is not supported; expected {', '.join(choice_by_name)}"
         )
-    return [choices[kind] for kind in kind_names]
+    return [choice_by_name[kind] for kind in kind_names]

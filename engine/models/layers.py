@@ -272,15 +272,15 @@ class DecoderBlock:
             residual, x = x, self.mixer_norm(x, step)
         else:
             x, residual = self.mixer_norm.add(x, residual, step)
-        x = self._branch(self.mixer, self.post_mixer_norm, x, step)
+        x = self._apply_branch(self.mixer, self.post_mixer_norm, x, step)
         if selected_tokens is not None:
             x, residual = x[selected_tokens], residual[selected_tokens]
         if self.mlp is None or self.mlp_norm is None or len(x) == 0:
             return x, residual
         x, residual = self.mlp_norm.add(x, residual, step)
-        return self._branch(self.mlp, self.post_mlp_norm, x, step), residual
+        return self._apply_branch(self.mlp, self.post_mlp_norm, x, step), residual
 
-    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: ForwardContext) -> Tensor:
+    def _apply_branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: ForwardContext) -> Tensor:
         x = mixer(x, step)
         if post_norm is not None:
             x = post_norm(x, step)

@@ -38,7 +38,7 @@ class RoutedMLP:
         weights, expert_ids = probabilities.topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        output = step.ops.experts(
+        output = step.ops.apply_experts(
             x, self.gate_up_weight.tensor, self.down_weight.tensor, expert_ids, weights.to(x.dtype)
         )
         return output if self.all_reduce_sum is None else self.all_reduce_sum(output)

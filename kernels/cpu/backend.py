@@ -101,7 +101,7 @@ class CpuKernels(ReferenceKernels):
         )
         return out
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
         top_k = expert_ids.shape[1]
         choice_order = expert_ids.reshape(-1).argsort(stable=True)

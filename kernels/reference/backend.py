@@ -109,7 +109,7 @@ class ReferenceKernels:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for token in range(x.shape[0]):
             for expert, weight in zip(expert_ids[token].tolist(), weights[token], strict=True):

@@ -75,17 +75,19 @@ class TritonKernels:
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> AttentionPlan:
-        splits = self._choose_split_count(batch.decode_count, kv)
-        return plan_attention(batch, table, kv, window, self.device, splits)
+        split_count = self._choose_split_count(batch.decode_count, kv)
+        return plan_attention(batch, table, kv, window, self.device, split_count)
 
-    def make_fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
-        return make_fixed_decode_plan(sequences, blocks, window, self.device, self._choose_split_count(sequences, kv))
+    def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
+        return make_fixed_decode_plan(
+            max_sequences, blocks, window, self.device, self._choose_split_count(max_sequences, kv)
+        )
 
     refill_decode_plan = staticmethod(refill_decode_plan)
 
-    def _choose_split_count(self, sequences: int, kv: PagedKV) -> int:
+    def _choose_split_count(self, sequence_count: int, kv: PagedKV) -> int:
         """Return the parts to cut contexts into: a power of two that gives enough programs to fill the device."""
-        program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequences * kv.num_kv_heads)
+        program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequence_count * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
     def attention(
@@ -100,55 +102,61 @@ class TritonKernels:
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
         """Store K and V and attend to the decoding sequences; rows of prompts are not filled yet."""
-        tokens, heads, dim = q.shape
-        assert dim == kv.head_dim
+        num_tokens, num_heads, head_dim = q.shape
+        assert head_dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         layer_row = layer * kv.rows_per_layer
         store = attention_kernels.store_kv
-        store[(tokens,)](
+        store[(num_tokens,)](
             k, v, kv.buffer, plan.slot_rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
-            DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, BLOCK=round_up_to_power_of_two(kv.elems_per_row),
+            DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size,
+            BLOCK=round_up_to_power_of_two(kv.elems_per_row),
         )  # fmt: skip
-        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
         if plan.decode_count:
             self._decode(q, out, kv, layer_row, plan, scale)
         return out
 
     def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        sequence_count, (_, heads, dim) = plan.decode_count, q.shape
-        group_heads = heads // kv.num_kv_heads
-        block_d = round_up_to_power_of_two(dim, 16)
+        sequence_count, (_, num_heads, head_dim) = plan.decode_count, q.shape
+        group_heads = num_heads // kv.num_kv_heads
+        block_d = round_up_to_power_of_two(head_dim, 16)
         block_n, warps, stages = choose_decode_tile(block_d, q.element_size())
         part = part_scale = out
         if plan.split_count > 1:
-            part = torch.empty((sequence_count, heads, plan.split_count, dim), dtype=torch.float32, device=q.device)
-            part_scale = torch.empty((sequence_count, heads, plan.split_count), dtype=torch.float32, device=q.device)
+            part = torch.empty(
+                (sequence_count, num_heads, plan.split_count, head_dim), dtype=torch.float32, device=q.device
+            )
+            part_scale = torch.empty(
+                (sequence_count, num_heads, plan.split_count), dtype=torch.float32, device=q.device
+            )
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
             q, out, part, part_scale, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
             plan.block_table.shape[1],
             layer_row, scale * LOG2_E,
-            GROUP=group_heads, DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             SPLIT=plan.split_count > 1, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=block_n,
             BLOCK_D=block_d,
             PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.split_count > 1:
-            attention_kernels.combine_splits[(sequence_count, heads)](
-                out, part, part_scale, plan.split_count, DIM=dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
+            attention_kernels.combine_splits[(sequence_count, num_heads)](
+                out, part, part_scale, plan.split_count, DIM=head_dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        _, heads, dim = q.shape
-        group_heads = heads // kv.num_kv_heads
-        block_m, block_n, warps, stages = choose_prefill_tile(round_up_to_power_of_two(dim, 16), q.element_size())
+        _, num_heads, head_dim = q.shape
+        group_heads = num_heads // kv.num_kv_heads
+        block_m, block_n, warps, stages = choose_prefill_tile(round_up_to_power_of_two(head_dim, 16), q.element_size())
         block_m = max(block_m, round_up_to_power_of_two(group_heads, 16))
         tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
             q.stride(0), q.stride(1),
-            plan.block_table.shape[1], layer_row, scale * LOG2_E, heads,
-            GROUP=group_heads, DIM=dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=round_up_to_power_of_two(dim, 16),
+            plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
+            GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_D=round_up_to_power_of_two(head_dim, 16),
             PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -241,7 +249,7 @@ class TritonKernels:
 
     # experts
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Sorting by expert is torch's (argsort, searchsorted: no wait for the device); the products are ours."""
         tokens, hidden = x.shape
         top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
@@ -273,8 +281,8 @@ class TritonKernels:
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> RecurrentPlan:
         return plan_recurrent(batch, units, self.device)
 
-    def make_fixed_state_plan(self, sequences: int) -> RecurrentPlan:
-        return make_fixed_recurrent_plan(sequences, self.device)
+    def make_fixed_state_plan(self, max_sequences: int) -> RecurrentPlan:
+        return make_fixed_recurrent_plan(max_sequences, self.device)
 
     refill_state_plan = staticmethod(refill_recurrent_plan)
     causal_conv = staticmethod(causal_conv)

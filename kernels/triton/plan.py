@@ -56,16 +56,18 @@ class AttentionPlan:
     prompt_batch: Any = None
     """Prompts for `kernels.flash_attention`, where that attends to them."""
 
-    def get_query_tiles(self, queries: int) -> tuple[Tensor, Tensor]:
+    def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """Return [tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
 
         Last queries first: they see the most keys, and a long tile that starts late would be waited for.
         """
-        if queries not in self.tiles_by_size:
+        if queries_per_tile not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload([tiles[::-1] for tiles in make_query_tiles(self.batch, queries)], self.slot_rows.device)
-            self.tiles_by_size[queries] = (seq, first)
-        return self.tiles_by_size[queries]
+            seq, first = upload(
+                [tiles[::-1] for tiles in make_query_tiles(self.batch, queries_per_tile)], self.slot_rows.device
+            )
+            self.tiles_by_size[queries_per_tile] = (seq, first)
+        return self.tiles_by_size[queries_per_tile]
 
 
 def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
@@ -78,31 +80,33 @@ def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]
 
 
 def plan_attention(
-    batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
+    batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
     """Make the plan of any batch."""
     arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.sequence_rows]
     slots, starts, lens, rows = upload(arrays, device)
     batch_table = table.block_start_rows[: table.count_blocks(batch, kv)].index_select(1, rows)
-    return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, splits, window)
+    return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, split_count, window)
 
 
 def make_fixed_decode_plan(
-    sequences: int, width: int, window: int | None, device: torch.device, splits: int
+    max_sequences: int, width: int, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
     """Make a plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is
     refilled."""
-    padded_sequence_count = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
+    padded_sequence_count = (
+        -(-max_sequences // ALIGNED_INTS) * ALIGNED_INTS
+    )  # each piece begins at a multiple of 16 bytes
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
     return AttentionPlan(
-        slot_rows=buffer[0, :sequences],
-        query_starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        context_lens=buffer[1, :sequences],
-        block_table=torch.zeros(width, sequences, dtype=torch.int32, device=device),
+        slot_rows=buffer[0, :max_sequences],
+        query_starts=torch.arange(max_sequences + 1, dtype=torch.int32, device=device),
+        context_lens=buffer[1, :max_sequences],
+        block_table=torch.zeros(width, max_sequences, dtype=torch.int32, device=device),
         batch=None,
-        decode_count=sequences,
-        split_count=splits,
+        decode_count=max_sequences,
+        split_count=split_count,
         window=window,
         refill_buffer=buffer,
     )
@@ -145,12 +149,12 @@ def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) ->
     return RecurrentPlan(starts, device_units, tile_seq, tile_token, batch.decode_count, len(units))
 
 
-def make_fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
+def make_fixed_recurrent_plan(max_sequences: int, device: torch.device) -> RecurrentPlan:
     """Make a plan of decoding sequences only, all of them padding until it is refilled."""
     no_tiles = torch.zeros(0, dtype=torch.int32, device=device)
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-    units = torch.full((sequences,), -1, dtype=torch.int32, device=device)
-    return RecurrentPlan(starts, units, no_tiles, no_tiles, sequences, sequences)
+    starts = torch.arange(max_sequences + 1, dtype=torch.int32, device=device)
+    units = torch.full((max_sequences,), -1, dtype=torch.int32, device=device)
+    return RecurrentPlan(starts, units, no_tiles, no_tiles, max_sequences, max_sequences)
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:

@@ -20,11 +20,11 @@ from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, choose_
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
-    tokens, channels = x.shape
+    num_tokens, channels = x.shape
     width = weight.shape[1]
     assert x.stride(1) == tails.stride(2) == 1
     assert weight.is_contiguous()
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     strides = (x.stride(0), tails.stride(0), tails.stride(1), channels)
     bias_or_placeholder = weight if bias is None else bias
     constants = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
@@ -51,40 +51,41 @@ def causal_conv(
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    tokens, heads, value_dim = v.shape
+    num_tokens, num_heads, value_dim = v.shape
     key_dim = q.shape[2]
     assert states.stride()[1:] == (key_dim * value_dim, value_dim, 1)
-    out = torch.empty((tokens, heads, value_dim), dtype=v.dtype, device=v.device)
+    out = torch.empty((num_tokens, num_heads, value_dim), dtype=v.dtype, device=v.device)
     log_decay, rate, scale = log_decay.contiguous(), rate.contiguous(), key_dim**-0.5
     qk_strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_strides = (v.stride(0), v.stride(1))
     padded_value_dim = round_up_to_power_of_two(value_dim, 16)
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
     padded_key_dim = round_up_to_power_of_two(key_dim, 16)
-    constants = {"GROUP": heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
+    constants = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
     value_block_count = triton.cdiv(value_dim, block_v)
     if plan.decode_count:
-        triton_delta.advance_delta_state[(plan.decode_count, heads, value_block_count)](
-            q, k, v, log_decay, rate, states, plan.units, out, *qk_strides, *v_strides, states.stride(0), heads, scale,
+        triton_delta.advance_delta_state[(plan.decode_count, num_heads, value_block_count)](
+            q, k, v, log_decay, rate, states, plan.units, out, *qk_strides, *v_strides, states.stride(0), num_heads,
+            scale,
             BLOCK_V=block_v, **constants,
         )  # fmt: skip
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
         new_v, new_k, inner = (
-            torch.empty((tokens, heads, size), dtype=torch.float32, device=v.device)
+            torch.empty((num_tokens, num_heads, size), dtype=torch.float32, device=v.device)
             for size in (value_dim, key_dim, STATE_CHUNK)
         )
         chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(v)}
-        triton_delta.prepare_delta_chunks[(plan.tile_seq.shape[0], heads)](
+        triton_delta.prepare_delta_chunks[(plan.tile_seq.shape[0], num_heads)](
             q, k, v, log_decay, rate, plan.query_starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
-            *qk_strides, *v_strides, heads, scale, GROUP=heads // q.shape[1], KEY=key_dim, VALUE=value_dim,
+            *qk_strides, *v_strides, num_heads, scale, GROUP=num_heads // q.shape[1], KEY=key_dim, VALUE=value_dim,
             LEVELS=STATE_CHUNK.bit_length() - 1, BLOCK=min(64, max(padded_value_dim, padded_key_dim)), num_warps=8,
             **chunk_constants,
         )  # fmt: skip
-        triton_delta.scan_delta_chunks[(prompt_count, heads, value_block_count)](
+        triton_delta.scan_delta_chunks[(prompt_count, num_heads, value_block_count)](
             q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out, *qk_strides,
             states.stride(0),
-            heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=8, num_stages=1,
+            num_heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=8, num_stages=1,
             **chunk_constants, **constants,
         )  # fmt: skip
     return out
@@ -93,30 +94,39 @@ def gated_delta(
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    tokens, heads, dim = x.shape
+    num_tokens, num_heads, head_dim = x.shape
     state_dim = b.shape[2]
-    assert states.stride()[1:] == (dim * state_dim, state_dim, 1)
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    assert states.stride()[1:] == (head_dim * state_dim, state_dim, 1)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
-    strides = (x.stride(0), x.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1), states.stride(0), heads)
-    padded_dim = round_up_to_power_of_two(dim, 16)
+    strides = (
+        x.stride(0),
+        x.stride(1),
+        b.stride(0),
+        b.stride(1),
+        c.stride(0),
+        c.stride(1),
+        states.stride(0),
+        num_heads,
+    )
+    padded_dim = round_up_to_power_of_two(head_dim, 16)
     dims_per_block = padded_dim if INTERPRETED else min(padded_dim, 32)
-    constants = {"PER_GROUP": heads // b.shape[1], "DIM": dim, "STATE": state_dim}
+    constants = {"PER_GROUP": num_heads // b.shape[1], "DIM": head_dim, "STATE": state_dim}
     constants |= {"BLOCK_P": dims_per_block, "BLOCK_S": round_up_to_power_of_two(state_dim, 16)}
-    dim_block_count = triton.cdiv(dim, dims_per_block)
+    dim_block_count = triton.cdiv(head_dim, dims_per_block)
     if plan.decode_count:
-        triton_ssm.advance_ssm_state[(plan.decode_count, heads, dim_block_count)](
+        triton_ssm.advance_ssm_state[(plan.decode_count, num_heads, dim_block_count)](
             *inputs, plan.units, out, *strides, **constants
         )
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        groups, chunk_constants = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
-        scores = torch.empty((tokens, groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
-        triton_ssm.compute_ssm_scores[(plan.tile_seq.shape[0], groups)](
-            b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *strides[2:6], groups,
+        num_groups, chunk_constants = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
+        scores = torch.empty((num_tokens, num_groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
+        triton_ssm.compute_ssm_scores[(plan.tile_seq.shape[0], num_groups)](
+            b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *strides[2:6], num_groups,
             STATE=state_dim, BLOCK=min(64, constants["BLOCK_S"]), **chunk_constants,
         )  # fmt: skip
-        triton_ssm.scan_ssm_chunks[(prompt_count, heads, dim_block_count)](
+        triton_ssm.scan_ssm_chunks[(prompt_count, num_heads, dim_block_count)](
             *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,
             num_warps=8, num_stages=1, **chunk_constants, **constants,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from old_events import encode_as_arrays
 
 from events import BlockStored, decode_batch, encode_batch
 from events.frames import END_SEQ, parse_live_message, parse_reply_message
-from events.types import EVENT_TYPES
+from events.types import EVENT_CLASS_BY_NAME
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm"
 CAPTURES = sorted(
@@ -47,7 +47,7 @@ def as_fields(event: Any) -> dict[str, Any]:
     """A recorded event, map or array, as {field: value} with the type first."""
     if isinstance(event, dict):
         return event
-    fields = EVENT_TYPES[event[0]].__struct_fields__
+    fields = EVENT_CLASS_BY_NAME[event[0]].__struct_fields__
     return {"type": event[0], **dict(zip(fields, event[1:]))}
 
 

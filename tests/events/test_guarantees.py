@@ -148,9 +148,9 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
         while publisher._last_applied_entry is None or publisher._last_applied_entry.seq < count - 1:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert publisher.stats.broken_invariants == 0
+        assert publisher.stats.broken_invariant_count == 0
         assert set(publisher._resident_set._block_by_key) == cache.resident()
-        assert publisher.stats.published_batches == count
+        assert publisher.stats.published_batch_count == count
     finally:
         publisher.close()
 

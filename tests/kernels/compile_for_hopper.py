@@ -126,7 +126,7 @@ def rows(ops: TritonKernels, dtype: torch.dtype) -> None:
 def experts(ops: TritonKernels, dtype: torch.dtype, tokens: int) -> None:
     x, chosen = torch.empty(tokens, 2048, dtype=dtype), torch.arange(tokens)[:, None] * 8 % 64 + torch.arange(8)
     gate_up, down = torch.empty(64, 2 * 768, 2048, dtype=dtype), torch.empty(64, 2048, 768, dtype=dtype)
-    ops.experts(x, gate_up, down, chosen, torch.empty(tokens, 8, dtype=dtype))
+    ops.apply_experts(x, gate_up, down, chosen, torch.empty(tokens, 8, dtype=dtype))
 
 
 def recurrent(ops: TritonKernels, dtype: torch.dtype) -> None:

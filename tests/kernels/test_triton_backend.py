@@ -156,8 +156,8 @@ def test_experts_that_get_none_or_all(rng, routing):
     gate_up, down = torch.randn(5, 40, 32) / 6, torch.randn(5, 32, 20) / 4
     first = torch.full((tokens, 1), 3) if routing == "one expert" else torch.randint(0, 2, (tokens, 1))
     expert_ids = torch.cat((first, torch.full((tokens, 1), 4)), 1)
-    output = ops.experts(x, gate_up, down, expert_ids, weights)
-    expected = exact.experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
+    output = ops.apply_experts(x, gate_up, down, expert_ids, weights)
+    expected = exact.apply_experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
     assert relative_error(output, expected) < 1e-5
 
 

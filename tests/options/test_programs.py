@@ -36,7 +36,7 @@ EVERY += [
     for path, option in schema.option_by_path.items()
     if path not in ROUTER.option_by_path
 ]
-LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # type: ignore[union-attr]
+LEAVES = [case for case in EVERY if not case.values[1].config_field.is_section]  # type: ignore[union-attr]
 
 
 def wrong(kind: Any) -> Iterator[Any]:
@@ -102,9 +102,9 @@ def run_config_check(program: str, *args: str, **environment: str) -> Result:
 
 @pytest.mark.parametrize(("schema", "option"), EVERY)
 def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, option: Option) -> None:
-    assert option.member.help_text
-    assert "\n" not in option.member.help_text
-    bare, marks = split_annotated(option.member.value_type)
+    assert option.config_field.help_text
+    assert "\n" not in option.config_field.help_text
+    bare, marks = split_annotated(option.config_field.value_type)
     for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
         item, item_marks = split_annotated(kind)
         if item in (int, float):
@@ -115,16 +115,16 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, opt
 
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
 def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
-    for value in wrong(option.member.value_type):
+    for value in wrong(option.config_field.value_type):
         with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as error_info:
             load_config(schema, table=nest_value(option.path, value), file_name="f.toml")
-        if SECRET not in option.member.marks and not isinstance(value, dict):
+        if SECRET not in option.config_field.annotation_marks and not isinstance(value, dict):
             assert repr(value)[:50] in str(error_info.value)
 
 
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
 def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, option: Option) -> None:
-    texts = [as_text(value) for value in wrong(option.member.value_type)]
+    texts = [as_text(value) for value in wrong(option.config_field.value_type)]
     for text in texts:
         if not text or _fits(option, text):
             continue
@@ -134,14 +134,14 @@ def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, 
             load_config(schema, settings=[f"{option.path}={text}"])
 
 
-@pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].member.flag is not None])  # type: ignore[union-attr]
+@pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].config_field.flag is not None])  # type: ignore[union-attr]
 def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
-    kind, _ = split_annotated(option.member.value_type)
+    kind, _ = split_annotated(option.config_field.value_type)
     if kind is bool:
         return  # there is nothing that could be wrong
     if schema in (EPP, SHADOW):
         return  # `router config` does not take it
-    for value in wrong(option.member.value_type):
+    for value in wrong(option.config_field.value_type):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
         text = as_text(items[0]) if items else None
         if text is None or _fits(option, text) or (get_origin(kind) is tuple and _fits(option, f"[{text!r}]")):
@@ -190,8 +190,8 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 
 
 def _example(option: Option) -> Any:
-    bare, marks = split_annotated(option.member.value_type)
-    if option.member.marks and option.member.marks != (SECRET,):
+    bare, marks = split_annotated(option.config_field.value_type)
+    if option.config_field.annotation_marks and option.config_field.annotation_marks != (SECRET,):
         return None
     if option.path.startswith("tls"):
         return None
@@ -351,7 +351,7 @@ def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
     names = [
         name
         for option in schema.option_by_path.values()
-        if option.member.flag is not None
+        if option.config_field.flag is not None
         for name in option.flag_names
     ]
     assert len(names) == len(set(names))

@@ -396,7 +396,7 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_fe
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
     wait_until(
-        lambda: "a" in feed._stream_by_id and feed._stream_by_id["a"].stream_state.stats.dropped_messages,
+        lambda: "a" in feed._stream_by_id and feed._stream_by_id["a"].stream_state.stats.dropped_message_count,
         "it overflows",
     )
     assert len(feed._stream_by_id["a"].pending_work) <= MAX_WAITING_MESSAGES

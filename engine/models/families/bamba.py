@@ -21,11 +21,11 @@ KIND_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
     config.require_supported("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
-    makers = _make_mixer_makers(
+    maker_by_kind = _make_mixer_makers(
         config, decoder, read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
     )
     attention_layers = config.values.get("attn_layer_indices") or []
-    mixers = [makers["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
+    mixers = [maker_by_kind["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
     intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
 
     def mlp(scope: WeightScope) -> GatedMLP:
@@ -42,8 +42,8 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     decoder, attention, scale = granite.read_scaled_configs(config)
     if config.get("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
-    makers = _make_mixer_makers(config, decoder, attention)
-    mixers = read_layer_types(config, "layer_types", makers, ["mamba"] * decoder.num_layers)
+    maker_by_kind = _make_mixer_makers(config, decoder, attention)
+    mixers = read_layer_types(config, "layer_types", maker_by_kind, ["mamba"] * decoder.num_layers)
     intermediate_size = config.get_integer("shared_intermediate_size")
 
     def mlp(scope: WeightScope) -> GatedMLP:
@@ -140,7 +140,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
         return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
 
-    makers: dict[str, MakeMixer] = {
+    maker_by_kind: dict[str, MakeMixer] = {
         "mamba": lambda scope: Mamba2(scope, mamba),
         "attention": lambda scope: Attention(scope, attention),
         "mlp": mlp,
@@ -148,7 +148,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
     def block(scope: WeightScope, index: int) -> DecoderBlock:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
-        return DecoderBlock(mixer_norm=norm, mixer=makers[layer_kinds[index]](scope.enter_scope("mixer")))
+        return DecoderBlock(mixer_norm=norm, mixer=maker_by_kind[layer_kinds[index]](scope.enter_scope("mixer")))
 
     return CausalLM(
         root, "backbone", decoder, block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}

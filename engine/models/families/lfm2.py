@@ -26,7 +26,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         norm_names=("q_layernorm", "k_layernorm"),
     )
     width, bias, size = config.get_integer("conv_L_cache"), config.get("conv_bias", False), _compute_mlp_size(config)
-    makers: dict[str, MakeMixer] = {
+    maker_by_kind: dict[str, MakeMixer] = {
         "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, width, bias),
         "full_attention": lambda scope: Attention(scope.enter_scope("self_attn"), attention),
     }
@@ -36,7 +36,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     def mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
-    mixers = read_layer_types(config, "layer_types", makers, default)
+    mixers = read_layer_types(config, "layer_types", maker_by_kind, default)
     return build_alternating_decoder(
         root, decoder, mixers, [mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
     )

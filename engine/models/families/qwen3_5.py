@@ -83,7 +83,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         conv_width=config.get_integer("linear_conv_kernel_dim"),
         norm_eps=decoder.norm_eps,
     )
-    makers: dict[str, MakeMixer] = {
+    maker_by_kind: dict[str, MakeMixer] = {
         "linear_attention": lambda scope: GatedDeltaNet(scope.enter_scope("linear_attn"), delta_net_config),
         "full_attention": lambda scope: GatedAttention(scope.enter_scope("self_attn"), attention),
     }
@@ -99,7 +99,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     return build_alternating_decoder(
         root,
         decoder,
-        read_layer_types(config, "layer_types", makers, default),
+        read_layer_types(config, "layer_types", maker_by_kind, default),
         [mlp] * decoder.num_layers,
         ignored_prefixes=("model.visual.", "mtp."),
         renamed_prefixes={"model.language_model.": "model."},
