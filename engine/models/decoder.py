@@ -76,19 +76,19 @@ class CausalLM:
     ) -> None:
         """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
         body_scope = root_scope.enter_scope(prefix)
-        c = self.config = config
-        head_name = None if c.tie_embeddings else c.head_name
+        self.config = config
+        head_name = None if config.tie_embeddings else config.head_name
         self.vocabulary = Vocabulary(
-            body_scope, root_scope, f"{c.embedding_name}.weight", head_name, c.vocab_size, c.hidden_size
+            body_scope, root_scope, f"{config.embedding_name}.weight", head_name, config.vocab_size, config.hidden_size
         )
         layers_scope = body_scope.enter_scope("layers")
-        self.blocks = [make_block(layers_scope.enter_scope(i), i) for i in range(c.num_layers)]
-        self.norm = RMSNorm(body_scope, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
+        self.blocks = [make_block(layers_scope.enter_scope(i), i) for i in range(config.num_layers)]
+        self.norm = RMSNorm(body_scope, config.norm_name, config.hidden_size, config.norm_eps, config.zero_centred_norm)
         self.shard = root_scope.shard
         self.samples_tokens = root_scope.shard.rank == 0
         """Whether this rank has whole logits to sample from."""
         self.weights: list[Weight] = root_scope.weights
-        self.ignored_prefixes = ((c.head_name,) if c.tie_embeddings else ()) + ignored_prefixes
+        self.ignored_prefixes = ((config.head_name,) if config.tie_embeddings else ()) + ignored_prefixes
         """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed_prefixes = renamed_prefixes or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
@@ -153,7 +153,7 @@ class CausalLM:
     def make_rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
-    def forward(self, token_ids: Tensor, step: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor, context: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
         """Return hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
         `selected_tokens`: the rows that are returned, and computed where tokens no longer see each other; None: all.
@@ -163,11 +163,11 @@ class CausalLM:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, step, selected_tokens if index == self._last_mixer_index else None)
+            x, residual = block(x, residual, context, selected_tokens if index == self._last_mixer_index else None)
             if len(x) == 0:
                 return x
         assert residual is not None
-        return self.norm.add(x, residual, step)[0]
+        return self.norm.add(x, residual, context)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab]. Other ranks `contribute_logits`
@@ -236,7 +236,7 @@ def build_alternating_decoder(
 ) -> CausalLM:
     """Build a decoder with `mixers[i]` and `mlps[i]` in block i, each behind its norm and times `residual_scale`."""
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
+    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         mixer_norm, mlp_norm = (
             RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm) for name in norms
         )
@@ -249,7 +249,9 @@ def build_alternating_decoder(
             residual_scale=residual_scale,
         )
 
-    return CausalLM(root, "model", decoder, block, ignored_prefixes=ignored_prefixes, renamed_prefixes=renamed_prefixes)
+    return CausalLM(
+        root, "model", decoder, make_block, ignored_prefixes=ignored_prefixes, renamed_prefixes=renamed_prefixes
+    )
 
 
 def build_dense_decoder(

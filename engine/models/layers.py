@@ -56,7 +56,7 @@ class ForwardContext:
 class Mixer(Protocol):
     """Module that a block applies: attention, a recurrent layer, an MLP."""
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor: ...
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor: ...
 
 
 @runtime_checkable
@@ -114,12 +114,12 @@ class RMSNorm:
         self.eps = eps
         self.zero_centred = zero_centred
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        return step.ops.rms_norm(x, self.weight.tensor, self.eps, self.zero_centred)
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return context.ops.rms_norm(x, self.weight.tensor, self.eps, self.zero_centred)
 
-    def add(self, x: Tensor, residual: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return (norm of x + residual, x + residual); `residual` is consumed."""
-        return step.ops.add_rms_norm(x, residual, self.weight.tensor, self.eps, self.zero_centred)
+        return context.ops.add_rms_norm(x, residual, self.weight.tensor, self.eps, self.zero_centred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,69 +159,75 @@ class Attention:
 
         `self.config` is that of the heads which this rank holds.
         """
-        c, query_shard, key_shard = shard_attention(scope.shard, config)
-        self.config = c
+        rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
+        self.config = rank_config
         projection_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
         self.qkv_projection = (
-            Linear(scope, projection_rows, c.hidden_size, c.qkv_bias) if projection is None else projection
+            Linear(scope, projection_rows, rank_config.hidden_size, rank_config.qkv_bias)
+            if projection is None
+            else projection
         )
-        self.output_projection = Linear(scope, {c.output_name: c.hidden_size}, query_shard, c.output_bias)
-        self.qk_norm = None if c.qk_norm_eps is None else _declare_head_norms(scope, c)
-        self.scale = c.head_dim**-0.5 if c.scale is None else c.scale
-        self.num_qk_heads = c.num_heads + c.num_kv_heads
+        self.output_projection = Linear(
+            scope, {rank_config.output_name: rank_config.hidden_size}, query_shard, rank_config.output_bias
+        )
+        self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
+        self.scale = rank_config.head_dim**-0.5 if rank_config.scale is None else rank_config.scale
+        self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
         self.qk_width = query_shard.held_size + key_shard.held_size
         self.rope_index = 0
         self.group_index = 0
         self.group_layer_index = 0
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        return self.output_projection(self.attend(self.qkv_projection(x), step))
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.output_projection(self.attend(self.qkv_projection(x), context))
 
-    def attend(self, qkv: Tensor, step: ForwardContext) -> Tensor:
+    def attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
         """Attend between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
-        c, num_tokens = self.config, qkv.shape[0]
-        qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, c.head_dim)
-        v = qkv[:, self.qk_width :].view(num_tokens, c.num_kv_heads, c.head_dim)
-        rotary = None if c.rope is None else step.rotary_by_rope[self.rope_index]
+        config, num_tokens = self.config, qkv.shape[0]
+        qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, config.head_dim)
+        v = qkv[:, self.qk_width :].view(num_tokens, config.num_kv_heads, config.head_dim)
+        rotary = None if config.rope is None else context.rotary_by_rope[self.rope_index]
         if self.qk_norm is not None:
-            assert c.qk_norm_eps is not None
+            assert config.qk_norm_eps is not None
             if rotary is None:
-                qk = step.ops.rms_norm(qk, self.qk_norm.tensor, c.qk_norm_eps, c.zero_centred_norm)
+                qk = context.ops.rms_norm(qk, self.qk_norm.tensor, config.qk_norm_eps, config.zero_centred_norm)
             else:
-                qk = step.ops.norm_and_rotate(qk, self.qk_norm.tensor, c.qk_norm_eps, c.zero_centred_norm, *rotary)
+                qk = context.ops.norm_and_rotate(
+                    qk, self.qk_norm.tensor, config.qk_norm_eps, config.zero_centred_norm, *rotary
+                )
         elif rotary is not None:
-            qk = step.ops.rotate(qk, *rotary)
-        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
-        out = step.ops.attention(
+            qk = context.ops.rotate(qk, *rotary)
+        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+        out = context.ops.attention(
             q,
             k,
             v,
-            step.kv_by_group[self.group_index],
+            context.kv_by_group[self.group_index],
             self.group_layer_index,
-            step.plan_by_group[self.group_index],
+            context.plan_by_group[self.group_index],
             self.scale,
         )
         return out.reshape(num_tokens, -1)
 
 
-def _declare_head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
+def _declare_head_norms(scope: WeightScope, config: AttentionConfig) -> Weight:
     """Declare the gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
-    num_heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
+    num_heads, shape = config.num_heads + config.num_kv_heads, (config.head_dim,)
     return scope.declare_combined(
-        (num_heads, c.head_dim),
+        (num_heads, config.head_dim),
         [
-            scope.describe_tensor(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
-            scope.describe_tensor(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, num_heads),)),
+            scope.describe_tensor(f"{config.norm_names[0]}.weight", shape, (slice(0, config.num_heads),)),
+            scope.describe_tensor(f"{config.norm_names[1]}.weight", shape, (slice(config.num_heads, num_heads),)),
         ],
     )
 
 
-def silu_and_mul(x: Tensor, step: ForwardContext) -> Tensor:
-    return step.ops.silu_and_mul(x)
+def silu_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
+    return context.ops.silu_and_mul(x)
 
 
-def gelu_tanh_and_mul(x: Tensor, step: ForwardContext) -> Tensor:
-    return step.ops.gelu_tanh_and_mul(x)
+def gelu_tanh_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
+    return context.ops.gelu_tanh_and_mul(x)
 
 
 class GatedMLP:
@@ -244,8 +250,8 @@ class GatedMLP:
         self.down_projection = Linear(scope, {output: hidden_size}, inner_shard, bias)
         self.activation = activation
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        return self.down_projection(self.activation(self.gate_up_projection(x), step))
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.down_projection(self.activation(self.gate_up_projection(x), context))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,23 +271,23 @@ class DecoderBlock:
     residual_scale: float = 1.0
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: ForwardContext, selected_tokens: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Apply the block. `selected_tokens`: the rows that go on behind the mixer; None: all."""
         if residual is None:
-            residual, x = x, self.mixer_norm(x, step)
+            residual, x = x, self.mixer_norm(x, context)
         else:
-            x, residual = self.mixer_norm.add(x, residual, step)
-        x = self._apply_branch(self.mixer, self.post_mixer_norm, x, step)
+            x, residual = self.mixer_norm.add(x, residual, context)
+        x = self._apply_branch(self.mixer, self.post_mixer_norm, x, context)
         if selected_tokens is not None:
             x, residual = x[selected_tokens], residual[selected_tokens]
         if self.mlp is None or self.mlp_norm is None or len(x) == 0:
             return x, residual
-        x, residual = self.mlp_norm.add(x, residual, step)
-        return self._apply_branch(self.mlp, self.post_mlp_norm, x, step), residual
+        x, residual = self.mlp_norm.add(x, residual, context)
+        return self._apply_branch(self.mlp, self.post_mlp_norm, x, context), residual
 
-    def _apply_branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: ForwardContext) -> Tensor:
-        x = mixer(x, step)
+    def _apply_branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, context: ForwardContext) -> Tensor:
+        x = mixer(x, context)
         if post_norm is not None:
-            x = post_norm(x, step)
+            x = post_norm(x, context)
         return x if self.residual_scale == 1.0 else x * self.residual_scale

@@ -39,7 +39,7 @@ class GatedDeltaNet:
         key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
         value_shard = shard.split(config.num_value_heads, "value heads of a delta net", config.value_dim)
         head_shard = shard.split(config.num_value_heads, "value heads of a delta net")
-        c = self.config = replace(
+        rank_config = self.config = replace(
             config, num_key_heads=key_shard.held_size // config.key_dim, num_value_heads=head_shard.held_size
         )
         self.recurrent_index = 0
@@ -58,36 +58,38 @@ class GatedDeltaNet:
             "in_proj_b": head_shard,
             "in_proj_a": head_shard,
         }
-        self.input_projection = Linear(scope, projection_rows, c.hidden_size)
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, c.conv_width)
+        self.input_projection = Linear(scope, projection_rows, rank_config.hidden_size)
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, rank_config.conv_width)
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
-        self.norm = scope.declare_weight("norm.weight", (c.value_dim,))
-        self.output_projection = Linear(scope, {"out_proj": c.hidden_size}, value_shard)
+        self.norm = scope.declare_weight("norm.weight", (rank_config.value_dim,))
+        self.output_projection = Linear(scope, {"out_proj": rank_config.hidden_size}, value_shard)
 
     @property
     def state_shape(self) -> StateShape:
-        c = self.config
-        return StateShape((c.conv_width - 1, self.conv_channels), (c.num_value_heads, c.key_dim, c.value_dim))
+        config = self.config
+        return StateShape(
+            (config.conv_width - 1, self.conv_channels), (config.num_value_heads, config.key_dim, config.value_dim)
+        )
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        c, num_tokens, state = self.config, x.shape[0], step.state_by_layer[self.recurrent_index]
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         mixed, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
-        mixed = step.ops.causal_conv(mixed, self.conv.tensor, None, state.conv_tail, step.state_plan, True)
+        mixed = context.ops.causal_conv(mixed, self.conv.tensor, None, state.conv_tail, context.state_plan, True)
         q, k, v = torch.split(mixed, [self.key_channels, self.key_channels, self.value_channels], -1)
         log_decay = -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor)
-        out = step.ops.gated_delta(
-            q.view(num_tokens, c.num_key_heads, c.key_dim),
-            k.view(num_tokens, c.num_key_heads, c.key_dim),
-            v.view(num_tokens, c.num_value_heads, c.value_dim),
+        out = context.ops.gated_delta(
+            q.view(num_tokens, config.num_key_heads, config.key_dim),
+            k.view(num_tokens, config.num_key_heads, config.key_dim),
+            v.view(num_tokens, config.num_value_heads, config.value_dim),
             log_decay,
             rate.sigmoid(),
             state.recurrent_state,
-            step.state_plan,
+            context.state_plan,
         )
-        gate = gate.view(num_tokens, c.num_value_heads, c.value_dim)
+        gate = gate.view(num_tokens, config.num_value_heads, config.value_dim)
         return self.output_projection(
-            step.ops.norm_then_gate(out, gate, self.norm.tensor, c.norm_eps).reshape(num_tokens, -1)
+            context.ops.norm_then_gate(out, gate, self.norm.tensor, config.norm_eps).reshape(num_tokens, -1)
         )
 
 
@@ -117,7 +119,7 @@ class Mamba2:
         inner_shard = shard.split(config.num_heads, "Mamba heads", config.head_dim)
         head_shard = shard.split(config.num_heads, "Mamba heads")
         group_shard = shard.split_shared(config.num_groups, "Mamba groups", config.state_dim)
-        c = self.config = replace(
+        rank_config = self.config = replace(
             config, num_heads=head_shard.held_size, num_groups=group_shard.held_size // config.state_dim
         )
         self.recurrent_index = 0
@@ -127,45 +129,51 @@ class Mamba2:
         self.input_projection = Linear(
             scope,
             {"in_proj": DimShard.concatenate([inner_shard, channel_shard, head_shard])},
-            c.hidden_size,
-            c.proj_bias,
+            rank_config.hidden_size,
+            rank_config.proj_bias,
         )
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, c.conv_width)
-        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if c.conv_bias else None
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, rank_config.conv_width)
+        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if rank_config.conv_bias else None
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.skip = scope.declare_weight("D", (head_shard,), torch.float32)
         self.norm = scope.declare_weight("norm.weight", (inner_shard,))
-        self.output_projection = Linear(scope, {"out_proj": c.hidden_size}, inner_shard, c.proj_bias)
+        self.output_projection = Linear(
+            scope, {"out_proj": rank_config.hidden_size}, inner_shard, rank_config.proj_bias
+        )
         self.shared_norm = _CrossRankGroupNorm(scope.shard, config) if config.num_groups % shard.num_ranks else None
 
     @property
     def state_shape(self) -> StateShape:
-        c = self.config
-        return StateShape((c.conv_width - 1, self.conv_channels), (c.num_heads, c.head_dim, c.state_dim))
+        config = self.config
+        return StateShape(
+            (config.conv_width - 1, self.conv_channels), (config.num_heads, config.head_dim, config.state_dim)
+        )
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        c, num_tokens, state = self.config, x.shape[0], step.state_by_layer[self.recurrent_index]
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         gate, mixed, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
-        mixed = step.ops.causal_conv(mixed, self.conv.tensor, bias, state.conv_tail, step.state_plan, True)
+        mixed = context.ops.causal_conv(mixed, self.conv.tensor, bias, state.conv_tail, context.state_plan, True)
         inputs, input_map, output_map = torch.split(
-            mixed, [c.inner_size, c.num_groups * c.state_dim, c.num_groups * c.state_dim], -1
+            mixed, [config.inner_size, config.num_groups * config.state_dim, config.num_groups * config.state_dim], -1
         )
-        out = step.ops.state_space(
-            inputs.view(num_tokens, c.num_heads, c.head_dim),
-            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*c.dt_limits),
+        out = context.ops.state_space(
+            inputs.view(num_tokens, config.num_heads, config.head_dim),
+            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
             -self.rate_log.tensor.exp(),
-            input_map.view(num_tokens, c.num_groups, c.state_dim),
-            output_map.view(num_tokens, c.num_groups, c.state_dim),
+            input_map.view(num_tokens, config.num_groups, config.state_dim),
+            output_map.view(num_tokens, config.num_groups, config.state_dim),
             self.skip.tensor,
             state.recurrent_state,
-            step.state_plan,
+            context.state_plan,
         )
         out = out.reshape(num_tokens, -1)
         if self.shared_norm is not None:
             return self.output_projection(self.shared_norm(out, gate, self.norm.tensor))
-        return self.output_projection(step.ops.gate_then_norm(out, gate, self.norm.tensor, c.norm_eps, c.num_groups))
+        return self.output_projection(
+            context.ops.gate_then_norm(out, gate, self.norm.tensor, config.norm_eps, config.num_groups)
+        )
 
 
 class _CrossRankGroupNorm:
@@ -215,9 +223,11 @@ class ShortConv:
     def state_shape(self) -> StateShape:
         return StateShape((self.conv_width - 1, self.conv_channels))
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         input_gate, output_gate, value = self.input_projection(x).chunk(3, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
-        conv_tail = step.state_by_layer[self.recurrent_index].conv_tail
-        mixed = step.ops.causal_conv(input_gate * value, self.conv.tensor, bias, conv_tail, step.state_plan, False)
+        conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
+        mixed = context.ops.causal_conv(
+            input_gate * value, self.conv.tensor, bias, conv_tail, context.state_plan, False
+        )
         return self.output_projection(output_gate * mixed)

@@ -33,12 +33,12 @@ class RoutedMLP:
         self.gate_up_weight = scope.declare_combined((num_experts, 2 * channels.held_size, hidden_size), gate_up_parts)
         self.down_weight = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         probabilities = F.linear(x, self.router_weight.tensor).float().softmax(-1)
         weights, expert_ids = probabilities.topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        output = step.ops.apply_experts(
+        output = context.ops.apply_experts(
             x, self.gate_up_weight.tensor, self.down_weight.tensor, expert_ids, weights.to(x.dtype)
         )
         return output if self.all_reduce_sum is None else self.all_reduce_sum(output)

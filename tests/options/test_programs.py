@@ -134,7 +134,9 @@ def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, 
             load_config(schema, settings=[f"{option.path}={text}"])
 
 
-@pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].config_field.flag is not None])  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("schema", "option"), [case for case in LEAVES if case.values[1].config_field.flag is not None]
+)  # type: ignore[union-attr]
 def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
     kind, _ = split_annotated(option.config_field.value_type)
     if kind is bool:

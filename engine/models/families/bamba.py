@@ -28,11 +28,11 @@ def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
     mixers = [maker_by_kind["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
     intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
 
-    def mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, bias)
 
     norms = ("input_layernorm", "pre_ff_layernorm")
-    return build_alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=norms)
+    return build_alternating_decoder(root, decoder, mixers, [make_mlp] * decoder.num_layers, norms=norms)
 
 
 def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
@@ -46,11 +46,11 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     mixers = read_layer_types(config, "layer_types", maker_by_kind, ["mamba"] * decoder.num_layers)
     intermediate_size = config.get_integer("shared_intermediate_size")
 
-    def mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope) -> GatedMLP:
         inner = scope.enter_scope("shared_mlp")
         return GatedMLP(inner, decoder.hidden_size, intermediate_size, inputs=("input_linear",), output="output_linear")
 
-    return build_alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, residual_scale=scale)
+    return build_alternating_decoder(root, decoder, mixers, [make_mlp] * decoder.num_layers, residual_scale=scale)
 
 
 def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
@@ -72,13 +72,18 @@ def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: Atte
     if size != inner:
         raise ModelError(f"{config.source}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
 
-    def attend(scope: WeightScope) -> Attention:
+    def make_attention(scope: WeightScope) -> Attention:
         return Attention(scope.enter_scope("self_attn"), attention)
 
-    def mamba(scope: WeightScope) -> Mamba2:
+    def make_mamba(scope: WeightScope) -> Mamba2:
         return Mamba2(scope.enter_scope("mamba"), mamba_config)
 
-    return {"linear_attention": mamba, "mamba": mamba, "full_attention": attend, "attention": attend}
+    return {
+        "linear_attention": make_mamba,
+        "mamba": make_mamba,
+        "full_attention": make_attention,
+        "attention": make_attention,
+    }
 
 
 class SquaredReluMLP:
@@ -89,8 +94,8 @@ class SquaredReluMLP:
         self.up = Linear(scope, {"up_proj": inner}, hidden_size, bias)
         self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
-        return self.down(step.ops.relu_squared(self.up(x)))
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.down(context.ops.relu_squared(self.up(x)))
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
@@ -136,20 +141,20 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         dt_limits=(config.get("time_step_min", 0.001), float("inf")),
     )
 
-    def mlp(scope: WeightScope) -> SquaredReluMLP:
+    def make_mlp(scope: WeightScope) -> SquaredReluMLP:
         size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
         return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
 
     maker_by_kind: dict[str, MakeMixer] = {
         "mamba": lambda scope: Mamba2(scope, mamba),
         "attention": lambda scope: Attention(scope, attention),
-        "mlp": mlp,
+        "mlp": make_mlp,
     }
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
+    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
         return DecoderBlock(mixer_norm=norm, mixer=maker_by_kind[layer_kinds[index]](scope.enter_scope("mixer")))
 
     return CausalLM(
-        root, "backbone", decoder, block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
+        root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
     )

@@ -33,12 +33,12 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     attention_layers = config.values.get("full_attn_idxs") or range(decoder.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
-    def mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
     mixers = read_layer_types(config, "layer_types", maker_by_kind, default)
     return build_alternating_decoder(
-        root, decoder, mixers, [mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
+        root, decoder, mixers, [make_mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
     )
 
 

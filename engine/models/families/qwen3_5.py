@@ -28,9 +28,9 @@ class GatedAttention(Attention):
         super().__init__(scope, config, _declare_projection(scope, config))
         self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
 
-    def __call__(self, x: Tensor, step: ForwardContext) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         projections = self.qkv_projection(x)
-        attention = self.attend(projections[:, : self.qkv_width], step)
+        attention = self.attend(projections[:, : self.qkv_width], context)
         return self.output_projection(attention * projections[:, self.qkv_width :].sigmoid())
 
 
@@ -39,13 +39,15 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
 
     q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last.
     """
-    c, _, key_rows = shard_attention(scope.shard, config)
-    pairs = scope.shard.split(config.num_heads, "attention heads", 2 * c.head_dim)
-    query_rows, kv_rows = c.num_heads * c.head_dim, key_rows.held_size
+    rank_config, _, key_rows = shard_attention(scope.shard, config)
+    pairs = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
+    query_rows, kv_rows = rank_config.num_heads * rank_config.head_dim, key_rows.held_size
     gate_start = query_rows + 2 * kv_rows
 
     def take_half(half_index: int) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: tensor.view(c.num_heads, 2, c.head_dim, *tensor.shape[1:])[:, half_index].flatten(0, 1)
+        return lambda tensor: tensor.view(rank_config.num_heads, 2, rank_config.head_dim, *tensor.shape[1:])[
+            :, half_index
+        ].flatten(0, 1)
 
     def declare_stacked(kind: str, *columns: int) -> Weight:
         q_name = f"q_proj.{kind}"
@@ -60,7 +62,7 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
         return scope.declare_combined((gate_start + query_rows, *columns), parts)
 
     return Linear.from_weights(
-        declare_stacked("weight", c.hidden_size), declare_stacked("bias") if c.qkv_bias else None
+        declare_stacked("weight", rank_config.hidden_size), declare_stacked("bias") if rank_config.qkv_bias else None
     )
 
 
@@ -93,14 +95,14 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     )
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(decoder.num_layers)]
 
-    def mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size)
 
     return build_alternating_decoder(
         root,
         decoder,
         read_layer_types(config, "layer_types", maker_by_kind, default),
-        [mlp] * decoder.num_layers,
+        [make_mlp] * decoder.num_layers,
         ignored_prefixes=("model.visual.", "mtp."),
         renamed_prefixes={"model.language_model.": "model."},
     )
