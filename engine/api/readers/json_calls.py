@@ -57,17 +57,17 @@ class CallReader:
     def is_emitted(self) -> bool:
         return self.has_begun
 
-    def read(self, text: str, pos: int) -> int:
-        """Take text from `pos`; where it stopped. What is left while MORE may be the beginning of a mark: it comes
+    def read(self, text: str, position: int) -> int:
+        """Take text from `position`; where it stopped. What is left while MORE may be the beginning of a mark: it comes
         again with more behind it."""
-        while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
-            end = self._read_part(text, pos)
+        while position < len(text) and self.status is ReadStatus.INCOMPLETE:
+            end = self._read_part(text, position)
             if end is None:
                 break
-            pos = end
-        return pos
+            position = end
+        return position
 
-    def _read_part(self, text: str, pos: int) -> int | None:
+    def _read_part(self, text: str, position: int) -> int | None:
         """Take the next part of a text that is not empty; its end, or None where nothing can be taken yet."""
         raise NotImplementedError
 
@@ -92,34 +92,34 @@ class JsonValueScanner:
         self._is_in_string = self._is_escaped = self._is_scalar = False
         self.is_complete = False
 
-    def read(self, text: str, pos: int) -> tuple[int, str]:
+    def read(self, text: str, position: int) -> tuple[int, str]:
         """Return the end of what of `text[at:]` belongs to the value, and that as JSON: with control characters in
         strings escaped. The value's first character is the first that is read."""
         json_parts: list[str] = []
-        while pos < len(text) and not self.is_complete:
-            pos, piece = self._read_next(text, pos)
+        while position < len(text) and not self.is_complete:
+            position, piece = self._read_next(text, position)
             json_parts.append(piece)
-        return pos, "".join(json_parts)
+        return position, "".join(json_parts)
 
-    def _read_next(self, text: str, pos: int) -> tuple[int, str]:
+    def _read_next(self, text: str, position: int) -> tuple[int, str]:
         if self._is_scalar:
-            return self._read_scalar(text, pos)
+            return self._read_scalar(text, position)
         if self._is_escaped:
             self._is_escaped = False
-            return pos + 1, _ESCAPE_BY_CONTROL_CHAR[text[pos]][1:] if text[pos] in _ESCAPE_BY_CONTROL_CHAR else text[
-                pos
-            ]  # its backslash is written
-        match = (self._STRING_PATTERN if self._is_in_string else self._NESTING_PATTERN).search(text, pos)
-        if self._depth == 0 and not self._is_in_string and (match is None or match.start() != pos):
+            return position + 1, _ESCAPE_BY_CONTROL_CHAR[text[position]][1:] if text[
+                position
+            ] in _ESCAPE_BY_CONTROL_CHAR else text[position]  # its backslash is written
+        match = (self._STRING_PATTERN if self._is_in_string else self._NESTING_PATTERN).search(text, position)
+        if self._depth == 0 and not self._is_in_string and (match is None or match.start() != position):
             self._is_scalar = True
-            return self._read_scalar(text, pos)
+            return self._read_scalar(text, position)
         if match is None:
-            return len(text), text[pos:]
+            return len(text), text[position:]
         if match[0] in _ESCAPE_BY_CONTROL_CHAR:
-            return match.end(), text[pos : match.start()] + _ESCAPE_BY_CONTROL_CHAR[match[0]]
+            return match.end(), text[position : match.start()] + _ESCAPE_BY_CONTROL_CHAR[match[0]]
         self._track_nesting(match[0])
         self.is_complete = self._depth <= 0 and not self._is_in_string
-        return match.end(), text[pos : match.end()]
+        return match.end(), text[position : match.end()]
 
     def _track_nesting(self, char: str) -> None:
         if self._is_in_string:
@@ -130,11 +130,11 @@ class JsonValueScanner:
         else:
             self._depth += 1 if char in "{[" else -1
 
-    def _read_scalar(self, text: str, pos: int) -> tuple[int, str]:
-        match = self._SCALAR_END_PATTERN.search(text, pos)
+    def _read_scalar(self, text: str, position: int) -> tuple[int, str]:
+        match = self._SCALAR_END_PATTERN.search(text, position)
         self.is_complete = match is not None
         end = len(text) if match is None else match.start()
-        return end, text[pos:end]
+        return end, text[position:end]
 
 
 def escape_control_chars(text: str) -> str:
@@ -167,11 +167,11 @@ class JsonObjectCallReader(CallReader):
     def is_emitted(self) -> bool:
         return self._is_emitted
 
-    def read(self, text: str, pos: int) -> int:
+    def read(self, text: str, position: int) -> int:
         self._is_emitted = self._is_streaming_arguments
-        while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
+        while position < len(text) and self.status is ReadStatus.INCOMPLETE:
             if self._value_scanner is not None:
-                end, piece = self._value_scanner.read(text, pos)
+                end, piece = self._value_scanner.read(text, position)
                 if not self._is_streaming_arguments:
                     self._value_parts.append(piece)
                 else:
@@ -180,18 +180,18 @@ class JsonObjectCallReader(CallReader):
                     if self._value_scanner.is_complete:
                         self._value_scanner = None
                         return end
-                pos = end
+                position = end
                 if self._value_scanner.is_complete:
                     self._value_scanner = None
                     self._end_value()
                 continue
-            char = text[pos]
+            char = text[position]
             if char not in _SPACE and not self._accept_char(char):
                 self.status = ReadStatus.INVALID
-                return pos
+                return position
             if self._value_scanner is None:  # its first character is its own
-                pos += 1
-        return pos
+                position += 1
+        return position
 
     def _accept_char(self, char: str) -> bool:
         """Take a character of the object itself; whether it may stand there."""
@@ -258,43 +258,45 @@ class NamedCallReader(CallReader):
         self._has_id = False
         self._arguments_scanner: JsonValueScanner | None = None
 
-    def _read_part(self, text: str, pos: int) -> int | None:
+    def _read_part(self, text: str, position: int) -> int | None:
         if self._arguments_scanner is None:
-            return self._read_head(text, pos)
-        end, piece = self._arguments_scanner.read(text, pos)
+            return self._read_head(text, position)
+        end, piece = self._arguments_scanner.read(text, position)
         self._sink.add_arguments(piece)
         if self._arguments_scanner.is_complete:
             self.status = ReadStatus.COMPLETE
         return end
 
-    def _read_head(self, text: str, pos: int) -> int | None:
+    def _read_head(self, text: str, position: int) -> int | None:
         """Read the text before the arguments; None where the remaining text may be the beginning of a marker."""
-        name = None if self._name else NAME_PATTERN.match(text, pos)
+        name = None if self._name else NAME_PATTERN.match(text, position)
         if name is not None:
             self._name_parts.append(name[0])
             if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
                 self.status = ReadStatus.INVALID
             return name.end()
-        if text[pos] in _SPACE:
+        if text[position] in _SPACE:
             self._name = self._name or "".join(self._name_parts)
-            return pos + 1
-        if text[pos] == "{":
+            return position + 1
+        if text[position] == "{":
             self._arguments_scanner = JsonValueScanner()
             self._name = self._name or "".join(self._name_parts)
             self._begin_call(self._name)
-            return pos
-        lookahead = text[pos : pos + len(self._ID_MARKER)]
+            return position
+        lookahead = text[position : position + len(self._ID_MARKER)]
         for marker in (self._ARGUMENTS_MARKER, self._ID_MARKER):
             if lookahead.startswith(marker):
                 self._name = self._name or "".join(self._name_parts)
                 self._has_id = marker == self._ID_MARKER
-                return pos + len(marker)
+                return position + len(marker)
             if marker.startswith(lookahead):
                 return None
-        if self._has_id and (match := NAME_PATTERN.match(text, pos)):  # an id that the model gave: clients get ours
+        if self._has_id and (
+            match := NAME_PATTERN.match(text, position)
+        ):  # an id that the model gave: clients get ours
             return match.end()
         self.status = ReadStatus.INVALID
-        return pos
+        return position
 
 
 def _decode_string(value_json: str) -> str | None:

@@ -62,19 +62,19 @@ class XmlCallReader(CallReader):
         self._text_after_marker: list[str] = []
         """Text since `_marker`, which may belong to the value."""
 
-    def _read_part(self, text: str, pos: int) -> int | None:
+    def _read_part(self, text: str, position: int) -> int | None:
         step = self._read_step
-        end = step(text, pos)
-        return None if end == pos and self._read_step == step else end
+        end = step(text, position)
+        return None if end == position and self._read_step == step else end
 
-    def _read_open_marker(self, text: str, pos: int) -> int:
+    def _read_open_marker(self, text: str, position: int) -> int:
         self._read_step = self._read_name
-        return pos + len(self.OPEN_MARKER)
+        return position + len(self.OPEN_MARKER)
 
-    def _read_name(self, text: str, pos: int) -> int:
-        match = self._NAME_END_PATTERN.search(text, pos)
+    def _read_name(self, text: str, position: int) -> int:
+        match = self._NAME_END_PATTERN.search(text, position)
         end = len(text) if match is None else match.start()
-        self._name_parts.append(text[pos:end])
+        self._name_parts.append(text[position:end])
         if (match is not None and match[0] != ">") or sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
             self.status = ReadStatus.INVALID
             return end
@@ -89,23 +89,23 @@ class XmlCallReader(CallReader):
         self._read_step = self._read_between_parameters
         return end + 1
 
-    def _read_between_parameters(self, text: str, pos: int) -> int:
-        match = self._MARKER_SCANNER.find_first(text, pos)
+    def _read_between_parameters(self, text: str, position: int) -> int:
+        match = self._MARKER_SCANNER.find_first(text, position)
         if match is None:
-            end = self._MARKER_SCANNER.find_partial(text, pos)
-            self._sink.add_text(text[pos:end])
+            end = self._MARKER_SCANNER.find_partial(text, position)
+            self._sink.add_text(text[position:end])
             return end
         start, marker = match
-        self._sink.add_text(text[pos:start])
+        self._sink.add_text(text[position:start])
         if marker == self._PARAMETER_MARKER:
             self._read_step, self._parameter_parts = self._read_parameter_name, []
             return start + len(marker)
         self._finish_call()
         return start + (len(marker) if marker == self._END_MARKER else 0)
 
-    def _read_parameter_name(self, text: str, pos: int) -> int:
-        end = text.find(">", pos)
-        self._parameter_parts.append(text[pos:] if end < 0 else text[pos:end])
+    def _read_parameter_name(self, text: str, position: int) -> int:
+        end = text.find(">", position)
+        self._parameter_parts.append(text[position:] if end < 0 else text[position:end])
         if end < 0:
             return len(text)
         self._open_value("".join(self._parameter_parts).strip())
@@ -120,10 +120,10 @@ class XmlCallReader(CallReader):
             self._sink.add_arguments('"')
         self._is_at_value_start = True
 
-    def _read_value(self, text: str, pos: int) -> int:
-        match = self._VALUE_SCANNER.find_first(text, pos)
-        end = self._VALUE_SCANNER.find_partial(text, pos) if match is None else match[0]
-        self._append_value(text[pos:end])
+    def _read_value(self, text: str, position: int) -> int:
+        match = self._VALUE_SCANNER.find_first(text, position)
+        end = self._VALUE_SCANNER.find_partial(text, position) if match is None else match[0]
+        self._append_value(text[position:end])
         if match is None:
             return end
         self._marker, self._text_after_marker = match[1], []
@@ -132,11 +132,11 @@ class XmlCallReader(CallReader):
         )
         return end + len(self._marker)
 
-    def _read_next_parameter_name(self, text: str, pos: int) -> int:
+    def _read_next_parameter_name(self, text: str, position: int) -> int:
         """Read the name in a mark that opens the next parameter, or is part of this one's value."""
-        match = self._NAME_END_PATTERN.search(text, pos)
+        match = self._NAME_END_PATTERN.search(text, position)
         end = len(text) if match is None else match.start()
-        self._text_after_marker.append(text[pos:end])
+        self._text_after_marker.append(text[position:end])
         if sum(map(len, self._text_after_marker)) > MAX_NAME_CHARS or (match is not None and match[0] != ">"):
             self._resume_value()
         elif match is not None:
@@ -149,12 +149,12 @@ class XmlCallReader(CallReader):
                 end += 1
         return end
 
-    def _read_after_marker(self, text: str, pos: int) -> int:
+    def _read_after_marker(self, text: str, position: int) -> int:
         """Find out by what follows a mark whether it ends the value."""
-        end = pos
+        end = position
         while end < len(text) and text[end] in _SPACE:
             end += 1
-        self._text_after_marker.append(text[pos:end])
+        self._text_after_marker.append(text[position:end])
         if end == len(text):
             return end
         for marker in self._FOLLOWING_MARKERS[self._marker]:
@@ -248,37 +248,37 @@ class PythonCallReader(CallReader):
         """Text of that argument behind its `=`; before an `=`, all of its text."""
         self._argument_sources: list[tuple[str | None, str]] = []
 
-    def _read_part(self, text: str, pos: int) -> int:
-        return self._read_head(text, pos) if self._is_in_name else self._read_body(text, pos)
+    def _read_part(self, text: str, position: int) -> int:
+        return self._read_head(text, position) if self._is_in_name else self._read_body(text, position)
 
-    def _read_head(self, text: str, pos: int) -> int:
-        match = NAME_PATTERN.match(text, pos)
+    def _read_head(self, text: str, position: int) -> int:
+        match = NAME_PATTERN.match(text, position)
         if match is not None:
             self._name_parts.append(match[0])
             if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
                 self.status = ReadStatus.INVALID
             return match.end()
-        if text[pos] != "(":
+        if text[position] != "(":
             self.status = ReadStatus.INVALID
-            return pos
+            return position
         self._is_in_name = False
         self._depth = 1
-        return pos + 1
+        return position + 1
 
-    def _read_body(self, text: str, pos: int) -> int:
+    def _read_body(self, text: str, position: int) -> int:
         if self._is_escaped:
             self._is_escaped = False
-            self._source_parts.append(text[pos])
-            return pos + 1
-        match = self._PUNCTUATION_PATTERN_BY_QUOTE[self._open_quote].search(text, pos)
+            self._source_parts.append(text[position])
+            return position + 1
+        match = self._PUNCTUATION_PATTERN_BY_QUOTE[self._open_quote].search(text, position)
         end = len(text) if match is None else match.start()
-        piece = text[pos:end]  # a line break in a string is none to Python's parser, but is to a model
+        piece = text[position:end]  # a line break in a string is none to Python's parser, but is to a model
         self._source_parts.append(piece.translate(self._ESCAPE_TABLE) if self._open_quote else piece)
         if match is None:
             return end
         return self._read_punctuation(match[0], end)
 
-    def _read_punctuation(self, char: str, pos: int) -> int:
+    def _read_punctuation(self, char: str, position: int) -> int:
         if self._open_quote:
             self._is_escaped = char == "\\"
             self._open_quote = self._open_quote if self._is_escaped else ""
@@ -289,21 +289,21 @@ class PythonCallReader(CallReader):
         elif char in ")]}":
             self._depth -= 1
             if self._depth == 0:
-                return self._finish_call(char, pos)
+                return self._finish_call(char, position)
         elif self._depth == 1 and char == ",":
             self._end_argument()
-            return pos + 1
+            return position + 1
         elif self._depth == 1 and char == "=" and self._argument_name is None:
             self._argument_name, self._source_parts = "".join(self._source_parts), []
-            return pos + 1
+            return position + 1
         self._source_parts.append(char)
-        return pos + 1
+        return position + 1
 
     def _end_argument(self) -> None:
         self._argument_sources.append((self._argument_name, "".join(self._source_parts)))
         self._argument_name, self._source_parts = None, []
 
-    def _finish_call(self, char: str, pos: int) -> int:
+    def _finish_call(self, char: str, position: int) -> int:
         self._end_argument()
         if (
             self._argument_sources[-1][0] is None and not self._argument_sources[-1][1].strip()
@@ -312,11 +312,11 @@ class PythonCallReader(CallReader):
         arguments = _encode_arguments(self._argument_sources) if char == ")" else None
         if arguments is None:
             self.status = ReadStatus.INVALID
-            return pos
+            return position
         self._begin_call("".join(self._name_parts))
         self._sink.add_arguments(arguments)
         self.status = ReadStatus.COMPLETE
-        return pos + 1
+        return position + 1
 
 
 def _encode_json_string(text: str) -> str:
