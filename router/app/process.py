@@ -95,12 +95,12 @@ class RouterProcess:
         self._config = config
         self._version = version
         self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
-        self._stop = asyncio.Event()
-        self._abort = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._abort_requested = asyncio.Event()
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
-        self._heap = HeapTrimmer(self._executor)
+        self._heap_trimmer = HeapTrimmer(self._executor)
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         seed, self._snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
@@ -109,18 +109,18 @@ class RouterProcess:
         self._worker_tls = make_client_context(
             config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
         )
-        self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=self._worker_tls)
-        key = config.worker_api_key
+        self._upstream_pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=self._worker_tls)
+        worker_api_key = config.worker_api_key
         self._proxy = Proxy(
             self._core,
-            self._pool,
+            self._upstream_pool,
             self._metrics,
             config.edge,
             now=self._now,
-            worker_authorization=None if key is None else f"Bearer {key}".encode(),
+            worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
         )
         self._proxy.log_share = config.log_decisions
-        self._prompts = PromptReader(
+        self._prompt_reader = PromptReader(
             self._executor,
             override=config.tokenizer,
             chat_template=config.chat_template,
@@ -130,14 +130,14 @@ class RouterProcess:
         self._worker_pool = PromptWorkerPool(
             config.prompt_workers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
-        self._prompts.worker_pool = self._worker_pool
+        self._prompt_reader.worker_pool = self._worker_pool
         session_names = SessionNames(config.edge.session_headers)
-        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names)
+        self._request_reader = RequestReader(self._core, self._prompt_reader, self._worker_pool, session_names)
         self._proxy.on_end.append(self._request_reader.stored_responses.record_ended_request)
-        self._tenants = TenantLimits(config.edge, self._metrics)
-        names = ModelNames(config.tenancy)
-        self._request_reader.model_names = names if names.has_renames else None
-        self._feed = IndexFeed(
+        self._tenant_limits = TenantLimits(config.edge, self._metrics)
+        model_names = ModelNames(config.tenancy)
+        self._request_reader.model_names = model_names if model_names.has_renames else None
+        self._index_feed = IndexFeed(
             self._index,
             report=FactQueue(asyncio.get_running_loop(), self._apply_fact).put,
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
@@ -147,17 +147,17 @@ class RouterProcess:
             config.miss_reasons,
             self._core,
             self._proxy,
-            self._prompts,
+            self._prompt_reader,
             self._worker_pool,
             self._metrics,
         )
-        self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
-        self._peers: PeerSockets | None = None
+        self._listen_addresses = ListenAddresses(config, self._admin_key, self._make_app)
+        self._peer_sockets: PeerSockets | None = None
         self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
         self._sweep_s = 0.0
-        endpoint = config.otlp_endpoint
-        self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
+        otlp_endpoint = config.otlp_endpoint
+        self._tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, config.trace_share, version)
         self._fleet: Fleet
         self._admin: AdminRoutes
         self._dashboard: Dashboard
@@ -168,25 +168,25 @@ class RouterProcess:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._worker_pool.processes.close)
-            stack.callback(self._prompts.close)
+            stack.callback(self._prompt_reader.close)
             if self._tracing is not None:
                 stack.callback(self._tracing.close)
-            stack.callback(self._pool.close)
-            stack.callback(self._feed.close)
+            stack.callback(self._upstream_pool.close)
+            stack.callback(self._index_feed.close)
             self._start_feed()
             connector = aiohttp.TCPConnector(ssl=self._worker_tls)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            self._assemble(session)
+            self._connect_parts(session)
             stack.push_async_callback(self._fleet.close)
-            port = await self._addresses.bind(self._connections_max())
-            self._peers = self._connect_peers()
-            stack.callback(lambda: None if self._peers is None else self._peers.close())
+            port = await self._listen_addresses.bind(self._connections_max())
+            self._peer_sockets = self._connect_peers()
+            stack.callback(lambda: None if self._peer_sockets is None else self._peer_sockets.close())
             picker_port = self._bind_picker(config) if isinstance(config := self._config, EppConfig) else None
             self._start_fleet()
             if self._config.admin_api_key is None:
                 print(f"router admin key: {self._admin_key}", flush=True)
             await self._wait_for_first_workers()
-            await self._addresses.listen()
+            await self._listen_addresses.listen()
             timer_task = self._loop.create_task(self._run_timers())
             stack.callback(timer_task.cancel)
             if picker_port is not None:
@@ -195,7 +195,7 @@ class RouterProcess:
             self._print_address(port)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal)
-            stop_task = self._loop.create_task(self._stop.wait())
+            stop_task = self._loop.create_task(self._stop_requested.wait())
             ended_tasks, _ = await asyncio.wait({stop_task, timer_task}, return_when=asyncio.FIRST_COMPLETED)
             if timer_task in ended_tasks:
                 timer_task.result()
@@ -217,36 +217,45 @@ class RouterProcess:
         return connections_possible
 
     def _start_feed(self) -> None:
-        self._feed.start()
+        self._index_feed.start()
         for endpoint in self._config.bind_events:
             with name_flag_in_errors("--bind-events", endpoint):
-                log.info("publishers may connect to %s", self._feed.bind(endpoint))
+                log.info("publishers may connect to %s", self._index_feed.bind(endpoint))
 
-    def _assemble(self, session: aiohttp.ClientSession) -> None:
+    def _connect_parts(self, session: aiohttp.ClientSession) -> None:
         config, proxy = self._config, self._proxy
-        key = config.worker_api_key
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else None
+        worker_api_key = config.worker_api_key
+        headers = {"Authorization": f"Bearer {worker_api_key}"} if worker_api_key is not None else None
         prober = Prober(session, headers=headers, trusts_endpoints=config.fleet.trust_event_endpoints)
-        self._prompts.remote = RemoteTokenizer(session, headers)
+        self._prompt_reader.remote = RemoteTokenizer(session, headers)
         peer_client = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
-            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=peer_client
+            self._core,
+            prober,
+            self._index_feed,
+            self._prompt_reader,
+            proxy.perform,
+            config.fleet,
+            now=self._now,
+            peers=peer_client,
         )
         self._dispatcher = self._make_dispatcher()
         self._admin = AdminRoutes(
             self._core,
             self._fleet,
-            self._prompts,
+            self._prompt_reader,
             self._request_reader,
             self._metrics,
             now=self._now,
             version=self._version,
-            feed_totals=self._feed.sum_counters,
-            feed_fault=self._feed.events.describe_fault,
-            event_faults=lambda: self._feed.events.fault_count,
-            events_ignored=lambda: self._feed.events.ignored_message_count,
-            peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | peer_client.outcomes,
-            is_synced=self._feed.is_synced,
+            feed_totals=self._index_feed.sum_counters,
+            feed_fault=self._index_feed.events.describe_fault,
+            event_faults=lambda: self._index_feed.events.fault_count,
+            events_ignored=lambda: self._index_feed.events.ignored_message_count,
+            peer_messages=lambda: (
+                ({} if self._peer_sockets is None else self._peer_sockets.counts()) | peer_client.outcomes
+            ),
+            is_synced=self._index_feed.is_synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             aliases=self._request_reader.model_names.model_by_alias
@@ -258,14 +267,14 @@ class RouterProcess:
             self._core, proxy, self._admin.describe_workers, version=self._version, why=self._reasons.get_explanation
         )
         self._admin.add_dashboard(self._dashboard)
-        routes = PeerRoutes(self._index.seed, self._feed.make_snapshot, peer_client.outcomes)
-        self._admin.routes.add("GET", "/peer", routes.get_seed, public=False)
-        self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
+        peer_routes = PeerRoutes(self._index.seed, self._index_feed.make_snapshot, peer_client.outcomes)
+        self._admin.routes.add("GET", "/peer", peer_routes.get_seed, public=False)
+        self._admin.routes.add("GET", "/peer/*", peer_routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
         self._core.registry.on_state_change = log_state_change
-        self._core.watchdog.count_stored_blocks = self._feed.count_stored_blocks
+        self._core.watchdog.count_stored_blocks = self._index_feed.count_stored_blocks
         proxy.workers.may_send_key = self._fleet.may_receive_api_key
-        proxy.on_worker_lost.append(self._feed.restart_streams)
+        proxy.on_worker_lost.append(self._index_feed.restart_streams)
         proxy.on_failure.append(self._on_attempt_failed)
         proxy.on_end.append(self._on_request_end)
         if self._tracing is not None:
@@ -284,17 +293,17 @@ class RouterProcess:
         self._request_reader.model_header = REWRITE
         picker_state = PickerState(config.picker, EndpointMap(self._core.workers))
         picker = PickerServer(PickerApp(self._dispatcher), picker_state, ready=self._admin.find_unready_reason)
-        tls = None
+        tls_pair = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed
 
-            tls = self_signed(config.host)
+            tls_pair = self_signed(config.host)
         elif config.tls_cert is not None and config.tls_key is not None:
             try:
-                tls = Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
+                tls_pair = Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
             except OSError as unread:
                 raise ConfigError(f"--tls-cert, --tls-key: {unread}") from unread
-        return picker, picker.bind(config.host, config.port, config.picker.health_port, tls)
+        return picker, picker.bind(config.host, config.port, config.picker.health_port, tls_pair)
 
     async def _start_picker(self, picker: PickerServer, port: int) -> None:
         await picker.start()
@@ -305,8 +314,10 @@ class RouterProcess:
 
     def _make_dispatcher(self) -> RequestDispatcher:
         """What reads requests for workers, and places them."""
-        placer = RequestPlacer(self._request_reader, self._tenants, self._proxy, self._reasons)
-        return RequestDispatcher(self._proxy, self._request_reader, self._tenants, placer, self._fleet.discover_model)
+        placer = RequestPlacer(self._request_reader, self._tenant_limits, self._proxy, self._reasons)
+        return RequestDispatcher(
+            self._proxy, self._request_reader, self._tenant_limits, placer, self._fleet.discover_model
+        )
 
     def _make_worker_routes(self) -> WorkerRoutes:
         """What is done with requests for workers that come over HTTP."""
@@ -352,9 +363,9 @@ class RouterProcess:
 
     def _set_peers(self, request: HttpRequest, _: str) -> Response:
         """Set the routers whose load counts from now on."""
-        if self._peers is None:
+        if self._peer_sockets is None:
             raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
-        return Response(msgspec.json.encode({"peers": self._peers.follow(request.body)}))
+        return Response(msgspec.json.encode({"peers": self._peer_sockets.follow(request.body)}))
 
     def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"
@@ -384,18 +395,18 @@ class RouterProcess:
     def _on_timer(self) -> None:
         """The core's clock, every timeout, idle connections."""
         now = self._now()
-        if self._peers is not None:
-            self._run_guarded("peers", self._peers.exchange_loads, now)
+        if self._peer_sockets is not None:
+            self._run_guarded("peers", self._peer_sockets.exchange_loads, now)
         core_tick_s = self._core.next_tick()
         if core_tick_s is not None and core_tick_s <= now:
             self._run_guarded("core", self._tick_core, now)
         if now - self._sweep_s < self._config.edge.timeouts.sweep_s:
             return
         self._sweep_s = now
-        idle_steps = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
+        idle_steps = (self._upstream_pool.close_idle, self._worker_pool.close_idle, self._heap_trimmer.tick)
         for step in (self._proxy.sweep, *idle_steps, self._dashboard.tick, self._watch_feed):
             self._run_guarded("sweep", step, now)
-        self._addresses.for_each_listener(
+        self._listen_addresses.for_each_listener(
             lambda listener: self._run_guarded("listener", listener.expire_connections, now)
         )
         if self._picker is not None:
@@ -414,7 +425,7 @@ class RouterProcess:
 
     def _watch_feed(self, now: float) -> None:
         self._metrics.retain_workers(self._core.workers)
-        self._feed.events.restart_thread()
+        self._index_feed.events.restart_thread()
 
     def _apply_fact(self, fact: WorkerFact) -> None:
         self._run_guarded("feed", self._fleet.apply_fact, fact)
@@ -425,7 +436,7 @@ class RouterProcess:
             self._fleet.check_soon(decision.worker)
 
     def _on_request_end(self, context: RequestContext) -> None:
-        self._tenants.remove_request(context)
+        self._tenant_limits.remove_request(context)
         if self._config.edge.api_keys:
             count_tokens_of_key(self._metrics, context)
         now = self._now()
@@ -438,34 +449,34 @@ class RouterProcess:
     # Ending -------------------------------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        if self._stop_requested.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
-            self._abort.set()
-            self._addresses.for_each_listener(Listener.abort)
-        self._stop.set()
+            self._abort_requested.set()
+            self._listen_addresses.for_each_listener(Listener.abort)
+        self._stop_requested.set()
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
         `shutdown_s` to end."""
         await self._wait_unready()
-        self._addresses.for_each_listener(Listener.stop_listening)
+        self._listen_addresses.for_each_listener(Listener.stop_listening)
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker = self._picker
         picker_stop_task = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
-        while self._addresses.is_busy or (picker_stop_task is not None and self._proxy.exchanges):
-            if self._now() > deadline_s or self._abort.is_set():
+        while self._listen_addresses.is_busy or (picker_stop_task is not None and self._proxy.exchanges):
+            if self._now() > deadline_s or self._abort_requested.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
-        self._addresses.for_each_listener(Listener.abort)
+        self._listen_addresses.for_each_listener(Listener.abort)
         await asyncio.sleep(0)
 
     async def _wait_unready(self) -> None:
         if self._config.edge.unready_s > 0:
             log.info("shutting down in %g s; until then requests are taken", self._config.edge.unready_s)
-            waiting = self._loop.create_task(self._abort.wait())
+            waiting = self._loop.create_task(self._abort_requested.wait())
             await asyncio.wait({waiting}, timeout=self._config.edge.unready_s)
             waiting.cancel()
 

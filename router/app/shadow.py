@@ -41,7 +41,7 @@ from router.shadow.request_log import read_log
 
 log = logging.getLogger("router")
 
-SLICE_S: Final = 10.0
+HISTORY_INTERVAL_S: Final = 10.0
 """Of the report's course of time."""
 NEW_REQUESTS_MIN: Final = 20
 """Requests that have to be new for another comparison."""
@@ -127,7 +127,7 @@ class ShadowProcess(RouterProcess):
 
     def _make_dispatcher(self) -> RequestDispatcher:
         placer = CopyPlacer(self._request_reader, self._proxy)
-        return RequestDispatcher(self._proxy, self._request_reader, self._tenants, placer)
+        return RequestDispatcher(self._proxy, self._request_reader, self._tenant_limits, placer)
 
     def _make_worker_routes(self) -> WorkerRoutes:
         return CopiedRoutes(self._dispatcher, ForwardedRoutes(self._dispatcher, self._admin.routes, self._config.edge))
@@ -168,7 +168,7 @@ class ShadowProcess(RouterProcess):
                         continue
                     self._recorder.record_logged(logged_request, route, worker_id)
         finally:
-            self._stop.set()
+            self._stop_requested.set()
 
     async def _wait_for_workers(self) -> None:
         """Raises ConfigError where none comes, or none whose prompts can be read here."""
@@ -181,7 +181,7 @@ class ShadowProcess(RouterProcess):
 
     def _has_tokenizer(self) -> bool:
         bases = {model.base for worker in self._core.workers.values() for model in worker.models.values()}
-        return any(self._prompts.tokenizer_of(base) is not None for base in bases)
+        return any(self._prompt_reader.tokenizer_of(base) is not None for base in bases)
 
     def _on_timer(self) -> None:
         super()._on_timer()
@@ -200,7 +200,7 @@ class ShadowProcess(RouterProcess):
     # What comes of it -----------------------------------------------------------------------------------------------
 
     def _tick_shadow(self, now: float) -> None:
-        if not self._miss_tokens_by_time or now - self._miss_tokens_by_time[-1][0] >= SLICE_S:
+        if not self._miss_tokens_by_time or now - self._miss_tokens_by_time[-1][0] >= HISTORY_INTERVAL_S:
             self._miss_tokens_by_time.append((now, dict(self._metrics.cache_miss_tokens)))
             del self._miss_tokens_by_time[:-5_000]
         placed_request_count = self._recorder.counts["placed"]
