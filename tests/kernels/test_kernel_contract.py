@@ -226,7 +226,7 @@ def test_experts(ops, dtype, rng, tokens):
     x, weights = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
     gate_up, down = (torch.randn(6, 40, 32) / 6).to(dtype), (torch.randn(6, 32, 20) / 4).to(dtype)
     expert_ids = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
-    output = ops.experts(x, gate_up, down, expert_ids, weights)
+    output = ops.apply_experts(x, gate_up, down, expert_ids, weights)
     exact = ReferenceKernels(ops.device)
     expected = exact.apply_experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
     assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
