@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -40,13 +40,15 @@ APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
 
-class RunningPrompt(NamedTuple):
-    """The prompt of a running request."""
+class RunningPrompt(msgspec.Struct, eq=False):
+    """The prompt of a request in flight, where it was sent. The core's record of the request holds it."""
 
     target: Target
-    chunk_keys: Sequence[int]
-    """Of its chunks."""
     query: PromptQuery
+    chunk_keys: Sequence[int]
+    pin: PinId | None = None
+    """The promise in the index that its prefix will be cached there; None where the target sends no events, or where
+    the promise is void."""
 
 
 class GracePin(NamedTuple):
@@ -98,10 +100,7 @@ class CacheState:
         self.working_sets = WorkingSets(config.working_set)
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
-        self._pins: dict[str, tuple[HolderId, PinId]] = {}
-        """Of live requests."""
-        self._running_prompts: dict[str, RunningPrompt] = {}
-        """Of live requests: the chunks of their prompts."""
+        self._running_prompts: set[RunningPrompt] = set()
         self._running_chunks = index.tally()
         """How many of them have each."""
         self._running_chunk_targets = index.tally()
@@ -140,10 +139,10 @@ class CacheState:
         """The target is about to go, and its holder with it."""
         self.working_sets.set_capacity(target.name, None)
         self._approximate_caches.pop(target.name, None)
-        holder = target.holder
-        for request_id in [request_id for request_id, entry in self._pins.items() if entry[0] == holder]:
-            self._index.unpin(self._pins.pop(request_id)[1])
-        self._release_grace_pins(holder)
+        for running_prompt in self._running_prompts:
+            if running_prompt.target is target:
+                self._release_pin(running_prompt)
+        self._release_grace_pins(target.holder)
 
     def _release_grace_pins(self, holder: HolderId) -> None:
         for grace_pin in self._grace_pins:
@@ -151,9 +150,14 @@ class CacheState:
                 self._index.unpin(grace_pin.pin)
         self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != holder)
 
-    def clear_target(self, target: Target, request_ids: Sequence[str], at_s: float) -> None:
-        """Nothing is cached there any more at `at_s`, and what these requests compute there, which were sent before,
-        will not be found."""
+    def _release_pin(self, running_prompt: RunningPrompt) -> None:
+        if running_prompt.pin is not None:
+            self._index.unpin(running_prompt.pin)
+            running_prompt.pin = None
+
+    def clear_target(self, target: Target, running_prompts: Sequence[RunningPrompt], at_s: float) -> None:
+        """Nothing is cached there any more at `at_s`, and what is computed there of these prompts, which were sent
+        before, will not be found."""
         self.cleared_at_s[target.worker_id] = at_s
         self.cleared_at_s.move_to_end(target.worker_id)
         if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
@@ -163,10 +167,8 @@ class CacheState:
         if approximate_cache is not None:
             approximate_cache.clear()
         self._release_grace_pins(target.holder)
-        for request_id in request_ids:
-            entry = self._pins.pop(request_id, None)
-            if entry is not None:
-                self._index.unpin(entry[1])
+        for running_prompt in running_prompts:
+            self._release_pin(running_prompt)
 
     # A request's life --------------------------------------------------------------------------------------------
     def prepare_query(
@@ -217,51 +219,41 @@ class CacheState:
         return hits
 
     def add_request(
-        self,
-        request_id: str,
-        target: Target,
-        prompt: PromptQuery,
-        now: float,
-        *,
-        cached_tokens: int,
-        session: str | None = None,
-    ) -> None:
-        """A prompt of a session, of which so many tokens will be cached there, went to the target."""
+        self, target: Target, prompt: PromptQuery, now: float, *, cached_tokens: int, session: str | None = None
+    ) -> RunningPrompt:
+        """A prompt of a session, of which so many tokens will be cached there, went to the target. The result is what
+        `end_request` takes."""
+        running_prompt = RunningPrompt(target, prompt, prompt.get_chunk_keys(self._chunk_tokens))
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
         else:
-            assert request_id not in self._pins, f"request {request_id} is pinned already"
-            self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.prepared_ids, prompt.scope))
-        keys = prompt.get_chunk_keys(self._chunk_tokens)
+            running_prompt.pin = self._index.pin(target.holder, prompt.prepared_ids, prompt.scope)
+        keys = running_prompt.chunk_keys
         cached_share = cached_tokens / max(prompt.prompt_tokens, 1)
         self.working_sets.add_prompt(
             target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
         )
-        self._running_prompts[request_id] = RunningPrompt(target, keys, prompt)
+        self._running_prompts.add(running_prompt)
         self._count_running_chunks(target, keys, now)
+        return running_prompt
 
-    def get_query(self, request_id: str) -> PromptQuery | None:
-        """The prompt of a live request; None where it is unknown, or was not read."""
-        running_prompt = self._running_prompts.get(request_id)
-        return None if running_prompt is None else running_prompt.query
-
-    def end_request(self, request_id: str, now: float, *, is_computed: bool, ended_session: str | None = None) -> None:
+    def end_request(
+        self, running_prompt: RunningPrompt, now: float, *, is_computed: bool, ended_session: str | None = None
+    ) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
-        running_prompt = self._running_prompts.pop(request_id, None)
-        if running_prompt is not None:
-            self._uncount_running_chunks(running_prompt.target, running_prompt.chunk_keys)
-            if ended_session is not None:
-                self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
-        holder_pin = self._pins.pop(request_id, None)
-        if holder_pin is None:
+        self._running_prompts.remove(running_prompt)
+        self._uncount_running_chunks(running_prompt.target, running_prompt.chunk_keys)
+        if ended_session is not None:
+            self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
+        if running_prompt.pin is None:
             return
-        holder, pin = holder_pin
         if is_computed:
-            self._grace_pins.append(GracePin(now + self._pin_grace_s, holder, pin))
+            release_s = now + self._pin_grace_s
+            self._grace_pins.append(GracePin(release_s, running_prompt.target.holder, running_prompt.pin))
         else:
-            self._index.unpin(pin)
+            self._index.unpin(running_prompt.pin)
 
     def _count_running_chunks(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
@@ -330,19 +322,18 @@ class CacheState:
         """When `tick` has something to do."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
-    def check_invariants(self, live_request_ids: set[str]) -> None:
-        """Releases are in order; only what is in flight (`live_request_ids`) is pinned without an end."""
+    def check_invariants(self, running_prompts: Collection[RunningPrompt]) -> None:
+        """Releases are in order; only what is in flight (`running_prompts`) is pinned without an end."""
         release_times_s = [entry.release_s for entry in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
-        assert set(self._pins) <= live_request_ids
-        assert set(self._running_prompts) <= live_request_ids
-        for target in (running.target for running in self._running_prompts.values()):
+        assert self._running_prompts == set(running_prompts)
+        for target in (running.target for running in self._running_prompts):
             assert target.load.running_chunk_counts is not None
             duplicates = sum(count - 1 for count in target.load.running_chunk_counts.counts().values())
             assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
-        running = Counter(key for prompt in self._running_prompts.values() for key in prompt.chunk_keys)
+        running = Counter(key for prompt in self._running_prompts for key in prompt.chunk_keys)
         assert self._running_chunks.counts() == running
-        holders = {running.target for running in self._running_prompts.values()}  # a name may come back
+        holders = {running.target for running in self._running_prompts}  # a name may come back
         chunk_counts = [
             target.load.running_chunk_counts.counts()
             for target in holders

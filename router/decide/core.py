@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from router.decide.cache_state import CacheState
+from router.decide.cache_state import CacheState, PromptQuery
 from router.decide.chooser import Chooser, MediaPlacement, RoutingChoice
 from router.decide.config import CoreConfig
 from router.decide.load import EngineLoad
@@ -78,8 +78,6 @@ class RouterCore:
             config.queue.background_priority if config.queue.background_priority is not None else math.inf
         )
         """From this priority on, a request is in the background."""
-        self._background_targets: dict[str, str] = {}
-        """Background request in flight -> the target it is on."""
         self._next_queue_try_at_s = 0.0
         self._retry_budget = RetryBudget(config.retry)
 
@@ -134,16 +132,15 @@ class RouterCore:
         """All that was cached at `at_s` is gone, on one rank or on all. The index is cleared by who feeds it."""
         targets = self.registry.get_targets(worker_id)
         for target in targets if rank is None else targets[rank : rank + 1]:
-            in_flight_requests = self.tracker.in_flight_requests.items()
-            self.cache_state.clear_target(
-                target,
-                [
-                    request_id
-                    for request_id, in_flight_request in in_flight_requests
-                    if in_flight_request.target is target and in_flight_request.routed_at_s <= at_s
-                ],
-                at_s,
-            )
+            earlier_prompts = [
+                active_request.running_prompt
+                for active_request in self._active_requests.values()
+                if active_request.running_prompt is not None
+                and active_request.running_prompt.target is target
+                and active_request.decision is not None
+                and active_request.decision.decided_s <= at_s
+            ]
+            self.cache_state.clear_target(target, earlier_prompts, at_s)
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Notice workers that stand still: others are preferred to them until they move. See StallDetector.look."""
@@ -198,6 +195,13 @@ class RouterCore:
     def has_request(self, request_id: str) -> bool:
         """Whether a request is queued or in flight."""
         return request_id in self._active_requests
+
+    def get_prompt_query(self, request_id: str) -> PromptQuery | None:
+        """Return the prompt of a request in flight; None where it is unknown, or was not read."""
+        active_request = self._active_requests.get(request_id)
+        if active_request is None or active_request.running_prompt is None:
+            return None
+        return active_request.running_prompt.query
 
     def find_fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
@@ -445,8 +449,7 @@ class RouterCore:
         """Whether the background may have more of it."""
         if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefill_queue.requests:
             return False
-        running_count = sum(name == target.name for name in self._background_targets.values())
-        return running_count < self.config.queue.background_running
+        return target.load.background_request_count < self.config.queue.background_running
 
     def _choose_worker(
         self,
@@ -503,9 +506,10 @@ class RouterCore:
             expected_tokens=choice.cost.expected_tokens,
             tier_load_s=choice.cost.get_tier_load_s(choice.winner_index) / target.speed.tier_load.factor,
         )
+        if request.priority >= self._background_priority:
+            target.load.background_request_count += 1
         if choice.prompt_query is not None:
-            self.cache_state.add_request(
-                request.request_id,
+            active_request.running_prompt = self.cache_state.add_request(
                 target,
                 choice.prompt_query,
                 now,
@@ -521,8 +525,6 @@ class RouterCore:
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.apply_worker_changes()
-        if request.priority >= self._background_priority:
-            self._background_targets[request.request_id] = target.name
         target.load.routed_requests += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
@@ -636,10 +638,17 @@ class RouterCore:
     ) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = active_request.request
-        self._background_targets.pop(request.request_id, None)
-        self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
-        ended_session = request.session if request.is_final else None
-        self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=ended_session)
+        in_flight_request = self.tracker.end_request(
+            request.request_id, now, is_computed=is_computed, reported_cached=reported_cached
+        )
+        if in_flight_request is not None and request.priority >= self._background_priority:
+            in_flight_request.target.load.background_request_count -= 1
+        if active_request.running_prompt is not None:
+            ended_session = request.session if request.is_final else None
+            self.cache_state.end_request(
+                active_request.running_prompt, now, is_computed=is_computed, ended_session=ended_session
+            )
+            active_request.running_prompt = None
         worker = self.workers.get(active_request.decision.worker) if active_request.decision is not None else None
         if worker is not None and worker.probe == active_request.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
@@ -679,8 +688,15 @@ class RouterCore:
                 f"{request_id}: {is_queued=}, {is_in_flight=}, {active_request.decision}"
             )
         assert set(self.tracker.in_flight_requests) <= set(self._active_requests)
-        assert set(self._background_targets) <= set(self._active_requests)
-        self.cache_state.check_invariants(set(self.tracker.in_flight_requests))
+        background_counts = Counter(
+            self.tracker.in_flight_requests[request_id].target.name
+            for request_id, active_request in self._active_requests.items()
+            if active_request.decision is not None and active_request.request.priority >= self._background_priority
+        )
+        for target in self.tracker.targets.values():
+            assert target.load.background_request_count <= background_counts[target.name]
+        prompts = [active_request.running_prompt for active_request in self._active_requests.values()]
+        self.cache_state.check_invariants([prompt for prompt in prompts if prompt is not None])
 
 
 def _is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:

@@ -77,6 +77,7 @@ class Load:
     """Chunks of running prompts, once the cache state knows the target."""
     duplicate_prompt_tokens: int = 0
     """Tokens of running prompts that are in the KV cache once for several requests, all but once."""
+    background_request_count: int = 0
     utilisation_scaled: float = 0.0
     """Prefill seconds routed here per second, averaged over a minute, times the tracker's decay."""
     arrivals_scaled: float = 0.0

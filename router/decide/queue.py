@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from router.decide.cache_state import RunningPrompt
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 from router.tenancy.deficit_round_robin import DeficitRoundRobin
@@ -42,6 +43,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     tried_workers: frozenset[str] = frozenset()
     decision: Decision | None = None
     """Set while in flight."""
+    running_prompt: RunningPrompt | None = None
+    """The attempt's prompt in the cache state; None while queued, and where the prompt was not read."""
     has_first_token: bool = False
     crash_suspicions: int = 0
     """Workers that this very request may have ended, or makes fail."""

@@ -170,13 +170,13 @@ class LoadTracker:
 
     def end_request(
         self, request_id: str, now: float, *, is_computed: bool = True, reported_cached: int | None = None
-    ) -> None:
+    ) -> InFlightRequest | None:
         """Finished, failed or aborted: every count it had goes; where nothing was computed, its share of the
         utilisation too. `reported_cached`: the engine's own figure corrects what was learned from a prediction that
         was off."""
         request = self.in_flight_requests.pop(request_id, None)
         if request is None:
-            return
+            return None
         target, load = request.target, request.target.load
         self._mark_changed(target)
         target.advance_work_totals(now)
@@ -205,6 +205,7 @@ class LoadTracker:
         if reported_cached is not None:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached
+        return request
 
     def has_free_target(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""

@@ -147,7 +147,7 @@ class MissReasonsRecorder:
         if route is None or decision is None or route.token_ids is None or not self._core.has_request(route.request_id):
             return  # its prompt was not read, or the core has forgotten it
         try:
-            query = self._core.cache_state.get_query(route.request_id)
+            query = self._core.get_prompt_query(route.request_id)
             prompt_ids = route.token_ids if query is None else query.prepared_ids
             placement = self._make_placement(route, prompt_ids, decision)
             if analysis is None:
@@ -224,7 +224,7 @@ class MissReasonsRecorder:
         keys: Sequence[int] = ()
         short_keys: Sequence[int] = ()
         if route.session is None:
-            query = self._core.cache_state.get_query(route.request_id)
+            query = self._core.get_prompt_query(route.request_id)
             if query is not None:
                 keys = query.get_chunk_keys(self._chunk_tokens)
             else:
