@@ -8,10 +8,13 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.app.accounting import count_ended_request
 from router.app.dashboard import Dashboard
+from router.decide import cache_state
 
 CACHE_BYTES = 40_000
 WARM, MORE = 1000, 1000
@@ -116,7 +119,10 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
     edge.run(scenario(), seconds=60)
 
 
-def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> None:
+def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is kept of the last workers whose caches were cleared is full by the first look.
+    monkeypatch.setattr(cache_state, "CLEARED_WORKERS_MAX", 8)
+
     async def scenario() -> None:
         await edge.start(policy="kv")
         edge.proxy.on_end.append(
