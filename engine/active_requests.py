@@ -7,6 +7,7 @@ last of these steps is applied. Refuses to know budgets, and which request runs 
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass
 
 from engine.cache.kv_cache import KVCache
@@ -49,8 +50,8 @@ class ActiveRequests:
         """Sequences of the entries that have ended and are not gone."""
         self._entry_by_id: dict[str, RequestEntry] = {}
         """Requests that have not ended."""
-        self._step_count = self._applied_step_count = 0
-        """Number of steps that were planned, and number of steps that were applied or failed."""
+        self._entries_in_flight: deque[list[RequestEntry]] = deque()
+        """Requests of each step that is out, oldest first."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entry_by_id
@@ -61,7 +62,7 @@ class ActiveRequests:
 
     def is_out(self, entry: RequestEntry) -> bool:
         """Whether a step with the request is out."""
-        return entry.last_step_number > self._applied_step_count
+        return any(entry in entries for entries in self._entries_in_flight)
 
     # ------------------------------------------------------------------ between waiting and running
 
@@ -132,21 +133,17 @@ class ActiveRequests:
 
     # ------------------------------------------------------------------ steps
 
-    def mark_planned(self, entries: list[RequestEntry], loading_entries: list[RequestEntry]) -> None:
-        """A step is out that computes something of these requests, and only loads something for the others."""
-        self._step_count = step_number = self._step_count + 1
-        for entry in entries:
-            entry.last_step_number = step_number
-        for entry in loading_entries:
-            entry.last_step_number = step_number
+    def mark_planned(self, entries: list[RequestEntry]) -> None:
+        """A step with these requests is out."""
+        self._entries_in_flight.append(entries)
 
     def mark_applied(self) -> None:
         """The oldest step that is out was applied."""
-        self._applied_step_count += 1
+        self._entries_in_flight.popleft()
 
     def mark_all_failed(self) -> None:
         """None of the steps that are out will be applied."""
-        self._applied_step_count = self._step_count
+        self._entries_in_flight.clear()
 
     # ------------------------------------------------------------------ proof
 

@@ -23,8 +23,6 @@ class RequestEntry:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_reported_prompt: bool = False
     """Its first output, which carries the facts about the prompt, has been made."""
-    last_step_number: int = 0
-    """Number of the last step with it, of all that were planned: it is out until that one is applied."""
     has_ended: bool = False
     """Aborted or finished while a step with it is out: it goes when the last of these is applied."""
     next_check_position: int = 0

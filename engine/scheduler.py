@@ -283,11 +283,13 @@ class Scheduler:
     def _register_blocks(self, draft: StepDraft) -> None:
         """Name the blocks that the planned chunks finish: requests that are admitted from now on share them."""
         entries, draft.unregistered_entries = draft.unregistered_entries, []
-        for entry in entries:
-            if draft.decode_batch is not None:
-                self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
-            elif (chunk := draft.chunk_by_entry.get(entry)) is not None:  # not preempted meanwhile
-                self.cache.register_full_blocks(entry.seq, chunk.end)
+        register_full_blocks, chunk_by_entry = self.cache.register_full_blocks, draft.chunk_by_entry
+        if draft.decode_batch is not None:
+            for entry in entries:
+                register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
+        else:
+            for entry in filter(chunk_by_entry.__contains__, entries):  # the others were preempted meanwhile
+                register_full_blocks(entry.seq, chunk_by_entry[entry].end)
 
     def _count_prefill_work(self, draft: StepDraft) -> None:
         """Tell the queue what the step computes of prompts, or could have if there were a seat."""
@@ -300,16 +302,14 @@ class Scheduler:
     def _issue_plan(self, draft: StepDraft) -> StepPlan:
         """Make the plan of the draft. If it has chunks it is out from now on."""
         if not draft.chunk_count:
-            assert self._requests.running or not self._waiting_queue, (
-                "requests wait, and nothing runs that they could wait for"
-            )
+            assert self._requests.running or not self._waiting_queue, "requests wait, and nothing runs"
             return StepPlan(chunks=[])
         entries, chunks = draft.make_chunks(token_on_device=bool(self._steps_in_flight))
         loading_entries = [] if draft.decode_batch is not None else self._find_loading_entries(draft)
         continues_previous = draft.decode_batch is not None and chunks[0].token_on_device
         plan = StepPlan(chunks=chunks, continues_previous=continues_previous)
         self.cache.fill_plan(plan)
-        self._requests.mark_planned(entries, loading_entries)
+        self._requests.mark_planned(entries + loading_entries if loading_entries else entries)
         self._steps_in_flight.append(StepInFlight(plan, entries, loading_entries, draft.decode_batch))
         if draft.decode_batch is None:
             self._find_decode_batch(draft, entries)

@@ -249,7 +249,7 @@ class KVCache:
         new_blocks: list[tuple[int, Block]] = []
         for group in self._groups:
             for _ in range(missing_count):
-                block = self._allocate(group)
+                block = self.pool.allocate(group) or self._allocate(group)  # most often without a compaction
                 if block is None:
                     for _, new_block in reversed(new_blocks):
                         self.pool.release(new_block)

@@ -63,9 +63,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._requests._applied_step_count -= 1
+        self._requests._entries_in_flight.appendleft([])
         outputs = real(self, plan, result)
-        self._requests._applied_step_count += 1
+        self._requests._entries_in_flight.popleft()
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
