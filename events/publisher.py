@@ -82,7 +82,7 @@ class EventPublisher:
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
         self._replay_buffer = ReplayBuffer(config.buffer_steps)
         self._unsent_entries: deque[ReplayEntry] = deque()
-        self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied`
+        self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied_entry`
         self._resident_set = ResidentSet()
         self._last_applied_entry: ReplayEntry | None = None
 

@@ -81,7 +81,8 @@ def add_flags(schema: Schema) -> Callable[[Any], Any]:
 
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
-    """From a command's parameters, the environment and the file they name. Raises click.UsageError."""
+    """Load the configuration from a command's parameters, the environment and the file they name. Raises
+    click.UsageError."""
     value_by_path = {
         path: parameters[_make_parameter_name(path)]
         for path in schema.option_by_path

@@ -10,8 +10,8 @@ from options.values import ConfigError
 def make_server_context(
     certificate_path: str | None, key_path: str | None, client_ca_path: str | None = None
 ) -> ssl.SSLContext | None:
-    """Make the TLS context of a listening address; None without a certificate. `client_ca`: authorities, one of which
-    must have signed a client's certificate. Raises ConfigError."""
+    """Make the TLS context of a listening address; None without a certificate. `client_ca_path`: authorities, one of
+    which must have signed a client's certificate. Raises ConfigError."""
     if (certificate_path is None) != (key_path is None):
         raise ConfigError("--tls-cert and --tls-key: expected both or neither")
     if certificate_path is None:

@@ -31,7 +31,7 @@ _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])
 
 
 def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
-    """A type without `Annotated`, and what it was annotated with."""
+    """Return a type without `Annotated`, and its annotations."""
     return (
         (annotated_type.__origin__, list(annotated_type.__metadata__))
         if get_origin(annotated_type) is Annotated
@@ -40,7 +40,7 @@ def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
-    """How many times `unit_bytes` bytes, rounded up; None for what is no size.
+    """Parse a size as a multiple of `unit_bytes` bytes, rounded up; None for what is no size.
 
     GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
     """
@@ -59,7 +59,7 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
 
 
 def parse_text(text: str, value_type: Any) -> Any:
-    """A value from text. Raises ValueError or MsgspecError without words for a person."""
+    """Parse a value from text. Raises ValueError or MsgspecError without words for a person."""
     base_type, annotations = split_annotated(value_type)
     if get_origin(base_type) is tuple:
         item_type = get_args(base_type)[0]
@@ -77,7 +77,7 @@ def parse_text(text: str, value_type: Any) -> Any:
 
 
 def convert_value(value: Any, value_type: Any) -> Any:
-    """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
+    """Convert a value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
     size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
@@ -136,7 +136,7 @@ def _format_number(value: float) -> str:
 
 
 def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False) -> Any:
-    """`convert_value`, or `convert_text` where it is an `UntypedText`.
+    """Convert a value with `convert_value`, or an `UntypedText` with `parse_text`.
 
     Raises ConfigError in full words; no secret is repeated.
     """

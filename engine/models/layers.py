@@ -1,7 +1,8 @@
 """The layers that decoder families share: linear, norm, embedding, attention, gated MLP.
 
 Projections that read the same input are one matrix (q, k and v; gate and up), put together when the checkpoint is
-loaded. Layers are called with a `Step`, which carries all that is particular to the batch; they hold only weights.
+loaded. Layers are called with a `ForwardContext`, which carries all that is particular to the batch; they hold only
+weights.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def decode_attention(
     """Grid (sequences, kv heads, splits): the query heads of one KV head over one part of a sequence's context.
 
     Without SPLIT the result goes to out [sequences, heads, dim], else to part [sequences, heads, splits, dim] and its
-    log2 of the softmax's sum to part_scale [sequences, heads, splits], for `join_splits`.
+    log2 of the softmax's sum to part_scale [sequences, heads, splits], for `combine_splits`.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -113,7 +113,7 @@ def decode_attention(
     heads = tl.num_programs(1) * GROUP
     group_head = tl.arange(0, BLOCK_M)
     if SPLIT:  # noqa: SIM102 - known when it is compiled
-        if start >= end:  # a short context has fewer parts: `join_splits` passes over those without weight
+        if start >= end:  # a short context has fewer parts: `combine_splits` passes over those without weight
             part_index = (seq * heads + kv_head * GROUP + group_head) * splits + split
             tl.store(part_scale_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP)
             return

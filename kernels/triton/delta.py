@@ -1,10 +1,10 @@
 """Triton kernels: the gated delta rule of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
-A prompt takes two launches. `prepare_chunks` does what needs no state, in parallel over chunks and heads: with L the
-strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.
-`scan_chunks` then carries the state from chunk to chunk with four products each (the WY form of Yang et al., 2024).
-T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1 below. That
-is as stable as substitution, also where a prompt repeats itself and all keys of a chunk are equal.
+A prompt takes two launches. `prepare_delta_chunks` does what needs no state, in parallel over chunks and heads: with L
+the strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.
+`scan_delta_chunks` then carries the state from chunk to chunk with four products each (the WY form of Yang et al.,
+2024). T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1
+below. That is as stable as substitution, also where a prompt repeats itself and all keys of a chunk are equal.
 
 Decays are summed in fp64, as in the reference: under fast decay the sums are large and their differences matter.
 """

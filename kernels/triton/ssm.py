@@ -1,8 +1,8 @@
 """Triton kernels: Mamba-2's recurrence of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
 A chunk is a masked product like attention plus what the state brings (Dao and Gu, 2024). A prompt takes two launches:
-`ssm_scores` does what needs neither state nor head, in parallel over chunks; `ssm_chunks` then carries the state, in
-registers, from chunk to chunk. Decays are summed in fp64, as in the reference.
+`compute_ssm_scores` does what needs neither state nor head, in parallel over chunks; `scan_ssm_chunks` then carries the
+state, in registers, from chunk to chunk. Decays are summed in fp64, as in the reference.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -96,7 +96,7 @@ def scan_ssm_chunks(
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, heads, dim blocks): a sequence's chunks in order, given their `ssm_scores`."""
+    """Grid (sequences, heads, dim blocks): a sequence's chunks in order, given their `compute_ssm_scores`."""
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)

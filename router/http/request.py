@@ -179,7 +179,7 @@ class RequestParser:
         return is_waiting
 
     def stop(self) -> None:
-        """Read nothing more, and forget what came of a request that is not complete: its pieces by `free_piece`."""
+        """Read nothing more, and forget what came of a request that is not complete: its pieces by `discard_piece`."""
         self._is_finished = True
         self._unread_data = b""
         self._position = 0
