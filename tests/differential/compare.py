@@ -20,10 +20,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).parent / "recorded"
 RECORDED_SEEDS = {
-    "least_requests": [*range(60), *range(1000, 1020), *range(2000, 2020), *range(3000, 3018)],
+    "least_requests": [*range(40), *range(1000, 1010), *range(2000, 2010), *range(3000, 3012)],
     "round_robin": [*range(10)],
-    "kv": [*range(30), *range(1000, 1010), *range(2000, 2010), *range(3000, 3006)],
+    "kv": [*range(20), *range(1000, 1007), *range(2000, 2005), *range(3000, 3003)],
+    "core_least_requests": [*range(40)],
+    "core_kv": [*range(40)],
 }
+"""Policy -> seeds whose digests are recorded. `core_POLICY`: histories of the core alone."""
 POLICIES = tuple(RECORDED_SEEDS)
 CONTEXT_LINES = 4
 PROGRAM_VARIABLE = "DIFFERENTIAL_PROGRAM"
@@ -151,7 +154,7 @@ def read_seeds(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, help="an older checkout, with its own .venv")
-    parser.add_argument("--old-program", type=Path, help="program.py of the old side, where this one does not fit it")
+    parser.add_argument("--old-program", type=Path, help="program.py for the old side; by default its own, or this one")
     parser.add_argument(
         "--seeds", type=read_seeds, help="FIRST-LAST, or several of these; the recorded ones by default"
     )
@@ -162,7 +165,10 @@ def main() -> None:
     if arguments.record:
         record(seeds_by_policy, arguments.record.split(","))
     elif arguments.old:
-        sys.exit(compare_checkouts(arguments.old.resolve(), seeds_by_policy, arguments.old_program) > 0)
+        old = arguments.old.resolve()
+        own_program = old / "tests/differential/program.py"
+        old_program = arguments.old_program or (own_program if own_program.exists() else None)
+        sys.exit(compare_checkouts(old, seeds_by_policy, old_program) > 0)
     else:
         changes = [
             f"{policy} seed {seed}: {', '.join(parts)}"

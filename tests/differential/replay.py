@@ -6,6 +6,7 @@ under test is that of the environment which runs it."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -26,6 +27,9 @@ def main() -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[f"{__package__}.program"] = module
         spec.loader.exec_module(module)
+    if sys.argv[1].startswith("core_"):
+        replay_core(sys.argv[1].removeprefix("core_"), list(map(int, sys.argv[2].split(","))))
+        return
     scenario = importlib.import_module(f"{__package__}.scenario")
     traffic = importlib.import_module(f"{__package__}.traffic")
     policy, seeds = sys.argv[1], map(int, sys.argv[2].split(","))
@@ -35,11 +39,27 @@ def main() -> None:
     for seed in seeds:
         seed_scenario = traffic.make_scenario(seed, policy)
         seed_scenario.flags += further_flags
-        lines = scenario.run_scenario(clock, seed_scenario)
-        result = {"seed": seed, "digests": {part: scenario.digest(lines[part]) for part in scenario.PARTS}}
-        if "--lines" in sys.argv:
-            result["lines"] = lines
-        print(json.dumps(result), flush=True)
+        print_result(seed, scenario.run_scenario(clock, seed_scenario))
+
+
+def replay_core(policy: str, seeds: list[int]) -> None:
+    """Run histories of the core alone."""
+    histories = importlib.import_module(f"{__package__}.core_histories")
+    for seed in seeds:
+        print_result(seed, histories.run_core_history(seed, policy))
+
+
+def print_result(seed: int, lines: dict[str, list[str]]) -> None:
+    digests = {part: digest(part_lines) for part, part_lines in lines.items()}
+    result: dict[str, object] = {"seed": seed, "digests": digests}
+    if "--lines" in sys.argv:
+        result["lines"] = lines
+    print(json.dumps(result), flush=True)
+
+
+def digest(lines: list[str]) -> str:
+    """Return a short digest of a part."""
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 if __name__ == "__main__":

@@ -275,9 +275,14 @@ def run_scenario(clock: VirtualClock, scenario: Scenario) -> dict[str, list[str]
     loop = VirtualLoop(clock)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), scenario.template)
+        faults: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: faults.append(context))
         try:
             asyncio.set_event_loop(loop)
-            return loop.run_until_complete(ScenarioRun(loop, scenario, Path(folder)).run())
+            lines = loop.run_until_complete(ScenarioRun(loop, scenario, Path(folder)).run())
+            for fault in faults:
+                raise RuntimeError(f"seed {scenario.seed}: {fault['message']}") from fault.get("exception")
+            return lines
         finally:
             for task in asyncio.all_tasks(loop):
                 task.cancel()

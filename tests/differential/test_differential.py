@@ -22,9 +22,15 @@ def load_compare() -> Any:
 
 
 compare = load_compare()
-SHORT_SEEDS = {"least_requests": [*range(8)], "round_robin": [*range(4)], "kv": [*range(8)]}
+SHORT_SEEDS = {
+    "least_requests": [*range(8)],
+    "round_robin": [*range(4)],
+    "kv": [*range(8)],
+    "core_least_requests": [*range(10)],
+    "core_kv": [*range(10)],
+}
 for seeds in (SHORT_SEEDS["least_requests"], SHORT_SEEDS["kv"]):
-    seeds += [*range(1000, 1003), *range(2000, 2003)]
+    seeds += [1000, 1001, 1005, 1006, *range(2000, 2003)]
 READING_SEEDS = [*range(3000, 3006)]
 
 
