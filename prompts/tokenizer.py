@@ -331,3 +331,21 @@ def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[st
             eos_ids += value if isinstance(value, list) else [value]
             break
     return tuple(dict.fromkeys(token_id for token_id in eos_ids if type(token_id) is int))
+
+
+def find_checkpoint_folder(name: str) -> Path | None:
+    """Find the files of a checkpoint on this machine. `name`: a folder, or a name in the Hugging Face cache."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody, a zero byte
+        return None
+    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import os
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,7 +23,7 @@ from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing, parse_routing_of_kind
 from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
-from prompts.tokenizer import Tokenizer, TokenizerError
+from prompts.tokenizer import Tokenizer, TokenizerError, find_checkpoint_folder
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
@@ -329,7 +328,7 @@ class PromptReader:
         return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), took_s, size=size)
 
     async def _load(self, model: str, name: str) -> None:
-        folder = checkpoint_folder(name)
+        folder = find_checkpoint_folder(name)
         if folder is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
             return
@@ -597,21 +596,3 @@ class PromptReader:
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
         return ReadTask(kind, folder, tokens_max, remote_model, as_sent)
-
-
-def checkpoint_folder(name: str) -> Path | None:
-    """Where the files of a checkpoint are on this machine: a folder, or a name in the Hugging Face cache."""
-    try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody, a zero byte
-        return None
-    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"
-    try:
-        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
-    snapshot = repository / "snapshots" / revision
-    return snapshot if snapshot.is_dir() else None

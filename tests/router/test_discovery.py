@@ -12,6 +12,7 @@ from aiohttp import web
 
 from events.types import DecodeError
 from options import ConfigError
+from prompts.tokenizer import find_checkpoint_folder
 from router.decide.workers import CacheView, ServedModel
 from router.fleet.discovery import (
     Prober,
@@ -30,7 +31,6 @@ from router.fleet.worker_responses import (
     read_server_info,
     read_sources,
 )
-from router.prompting.reader import checkpoint_folder
 from router.prompting.remote import RemoteTokenizer
 
 
@@ -325,7 +325,7 @@ def test_whatever_a_worker_answers_is_a_fact_or_a_reason(answer_name: str) -> No
         assert 0 <= (spec.cache_tokens or 0) < 2**63
         assert 0 <= (spec.block_size or 0) < 2**31
         for root in facts.roots.values():
-            assert checkpoint_folder(root) is None
+            assert find_checkpoint_folder(root) is None
         for text in (facts.reason[:300], *(model.name for model in facts.models)):
             assert text.encode().isascii() or "\u00b2" in body
 
