@@ -14,10 +14,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from router.decide.cache_state import CacheState
-from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSetConfig
+from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
-from router.decide.policy import KvCost
 from router.decide.target import Target
+from router.decide.working_set import WorkingSets
 from router.shadow.core_router import CoreRouter
 from routing_sim import peers
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult
@@ -116,19 +116,17 @@ EXTRA: dict[str, Factory] = {
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
 it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "rest": lambda: patch.object(Target, "estimate_step_wait_s", lambda self, now: 0.0),
-    "hot": lambda: patch.object(CacheState, "estimate_shared_prefix", lambda *of: (0, 0.0)),
-    "stall": lambda: patch.object(KvCost, "estimate_decode_stall_s", lambda self, part_s: 0.0),
-    "seat": lambda: patch.object(Target, "estimate_drain_s", lambda self, share: 0.0),
+    "congestion": lambda: patch("router.decide.chooser.compute_congestion", lambda *of: 0.0),
+    "pressure": lambda: patch.object(WorkingSets, "may_overflow", lambda *of: False),
+    "shared": lambda: patch.object(CacheState, "estimate_shared_prefix", lambda *of: (0, 0.0)),
+    "slot_wait": lambda: patch.object(Target, "estimate_drain_s", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
-    "beta": lambda: patch("router.decide.policy.compute_congestion", lambda *of: 0.0),
-    "overdue": lambda: patch.object(Target, "OVERDUE_SHARE", 0.0),
+    "overdue": lambda: patch("router.decide.target.OVERDUE_SHARE", 0.0),
 }
-"""Terms of the price, and how a run is made without one; `seat` goes with `memory`."""
+"""Parts of the price, and how a run is made without one."""
 _CONFIGS = {
     "decode": CoreConfig(cost=CostConfig(decode_weight=0.0)),
-    "utilisation": CoreConfig(cost=CostConfig(utilisation_weight=0.0)),
-    "crowding": CoreConfig(working_set=WorkingSetConfig(enabled=False)),
+    "tie_break": CoreConfig(cost=CostConfig(utilisation_weight=0.0)),
     "learning": CoreConfig(learn=LearnConfig(enabled=False)),
 }
 ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}

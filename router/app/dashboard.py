@@ -208,9 +208,7 @@ class Dashboard:
         state = self._workers()
         state["now"] = time.time()
         state["cache_miss_tokens"] = dict(self._proxy.metrics.cache_miss_tokens)
-        cost = self._core.config.cost
         state["version"] = self._version
-        state["weights"] = {"decode": cost.decode_weight, "utilisation": cost.utilisation_weight}
         return msgspec.json.encode(state)
 
     def _add_point(self, now: float) -> None:

@@ -10,7 +10,6 @@ Refuses to know load and prices. Invariants: a request has at most one pin; no p
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from router.decide.config import CoreConfig
+from router.decide.price import CacheFacts, estimate_tier_load_s
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
@@ -26,13 +26,10 @@ from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedP
 
 SHARED_RUNNING_MIN: Final = 2
 """So many running requests with one beginning make it hot."""
-SHARED_COPY_S: Final = 10.0
+SHARED_COPY_S: Final = 15.0
 """A copy of it is good for so long."""
-SHARED_ARRIVALS_S_MIN: Final = 3.0
-"""Those that run with it came in so many seconds, at least, or in a request's life where that is less: with one second,
-four sub-agents that begin at once are spread as if others like them would come (TTFT +11 to 35 %)."""
 LIFETIME_S_MIN: Final = 1e-3
-"""Of a request, where nothing is said."""
+"""Shortest lifetime of a request, where nothing is said."""
 CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
 CLEARED_WORKERS_MAX: Final = 1000
@@ -79,25 +76,14 @@ class PromptQuery(msgspec.Struct, eq=False):
         return keys
 
 
-class CacheHits(msgspec.Struct, eq=False):
-    """What several candidates will have cached of a prompt."""
-
-    cached_tokens: list[int] = []
-    """h"""
-    resident_tokens: list[int] = []
-    """What events or history vouch for now."""
-    slower_tier_matches: dict[int, Match] = {}
-    """The matches that reach into slower tiers, by the candidate's place."""
-
-
 class CacheState:
     """What counts as cached where. One a core."""
 
-    def __init__(self, index: PrefixIndex, config: CoreConfig) -> None:
+    def __init__(self, index: PrefixIndex, config: CoreConfig, working_sets: WorkingSets) -> None:
         self._index = index
-        self._pin_grace_s = config.pin_grace_s
-        self._chunk_tokens = config.working_set.chunk_tokens
-        self.working_sets = WorkingSets(config.working_set)
+        self._pin_grace_s, self._cost_config = config.pin_grace_s, config.cost
+        self.working_sets = working_sets
+        self._chunk_tokens = working_sets.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
         self._running_prompts: set[RunningPrompt] = set()
@@ -197,25 +183,25 @@ class CacheState:
 
     def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
-    ) -> CacheHits:
+    ) -> list[CacheFacts]:
         """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
         approximate_caches = self._approximate_caches
         keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
-        hits = CacheHits()
-        for i, target in enumerate(candidates):
+        hits = []
+        for target in candidates:
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
-                pinned_tokens = resident_tokens = approximate_caches[target.name].count_cached_tokens(keys)
+                cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
+                hits.append(CacheFacts(cached_tokens, cached_tokens))
             elif match is None:
-                pinned_tokens = resident_tokens = 0
+                hits.append(CacheFacts())
             else:
-                pinned_tokens, resident_tokens = match.pinned_tokens, match.tokens
-                if resident_tokens != match.gpu_tokens:
-                    hits.slower_tier_matches[i] = match
-            hits.cached_tokens.append(pinned_tokens)
-            hits.resident_tokens.append(resident_tokens)
+                facts = CacheFacts(match.pinned_tokens, match.tokens)
+                if match.tokens != match.gpu_tokens:
+                    facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * target.speed.tier_load.factor
+                hits.append(facts)
         return hits
 
     def add_request(
@@ -273,45 +259,20 @@ class CacheState:
         target.load.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
-    def estimate_shared_prefix(
-        self, prompt: PromptQuery, now: float, lifetime_s: float, delay: float = 1.0, fair_requests: float = 0.0
-    ) -> tuple[int, float]:
-        """(tokens of its beginning that SHARED_RUNNING_MIN or more running requests have too, k / (k + 1)): what one
-        target more computes of that serves k others too, so that is the part that is not laid to this one. Where n run
-        for `lifetime_s` each, n / lifetime_s come in a second (Little's law), and more where all began lately; those of
-        SHARED_COPY_S are shared among the m targets on which they run and the one more. The busier all are (work makes
-        others wait `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
-        (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
-        elsewhere."""
+    def estimate_shared_prefix(self, prompt: PromptQuery, lifetime_s: float) -> tuple[int, float]:
+        """Return (tokens of the prompt's prefix that SHARED_RUNNING_MIN or more running requests have too, share of one
+        more copy of it that is for later requests). Where n of them run for `lifetime_s` each, n / lifetime_s come in a
+        second (Little's law). Those that come in SHARED_COPY_S are shared among the targets on which they run and the
+        one more; if k come there, this request is one of k + 1."""
         keys = prompt.get_chunk_keys(self._chunk_tokens)
         chunk_count = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
         if not chunk_count:
             return 0, 0.0
         last_key = keys[chunk_count - 1]
         running_count, target_count = self._running_chunks.count(last_key), self._running_chunk_targets.count(last_key)
-        arrival_window_s = min(
-            max(lifetime_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last_key), SHARED_ARRIVALS_S_MIN)
-        )
-        sharing_requests = running_count * SHARED_COPY_S / arrival_window_s / (1 + target_count) / delay**2
-        if running_count < target_count * fair_requests:
-            sharing_requests *= math.sqrt(running_count / (target_count * fair_requests))
+        arrivals = running_count * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
+        sharing_requests = arrivals / (target_count + 1)
         return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
-
-    def estimate_memory_wait_s(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
-        """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
-        as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        running_chunks, chunk_tokens = target.load.running_chunk_counts, self._chunk_tokens
-        running_chunk_count = (
-            0 if running_chunks is None else running_chunks.leading(prompt.get_chunk_keys(chunk_tokens), 1)
-        )
-        excess_tokens = needed_tokens - target.free_kv_tokens - chunk_tokens * running_chunk_count
-        capacity_tokens = target.capacity.kv_tokens
-        if capacity_tokens is None or excess_tokens <= 0.0:
-            return 0.0
-        running_requests = max(target.load.request_count, 1)
-        return target.estimate_drain_s(
-            math.ceil(min(excess_tokens / capacity_tokens, 1.0) * running_requests) / running_requests
-        )
 
     def release_expired_pins(self, now: float) -> None:
         """Release what has outlived its grace."""

@@ -5,9 +5,10 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,60 +20,64 @@ from router.decide.messages import Decision, RouteRequest, Terms
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
-    KvCost,
+    choose_cheapest,
     choose_least_requests,
     choose_random,
     choose_round_robin,
     choose_sticky,
-    estimate_tier_load_s,
     make_sticky_key,
 )
+from router.decide.price import (
+    CacheFacts,
+    PoolLoad,
+    PricedRequest,
+    compute_congestion,
+    price_worker,
+    sum_loads,
+)
 from router.decide.registry import WorkerRegistry
-from router.decide.shortlist import RIVALS_MIN, LoadOrder
+from router.decide.shortlist import RIVALS_MIN
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
-    """A priced set of candidates and the winner."""
+    """The prices of all candidates and the winner."""
 
-    cost: KvCost
+    targets: Sequence[Target]
+    terms: list[Terms]
+    cache_facts: list[CacheFacts]
     winner_index: int
+    request: PricedRequest
     prompt_query: PromptQuery | None
-    resident_tokens: list[int]
-    """Tokens of each candidate's h that events (or history) vouch for."""
 
     @property
     def target(self) -> Target:
         """The winner."""
-        return self.cost.targets[self.winner_index]
+        return self.targets[self.winner_index]
+
+    @property
+    def winner(self) -> Terms:
+        """The winner's price."""
+        return self.terms[self.winner_index]
 
     @property
     def wait_s(self) -> float:
-        """slow * Q of the winner."""
-        return self.target.slowdown * self.cost.queue_waits_s[self.winner_index]
+        """Time until the winner has computed what was routed there."""
+        return self.target.slowdown * self.target.estimate_queue_s(self.request.now)
 
     @property
     def queued_ahead_s(self) -> float:
         """Prefill that the router holds for the winner and will send before this request."""
-        return 0.0 if self.cost.queued_ahead_s is None else self.cost.queued_ahead_s[self.winner_index]
-
-    @property
-    def prefill_s(self) -> float:
-        """P of the winner."""
-        return self.target.estimate_prefill_s(self.cost.prompt_tokens, self.cost.cached_tokens[self.winner_index])
+        return self.cache_facts[self.winner_index].queued_ahead_s
 
     @property
     def charge_s(self) -> float:
-        """What it takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
-        return self.prefill_s + self.target.estimate_added_decode_s(self.cost.prompt_tokens, self.cost.expected_tokens)
-
-    def find_earliest(self) -> tuple[int, float]:
-        """(candidate, seconds to its first token there) of the one that is predicted to begin first."""
-        ttfts = [(self.cost.make_terms(i, 0).ttft_s, i) for i in range(len(self.cost.targets))]
-        ttft_s, i = min(ttfts)
-        return i, ttft_s
+        """What the request takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
+        return self.winner.prefill_s + self.target.estimate_added_decode_s(
+            self.request.prompt_tokens, self.request.output_tokens
+        )
 
 
 class Chooser:
@@ -92,7 +97,6 @@ class Chooser:
         self._cache_state = cache_state
         self._output_lengths = output_lengths
         self._cost_config, self._policy, self._session_affinity = config.cost, config.policy, config.session_affinity
-        self._chunk_tokens = config.working_set.chunk_tokens
         self._uses_shortlist = config.policy == "kv" and config.policy_function is None and not config.session_affinity
         self._rng = rng
         self._tie_rotation = 0
@@ -121,7 +125,7 @@ class Chooser:
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
         uses_shortlist = self._uses_shortlist and request.media_conversation is None
         load_order = (
-            self._registry.get_load_order(request, candidates, utilisation_decay)
+            self._registry.get_load_order(request, candidates, utilisation_decay, now)
             if uses_shortlist and not (queued_ahead_s or queued_s)
             else None
         )
@@ -133,102 +137,100 @@ class Chooser:
                 shortlist, matches = self._cache_state.make_shortlist(prompt_query, load_order) or (candidates, None)
         elif load_order is not None:
             shortlist = [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]]
-        pool = load_order if shortlist is not candidates else None
-        choice = self._price_candidates(
-            request, prompt_query, shortlist, matches, now, utilisation_decay, queued_s=queued_s, pool=pool
+        pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
+        priced_request = self._describe_request(
+            request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
-        if queued_ahead_s:
-            choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in candidates]
-        self._price_media(request, choice, now)
+        choice = self._price_candidates(request, priced_request, prompt_query, shortlist, matches, queued_ahead_s)
         session_index = self._find_session_candidate(request, shortlist, now) if self._session_affinity else None
         choice.winner_index = (
             self._pick_by_policy(request, shortlist, choice) if session_index is None else session_index
         )
         if load_order is not None:
-            computed_tokens = request.prompt_tokens - choice.cost.cached_tokens[choice.winner_index]
-            load_order.record_request(request.prompt_tokens, computed_tokens, choice.cost.expected_tokens)
-        if explain and pool is not None:
+            computed_tokens = request.prompt_tokens - choice.winner.cached_tokens
+            load_order.record_request(request.prompt_tokens, computed_tokens, priced_request.output_tokens)
+        if explain and shortlist is not candidates:
             full_choice = self._price_candidates(
-                request, prompt_query, candidates, None, now, utilisation_decay, queued_s=queued_s, pool=pool
+                request, priced_request, prompt_query, candidates, None, queued_ahead_s
             )
-            full_choice.cost.congestion = choice.cost.congestion
-            full_choice.cost.shared_discount = choice.cost.shared_discount
             full_choice.winner_index = candidates.index(choice.target)
             return full_choice
         return choice
 
-    def _price_candidates(
+    def _describe_request(
         self,
         request: RouteRequest,
         prompt_query: PromptQuery | None,
         targets: list[Target],
-        matches: dict[HolderId, Match] | None,
+        pool_load: PoolLoad,
         now: float,
         utilisation_decay: float,
-        *,
         queued_s: float,
-        pool: LoadOrder | None,
-    ) -> RoutingChoice:
-        """The targets with all that a price of theirs takes; `matches` where they are known. Nothing is chosen yet."""
-        tier_load_s = None
-        expected_tokens = self._output_lengths.expect(request)
-        cached_tokens = resident_tokens = [0] * len(targets)
-        if prompt_query is not None:
-            hits = self._cache_state.find_cache_hits(prompt_query, targets, matches)
-            cached_tokens, resident_tokens = hits.cached_tokens, hits.resident_tokens
-            if hits.slower_tier_matches:
-                tier_load_s = [0.0] * len(targets)
-                for i, match in hits.slower_tier_matches.items():
-                    tier_load_s[i] = estimate_tier_load_s(match, self._cost_config) * targets[i].speed.tier_load.factor
-        cost = KvCost(
-            targets,
-            cached_tokens,
-            tier_load_s,
-            prompt_tokens=request.prompt_tokens,
-            expected_tokens=expected_tokens,
-            utilisation_decay=utilisation_decay,
-            now=now,
-            config=self._cost_config,
-            queued_s=queued_s,
-            pool=pool,
+    ) -> PricedRequest:
+        """What all prices of a request have in common."""
+        shortest_wait_s, total_step_s = math.inf, 0.0
+        for target in targets:
+            total_step_s += target.step_s
+            wait_s = target.slowdown * target.estimate_queue_s(now)
+            if wait_s < shortest_wait_s:
+                shortest_wait_s = wait_s
+        priced_request = PricedRequest(
+            now,
+            request.prompt_tokens,
+            self._output_lengths.expect(request),
+            utilisation_decay,
+            compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, self._cost_config),
         )
         if prompt_query is not None:
-            needed_tokens = prompt_query.prompt_tokens + 0.5 * expected_tokens
-            total_step_s = 0.0
-            total_single_step_s = 0.0
-            total_running_count = 0.0
-            for i, target in enumerate(targets):
-                total_step_s += target.step_s
-                total_single_step_s += target.speed.single_step_s
-                total_running_count += target.load.request_count
-                if target.free_kv_tokens < needed_tokens:
-                    cost.memory_wait_s[i] = self._cache_state.estimate_memory_wait_s(
-                        prompt_query, target, needed_tokens
-                    )
-            lifetime_s = expected_tokens * total_step_s / len(targets)
-            delay_ratio = (1.0 + cost.congestion) * (
-                max(1.0, total_step_s / total_single_step_s) if total_single_step_s > 0.0 else 1.0
+            step_s = total_step_s / len(targets)
+            priced_request.shared_tokens, priced_request.shared_share = self._cache_state.estimate_shared_prefix(
+                prompt_query, priced_request.output_tokens * step_s
             )
-            mean_running_count = (
-                total_running_count / len(targets) if pool is None else pool.requests / len(pool.targets)
-            )
-            cost.shared_prefix_tokens, cost.shared_discount = self._cache_state.estimate_shared_prefix(
-                prompt_query, now, lifetime_s, delay_ratio, mean_running_count
-            )
-            if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, now):
-                cost.pressures_s = self._compute_pressures(request, prompt_query, targets, cached_tokens)
-        return RoutingChoice(cost, 0, prompt_query, resident_tokens)
+        return priced_request
+
+    def _price_candidates(
+        self,
+        request: RouteRequest,
+        priced_request: PricedRequest,
+        prompt_query: PromptQuery | None,
+        targets: list[Target],
+        matches: dict[HolderId, Match] | None,
+        queued_ahead_s: Mapping[str, float] | None,
+    ) -> RoutingChoice:
+        """Price all targets; `matches` where they are known. Nothing is chosen yet."""
+        if prompt_query is None:
+            cache_facts = [CacheFacts() for _ in targets]
+        else:
+            cache_facts = self._gather_cache_facts(request, priced_request, prompt_query, targets, matches)
+        if queued_ahead_s:
+            for target, facts in zip(targets, cache_facts):
+                facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
+        self._place_media(request, targets, cache_facts, priced_request.now)
+        config = self._cost_config
+        terms = [price_worker(target, priced_request, facts, config) for target, facts in zip(targets, cache_facts)]
+        return RoutingChoice(targets, terms, cache_facts, 0, priced_request, prompt_query)
+
+    def _gather_cache_facts(
+        self,
+        request: RouteRequest,
+        priced_request: PricedRequest,
+        prompt_query: PromptQuery,
+        targets: list[Target],
+        matches: dict[HolderId, Match] | None,
+    ) -> list[CacheFacts]:
+        """What each target's cache has of a prompt, and has room for."""
+        cache_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches)
+        if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, priced_request.now):
+            self._add_pressures(prompt_query, targets, cache_facts)
+        return cache_facts
 
     def _pick_by_policy(self, request: RouteRequest, candidates: list[Target], choice: RoutingChoice) -> int:
-        policy, cost, resident_tokens = self._policy, choice.cost, choice.resident_tokens
-        rotation = self._tie_rotation
+        policy, rotation = self._policy, self._tie_rotation
         if self.custom_policy is not None:
-            index = self.custom_policy.choose(
-                request, [cost.make_terms(i, resident_tokens[i]) for i in range(len(candidates))]
-            )
-            return cost.choose_cheapest(rotation) if index is None else index
+            index = self.custom_policy.choose(request, choice.terms)
+            return choose_cheapest(choice.terms, rotation) if index is None else index
         if policy == "kv":
-            return cost.choose_cheapest(rotation)
+            return choose_cheapest(choice.terms, rotation)
         if policy == "round_robin":
             return choose_round_robin(candidates, rotation)
         if policy == "random":
@@ -238,43 +240,38 @@ class Chooser:
             return choose_sticky(candidates, key)
         return choose_least_requests(candidates, rotation)
 
-    def _compute_pressures(
-        self, request: RouteRequest, prompt_query: PromptQuery, candidates: list[Target], cached_tokens: list[int]
-    ) -> list[float] | None:
-        """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
-        prompt_tokens = request.prompt_tokens
-        cached_shares = [tokens / prompt_tokens for tokens in cached_tokens]
-        keys = prompt_query.get_chunk_keys(self._chunk_tokens)
+    def _add_pressures(self, prompt_query: PromptQuery, targets: list[Target], cache_facts: list[CacheFacts]) -> None:
+        """Seconds that each target will compute again for want of room, over this prompt's further uses."""
+        prompt_tokens = prompt_query.prompt_tokens
         overflows = self._cache_state.working_sets.compute_overflow_shares(
-            [t.name for t in candidates], cached_shares, keys, prompt_query.prompt_tokens
+            [target.name for target in targets],
+            [facts.cached_tokens / prompt_tokens for facts in cache_facts],
+            prompt_query.get_chunk_keys(self._cache_state.working_sets.chunk_tokens),
+            prompt_tokens,
         )
-        if not any(overflows):
-            return None
         expected_reuses = self._cache_state.working_sets.reuse_count
-        return [
-            expected_reuses * overflow * target.estimate_prefill_s(prompt_tokens, 0)
-            for overflow, target in zip(overflows, candidates)
-        ]
+        for overflow, target, facts in zip(overflows, targets, cache_facts):
+            facts.pressure_s = expected_reuses * overflow * target.estimate_prefill_s(prompt_tokens, 0)
 
     def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
         """Pick anew among the same candidates, now that their place in the queue is known."""
-        choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in choice.cost.targets]
-        choice.winner_index = choice.cost.choose_cheapest(self._tie_rotation)
+        for i, (target, facts) in enumerate(zip(choice.targets, choice.cache_facts)):
+            facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
+            choice.terms[i] = price_worker(target, choice.request, facts, self._cost_config)
+        choice.winner_index = choose_cheapest(choice.terms, self._tie_rotation)
 
-    def _price_media(self, request: RouteRequest, choice: RoutingChoice, now: float) -> None:
-        """Price what a conversation with media is taken to have where it was before."""
-        placement = (
-            None
-            if request.media_conversation is None
-            else self.media_placements.get((request.media_conversation, request.scope), now)
-        )
+    def _place_media(
+        self, request: RouteRequest, targets: list[Target], cache_facts: list[CacheFacts], now: float
+    ) -> None:
+        """A conversation with media is taken to have its last prompt cached where it was before."""
+        if request.media_conversation is None:
+            return
+        placement = self.media_placements.get((request.media_conversation, request.scope), now)
         if placement is None:
             return
-        cost = choice.cost
-        cost.media_candidate_index = next(
-            (i for i, target in enumerate(cost.targets) if target.name == placement.target_name), -1
-        )
-        cost.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
+        for target, facts in zip(targets, cache_facts):
+            if target.name == placement.target_name:
+                facts.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
 
     def _find_session_candidate(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
         """The candidate this session, or else the one that started it, was sent to before, where affinity is on."""
@@ -298,9 +295,7 @@ class Chooser:
         waited_s: float = 0.0,
     ) -> Decision:
         """The choice as a value, with every candidate's terms where an explanation was asked for."""
-        cost, winner_index = choice.cost, choice.winner_index
-        target = cost.targets[winner_index]
-        terms = cost.make_terms(winner_index, choice.resident_tokens[winner_index])
+        target, terms = choice.target, choice.winner
         decision = Decision(
             request_id=request.request_id,
             worker=target.worker_id,
@@ -313,15 +308,11 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        cached_tokens_max = max(cost.cached_tokens)
-        if cached_tokens_max > terms.cached_tokens:
-            most_cached_index = cost.cached_tokens.index(cached_tokens_max)
-            decision.most_cached = cost.make_terms(most_cached_index, choice.resident_tokens[most_cached_index])
+        most_cached = max(choice.terms, key=lambda candidate: candidate.cached_tokens)
+        if most_cached.cached_tokens > terms.cached_tokens:
+            decision.most_cached = most_cached
         if explain:
-            candidate_terms: list[Terms] = [
-                cost.make_terms(i, choice.resident_tokens[i]) for i in range(len(cost.targets))
-            ]
-            decision.candidates = sorted(candidate_terms, key=lambda t: t.cost)
+            decision.candidates = sorted(choice.terms, key=lambda candidate: candidate.cost)
             decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
 

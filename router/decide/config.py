@@ -38,7 +38,6 @@ class CostConfig:
     many later requests it will delay."""
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """Spreads what is otherwise equal."""
-    utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
     tier_load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
@@ -80,15 +79,6 @@ class QueueConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkingSetConfig:
-    """What crowding a worker's cache costs (router/decide/working_set.py)."""
-
-    enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
-    live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0
-    chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 256
-
-
-@dataclass(frozen=True, slots=True)
 class RetryConfig:
     """Retries happen only before the first byte, on a worker not yet tried."""
 
@@ -120,7 +110,6 @@ class CoreConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
-    working_set: WorkingSetConfig = field(default_factory=WorkingSetConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     session_affinity: Annotated[bool, Flag(),

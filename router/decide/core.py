@@ -40,6 +40,7 @@ from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, WorkerState
+from router.decide.working_set import WorkingSets
 from router.index.protocol import PrefixIndex
 
 QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
@@ -57,11 +58,13 @@ PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
 class RouterCore:
     """Chooses a worker for each request and keeps the books. See the module's docstring."""
 
-    def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0, working_sets: WorkingSets | None = None
+    ) -> None:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.cache_state = CacheState(index, config)
+        self.cache_state = CacheState(index, config, working_sets or WorkingSets())
         self.registry = WorkerRegistry(index, self.tracker, self.cache_state, CircuitBreaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
@@ -425,20 +428,19 @@ class RouterCore:
         request, config = active_request.request, self.config.queue
         ttft_limits_s = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
         ttft_left_s = min(ttft_limits_s) - (now - active_request.arrived_s)
-        if choice.cost.make_terms(choice.winner_index, 0).ttft_s <= ttft_left_s:
+        if choice.winner.ttft_s <= ttft_left_s:
             return None
-        earliest_index, ttft_s = choice.find_earliest()
-        if ttft_s <= ttft_left_s:
-            choice.winner_index = earliest_index
+        choice.winner_index = min(range(len(choice.terms)), key=lambda i: choice.terms[i].ttft_s)
+        terms = choice.winner
+        if terms.ttft_s <= ttft_left_s:
             return None
-        terms = choice.cost.make_terms(earliest_index, 0)
         self.counters["too_slow"] += 1
-        message = f"The first token is predicted in {ttft_s:.3g} s, and asked for in {min(ttft_limits_s):.3g} s"
+        message = f"The first token is predicted in {terms.ttft_s:.3g} s, and asked for in {min(ttft_limits_s):.3g} s"
         if terms.prefill_s + terms.tier_load_s > min(ttft_limits_s):
             alone_s = terms.prefill_s + terms.tier_load_s
             message += f": this prompt takes {alone_s:.3g} s also where nothing else runs."
             return Refuse(request.request_id, 429, "too_slow", message)
-        return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(ttft_limits_s))
+        return Refuse(request.request_id, 429, "too_slow", f"{message}.", terms.ttft_s - min(ttft_limits_s))
 
     def _make_queue_position(self, active_request: ActiveRequest) -> QueuePosition:
         request = active_request.request
@@ -503,8 +505,8 @@ class RouterCore:
             cached_tokens=decision.predicted_cached_tokens,
             stream=request.is_streaming,
             now=now,
-            expected_tokens=choice.cost.expected_tokens,
-            tier_load_s=choice.cost.get_tier_load_s(choice.winner_index) / target.speed.tier_load.factor,
+            expected_tokens=choice.request.output_tokens,
+            tier_load_s=choice.winner.tier_load_s / target.speed.tier_load.factor,
         )
         if request.priority >= self._background_priority:
             target.load.background_request_count += 1
@@ -541,7 +543,7 @@ class RouterCore:
             request.request_id,
             position,
             target=choice.target.name,
-            prefill_s=choice.prefill_s,
+            prefill_s=choice.winner.prefill_s,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,

@@ -82,8 +82,6 @@ class Load:
     """Prefill seconds routed here per second, averaged over a minute, times the tracker's decay."""
     arrivals_scaled: float = 0.0
     """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
-    last_step_at_s: float = -math.inf
-    """When a step was last seen to end: by a first token, or a last one."""
     last_request_end_s: float = -math.inf
     routed_requests: int = 0
     """Requests sent here since the target was added."""

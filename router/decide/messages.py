@@ -111,56 +111,47 @@ class FailureKind(str, enum.Enum):
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
-    """What one candidate's price is made of; docs/routing.md's symbols. Seconds unless the name says tokens."""
+    """The price of one worker for one request: its six parts, their sum, and what explains them (docs/routing.md).
+    Seconds unless the name says otherwise."""
 
     worker: str
+    cost: float
+    """ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s; the lowest wins."""
+    ttft_s: float
+    """Predicted time to the first token: slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
+    decode_s: float
+    """Time of the answer after its first token and what it adds to others there, times `cost.decode_weight`."""
+    congestion_s: float
+    """Time that the prefill adds to the waits of later requests."""
+    pressure_s: float
+    """Prefill that will be computed again because the worker lacks room for all prompts that live there."""
+    shared_s: float
+    """Discount for the part of the prefill that other requests will use."""
+    tie_break_s: float
+    """Recent utilisation, times `cost.utilisation_weight`."""
     cached_tokens: int
-    """h: usable cached prefix, requests in flight included."""
+    """Usable cached prefix, requests in flight included."""
     resident_tokens: int
-    """What events (or the approximate index) vouch for now: of h."""
+    """Part of the cached prefix that events (or the approximate cache) vouch for now."""
     prefill_s: float
-    """P: uncached prefill on an otherwise idle worker."""
+    """Prefill of the uncached tokens on an otherwise idle worker."""
     queue_s: float
-    """Q: prefill routed there before and not yet done."""
-    queued_ahead_s: float
-    """Prefill that the router has queued for it and will send before this request."""
+    """Prefill that goes first: routed there and not done, or queued in the router."""
     slowdown: float
     """Factor by which running decodes stretch a prefill."""
-    tier_load_s: float
-    """Time to fetch the part of h that lies on slower tiers."""
-    pressure_s: float
-    """What will be computed again because the worker lacks room for all that lives there."""
-    utilisation: float
-    """U: prefill seconds routed there per second, averaged over a minute."""
-    congestion: float
-    decode_requests: int
-    ttft_s: float
-    """The prediction: slowdown * (Q + queued ahead + P) + step wait + slot wait + memory wait + tier load."""
-    cost: float
-    """The price; the lowest wins."""
-    output_tokens: float = 0.0
-    """What is expected of the answer."""
-    slot_wait_s: float = 0.0
+    slot_wait_s: float
     """Wait for a sequence slot (max_num_seqs), where all are taken."""
-    memory_wait_s: float = 0.0
-    """Wait for KV memory, where running requests hold too much of it."""
-    decode_s: float = 0.0
-    """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
-    step_wait_s: float = 0.0
-    """Until the step that runs ends: a prompt begins with the next."""
-    shared_s: float = 0.0
-    """The part of `prefill_s` that is laid to others who run now and begin alike: the price is without it."""
-    decode_stall_s: float = 0.0
-    """For how long those who decode there stand still, all together, while this request's share of what several begin
-    with is computed once more; counts `decode_weight` times."""
-    overtaking_s: float = 0.0
-    """What those that wait there, and have more left, wait longer for this prompt, all together: where its engine takes
-    who has the least left first. They are not in `queue_s`."""
+    tier_load_s: float
+    """Time to fetch the part of the cached prefix that lies on slower tiers."""
+    output_tokens: float
+    """Expected length of the answer."""
+    decode_requests: int
+    """Requests that are past their first token there, other routers' and external ones included."""
+    external_requests: int
+    """Requests that no router sent, as the engine reports, where that is believed."""
     media_cached_tokens: int = 0
-    """Of a prompt with media: taken to be cached here, where its conversation was before. Not in `cached_tokens`."""
-    external_requests: int = 0
-    """Requests there that no router of ours sent, as its engine reports: those that run are among `decode_requests`,
-    those that wait in `queue_s`."""
+    """Tokens of a prompt with media that are taken to be cached where its conversation was before; not in
+    `cached_tokens`."""
 
 
 class Decision(msgspec.Struct, eq=False):

@@ -175,17 +175,19 @@ class WorkerRegistry:
             return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
         return pool
 
-    def get_load_order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
+    def get_load_order(
+        self, request: RouteRequest, candidates: list[Target], decay: float, now: float
+    ) -> LoadOrder | None:
         """The order of a large pool, up to date; None for a small one, or where these candidates are only a part of it.
-        `factor`: of the tracker's utilisation."""
+        `decay`: the tracker's, of utilisation."""
         key = (request.model, request.role)
         if len(candidates) < POOL_SIZE_MIN or self._pools[key][0] is not candidates:
             return None
         order = self._load_orders.get(key)
         if order is None:
-            order = self._load_orders[key] = LoadOrder(candidates, self._tracker.cost, factor)
+            order = self._load_orders[key] = LoadOrder(candidates, self._tracker.cost, now, decay)
             self._tracker.load_orders.append(order)
-        order.update(factor)
+        order.update(now, decay)
         return order
 
     def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:

@@ -5,7 +5,7 @@ beaten by RIVALS_MIN others that come before it and have as long a prefix is not
 whose price exceeds the least by at most what differs between this request and the typical one:
 
     |W * P - (that of the typical one)| * (the pool's largest slow - its least) + what `decode` differs by between the
-    two + progress + a step + what a target's load changed since it was placed
+    two + progress + what a target's load changed since it was placed
 
 Where the index says who is unbeaten; here is only the order. Refuses to know requests, the index and clocks. Invariant:
 `holders` is `_sorted_holders` without its keys; the sums are over what was placed.
@@ -17,15 +17,16 @@ import bisect
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from router.decide.config import CostConfig
+from router.decide.price import CacheFacts, PricedRequest, price_worker, sum_loads
 from router.decide.target import Target
 from router.index.protocol import HolderId
 
 POOL_SIZE_MIN: Final = 33
 """Smaller pools are priced whole."""
-RIVALS_MIN: Final = 13
+RIVALS_MIN: Final = 8
 REQUESTS_AVERAGED: Final = 256.0
 """Requests over which the typical one is averaged."""
 DRIFT_RATIO: Final = 1.5
@@ -56,20 +57,11 @@ def _is_near(tokens: float, other_tokens: float) -> bool:
     return tokens <= DRIFT_RATIO * other_tokens + 1.0 and other_tokens <= DRIFT_RATIO * tokens + 1.0
 
 
-class SummedLoad(NamedTuple):
-    """What one target adds to the sums over a pool."""
-
-    work_rate: float
-    arrival_rate: float
-    peer_utilisation: float
-    requests: float
-
-
 class LoadOrder:
     """A pool of targets, the least to do first, and the sums over it that the price asks for."""
 
-    def __init__(self, targets: Sequence[Target], config: CostConfig, factor: float) -> None:
-        """`factor`: U of a target is its `utilisation_scaled` times this."""
+    def __init__(self, targets: Sequence[Target], config: CostConfig, now: float, decay: float) -> None:
+        """`decay`: the tracker's, of utilisation."""
         self._config = config
         self.targets = {target.holder: target for target in targets}
         self._rotation = list(targets)
@@ -77,21 +69,19 @@ class LoadOrder:
         self.typical, self._mean_request = TypicalRequest(), TypicalRequest()
         """What the order is made for, and what requests are on average."""
         self._requests_averaged = 0.0
-        self.rebuild(factor)
+        self.rebuild(now, decay)
 
-    def rebuild(self, factor: float) -> None:
+    def rebuild(self, now: float, decay: float) -> None:
         """Place all anew: as at first, or after the scale of utilisation changed."""
         self._changed_holders: set[HolderId] = set()
         self._sorted_holders = sorted(
-            (self._sort_key(target, factor), holder) for holder, target in self.targets.items()
+            (self._sort_key(target, now, decay), holder) for holder, target in self.targets.items()
         )
         # An array, which the index reads as it is.
         self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._sorted_holders]))
         self._sort_keys = {holder: key for key, holder in self._sorted_holders}
-        self._sums_by_holder = {holder: _summed_load(target) for holder, target in self.targets.items()}
-        self.work_rate, self.arrival_rate, self.peer_utilisation, self.requests = (
-            sum(column) for column in zip(*self._sums_by_holder.values())
-        )
+        self._loads_by_holder = {holder: sum_loads([target]) for holder, target in self.targets.items()}
+        self.pool_load = sum_loads(list(self.targets.values()))
 
     def mark_changed(self, target: Target) -> None:
         """Its load changed."""
@@ -106,27 +96,24 @@ class LoadOrder:
         mean.computed_tokens += share * (computed_tokens - mean.computed_tokens)
         mean.answer_tokens += share * (answer_tokens - mean.answer_tokens)
 
-    def update(self, factor: float) -> None:
+    def update(self, now: float, decay: float) -> None:
         """Bring the order up to date; call before reading `holders` and the sums."""
         if not self._mean_request.is_near(self.typical):
             self.typical = replace(self._mean_request)
-            self.rebuild(factor)
+            self.rebuild(now, decay)
         for holder in self._changed_holders:
-            self._reposition(holder, factor)
+            self._reposition(holder, now, decay)
         self._changed_holders.clear()
         for _ in range(REPOSITIONS_PER_UPDATE):
-            self._reposition(self._rotation[self._rotation_index].holder, factor)
+            self._reposition(self._rotation[self._rotation_index].holder, now, decay)
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
 
-    def _reposition(self, holder: HolderId, factor: float) -> None:
+    def _reposition(self, holder: HolderId, now: float, decay: float) -> None:
         target, old_key = self.targets[holder], self._sort_keys[holder]
-        sums, old_sums = _summed_load(target), self._sums_by_holder[holder]
-        self.work_rate += sums.work_rate - old_sums.work_rate
-        self.arrival_rate += sums.arrival_rate - old_sums.arrival_rate
-        self.peer_utilisation += sums.peer_utilisation - old_sums.peer_utilisation
-        self.requests += sums.requests - old_sums.requests
-        self._sums_by_holder[holder] = sums
-        key = self._sort_key(target, factor)
+        load, old_load = sum_loads([target]), self._loads_by_holder[holder]
+        self.pool_load = self.pool_load.add_change(load, old_load)
+        self._loads_by_holder[holder] = load
+        key = self._sort_key(target, now, decay)
         if key == old_key:
             return
         position = bisect.bisect_left(self._sorted_holders, (old_key, holder))
@@ -136,34 +123,18 @@ class LoadOrder:
         self.holders.insert(position, holder)
         self._sort_keys[holder] = key
 
-    def _sort_key(self, target: Target, factor: float) -> float:
-        """Seconds."""
-        prompt_tokens, answer_tokens = int(self.typical.prompt_tokens), self.typical.answer_tokens
-        computed_tokens = int(self.typical.computed_tokens)
-        prefill_s = target.estimate_prefill_s(prompt_tokens, prompt_tokens - computed_tokens)
-        wait_s = target.prefill_queue.total_prefill_s - 0.5 * target.prefill_queue.oldest_prefill_s
-        if target.prefill_queue.is_shortest_first:
-            before_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, wait_s)
-            wait_s = before_s + overtaken_count * prefill_s
-        cost_s = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
-        cost_s += self._config.utilisation_weight * target.load.utilisation_scaled * factor
-        if target.total_request_count:
-            cost_s += 0.5 * target.step_s
-        cost_s += self._config.utilisation_weight * target.peer_load.utilisation
-        if target.capacity.kv_tokens and target.free_kv_tokens < computed_tokens:
-            cost_s += target.estimate_drain_s((computed_tokens - target.free_kv_tokens) / target.capacity.kv_tokens)
-        return cost_s + self._config.decode_weight * target.estimate_decode_s(prompt_tokens, answer_tokens)
+    def _sort_key(self, target: Target, now: float, decay: float) -> float:
+        """Return the price of the typical request there, while the oldest prefill is at most half done: a key that goes
+        on changing would be out of date before it is looked at."""
+        typical, queue = self.typical, target.prefill_queue
+        half_done_at_s = queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown
+        request = PricedRequest(min(now, half_done_at_s), int(typical.prompt_tokens), typical.answer_tokens, decay)
+        cache = CacheFacts(int(typical.prompt_tokens) - int(typical.computed_tokens))
+        return price_worker(target, request, cache, self._config).cost
 
     def check_invariants(self) -> None:
         """The order is sorted and whole, the sums are what they sum."""
         assert self._sorted_holders == sorted((key, holder) for holder, key in self._sort_keys.items())
         assert list(self.holders) == [holder for _, holder in self._sorted_holders]
-        sums = (self.work_rate, self.arrival_rate, self.peer_utilisation, self.requests)
-        for total, column in zip(sums, zip(*self._sums_by_holder.values())):
+        for total, column in zip(self.pool_load, zip(*self._loads_by_holder.values())):
             assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))
-
-
-def _summed_load(target: Target) -> SummedLoad:
-    """What it adds to the sums."""
-    load = target.load
-    return SummedLoad(load.utilisation_scaled, load.arrivals_scaled, target.peer_load.utilisation, load.request_count)

@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Final
 
 import msgspec
 
@@ -25,6 +25,8 @@ from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
 """Oldest prompts without a first token that are sorted whenever one comes or goes."""
+OVERDUE_SHARE: Final = 0.2
+"""Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
 _REMAINING_SHARE_MIN: Final = 0.05
 """Share of a prefill that is taken to be left when it should be done, where others went first meanwhile."""
 
@@ -196,9 +198,6 @@ class PrefillQueue:
 class Target:
     """State of one target that its price is made of."""
 
-    OVERDUE_SHARE: ClassVar[float] = 0.2
-    """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
-
     def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
@@ -283,7 +282,7 @@ class Target:
         progress_s = (now - queue.busy_since_s - queue.fixed_step_share * self.step_s) / self.slowdown
         if progress_s <= 0.0:
             return waiting_s
-        remaining_s, overdue_s = queue.oldest_prefill_s - progress_s, self.OVERDUE_SHARE * progress_s
+        remaining_s, overdue_s = queue.oldest_prefill_s - progress_s, OVERDUE_SHARE * progress_s
         return waiting_s - queue.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
     def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
@@ -304,25 +303,12 @@ class Target:
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 
-    def estimate_step_wait_s(self, now: float) -> float:
-        """Return the time until the step that runs ends, and another may begin with a new prompt: what is left of the
-        step if it was seen to begin, else half of one; what the step prefills is in Q."""
-        remaining_s = self.step_s - (now - self.load.last_step_at_s)
-        if remaining_s > 0.0:
-            return remaining_s if self.total_request_count else 0.0
-        return 0.5 * self.step_s if self.total_request_count and not self.prefill_queue.total_prefill_s else 0.0
-
-    def estimate_decode_s(self, prompt_tokens: int, expected_tokens: float) -> float:
-        """Return what the rest of such an answer would take here, and what it would cost the answers beside it: n
-        sequences share the steps with it, each of which it makes longer by c and its context, as they make its own."""
-        context_s = self.speed.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
-        decode_s = expected_tokens * (self.speed.single_step_s + context_s)
-        if self.total_request_count:
-            overlap_tokens, remaining_tokens = expected_tokens, self.load.mean_remaining_output_tokens
-            if remaining_tokens < overlap_tokens:  # those that run may be gone before it is
-                overlap_tokens *= 2.0 * remaining_tokens / (remaining_tokens + overlap_tokens)
-            decode_s += overlap_tokens * (self.mutual_step_delay_s + self.total_request_count * context_s)
-        return decode_s
+    def compute_free_share(self) -> float:
+        """Return the share of the worker that running requests leave: of its KV memory, times of its sequence slots."""
+        free_slots_share = 1.0 - self.total_request_count / self.capacity.max_num_seqs
+        if not self.capacity.kv_tokens:
+            return max(free_slots_share, 0.0)
+        return max(free_slots_share, 0.0) * max(self.free_kv_tokens / self.capacity.kv_tokens, 0.0)
 
     def estimate_added_decode_s(self, prompt_tokens: int, expected_tokens: float) -> float:
         """Return what such an answer adds to the steps of others."""

@@ -46,6 +46,8 @@ COUNT_TOLERANCE_TOKENS: Final = 16
 """No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
 tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
 chunks, which is as good."""
+UTILISATION_WINDOW_S: Final = 60.0
+"""Time over which utilisation is averaged."""
 _RESCALE_WINDOWS: Final = 20.0
 
 
@@ -132,7 +134,7 @@ class LoadTracker:
         load.remaining_output_tokens += expected_tokens
         target.recompute_decode_load()
         target.recompute_queue()
-        window_s = self.cost.utilisation_window_s
+        window_s = UTILISATION_WINDOW_S
         growth = math.exp((now - self._update_decay_epoch(now)) / window_s)
         load.utilisation_scaled += request.prefill_s / window_s * growth
         load.arrivals_scaled += growth / window_s
@@ -145,7 +147,6 @@ class LoadTracker:
             return None
         self._observe_first_token(request, now)
         self._start_decode(request, now)
-        request.target.load.last_step_at_s = now
         request.target.learn_max_num_seqs(now - request.routed_at_s, request.expected_ttft_s, now)
         return request
 
@@ -183,8 +184,6 @@ class LoadTracker:
         target.record_queue_progress(now)
         load.request_count -= 1
         load.last_request_end_s = now
-        if is_computed:
-            load.last_step_at_s = now
         # Recomputed when empty, so that rounding never accumulates.
         load.remaining_output_tokens = (
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
@@ -199,7 +198,7 @@ class LoadTracker:
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
-            window_s = self.cost.utilisation_window_s
+            window_s = UTILISATION_WINDOW_S
             growth = math.exp((request.routed_at_s - self._update_decay_epoch(now)) / window_s)
             load.utilisation_scaled = max(0.0, load.utilisation_scaled - request.prefill_s / window_s * growth)
         if reported_cached is not None:
@@ -268,7 +267,7 @@ class LoadTracker:
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
         """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
-        return math.exp(-max(now - self._update_decay_epoch(now), 0.0) / self.cost.utilisation_window_s)
+        return math.exp(-max(now - self._update_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
 
     def compute_utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
@@ -277,7 +276,7 @@ class LoadTracker:
 
     def _update_decay_epoch(self, now: float) -> float:
         """Decay is kept as one growing factor for all; start over before it overflows."""
-        window_s = self.cost.utilisation_window_s
+        window_s = UTILISATION_WINDOW_S
         if self._epoch_s is None:
             self._epoch_s = now
         elif now - self._epoch_s > _RESCALE_WINDOWS * window_s:
@@ -287,7 +286,7 @@ class LoadTracker:
                 target.load.arrivals_scaled *= factor
             self._epoch_s = now
             for order in self.load_orders:
-                order.rebuild(1.0)
+                order.rebuild(now, 1.0)
         return self._epoch_s
 
     # Learning ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from router.decide.config import WorkingSetConfig
-
+LIVE_S: Final = 90.0
+"""Seconds within which a prompt is expected to come back; 300 are worse than no working set at all."""
+CHUNK_TOKENS: Final = 256
+"""Prompts are compared in pieces of so many tokens."""
 REUSE_MAX: Final = 5.0
 """Most times that a computed token is taken to be used again."""
 REUSE_REQUESTS: Final = 500.0
@@ -39,9 +41,9 @@ class WorkingSets:
     `_free_tokens_min` is at most the least of capacity - need.
     """
 
-    def __init__(self, config: WorkingSetConfig) -> None:
-        self._is_enabled, self._live_s = config.enabled, config.live_s
-        self._chunk_tokens, self._decay = config.chunk_tokens, 1.0 - 1.0 / REUSE_REQUESTS
+    def __init__(self, *, live_s: float = LIVE_S, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.chunk_tokens, self._live_s = chunk_tokens, live_s
+        self._decay = 1.0 - 1.0 / REUSE_REQUESTS
         self._usages: dict[str, _TargetUsage] = {}
         self._chunks: OrderedDict[int, tuple[_TargetUsage, float, bool, str | None]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
@@ -54,7 +56,7 @@ class WorkingSets:
     # Targets -----------------------------------------------------------------------------------------------------
     def set_capacity(self, target: str, tokens: int | None) -> None:
         """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
-        if tokens is None or not self._is_enabled:
+        if tokens is None:
             self.clear(target)
             self._usages.pop(target, None)
         elif target in self._usages:
@@ -141,7 +143,7 @@ class WorkingSets:
             if usage is None or not tokens:
                 overflows.append(0.0)
                 continue
-            other_tokens = (usage.reused_chunks - prompt_chunks[id(usage)]) * self._chunk_tokens
+            other_tokens = (usage.reused_chunks - prompt_chunks[id(usage)]) * self.chunk_tokens
             overflow = max(other_tokens + tokens - usage.capacity_tokens, 0) / tokens
             overflows.append(min(overflow, 1.0 - cached_share))
         return overflows
@@ -177,7 +179,7 @@ class WorkingSets:
         self._update_free_tokens_min()
 
     def _compute_free_tokens(self, usage: _TargetUsage) -> int:
-        return usage.capacity_tokens - usage.reused_chunks * self._chunk_tokens
+        return usage.capacity_tokens - usage.reused_chunks * self.chunk_tokens
 
     def _update_free_tokens_min(self) -> None:
         self._free_tokens_min = min(map(self._compute_free_tokens, self._usages.values()), default=0)

@@ -62,7 +62,7 @@ class MissReasonsRecorder:
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = FactsAdapter(core, prompts.tokenizer_of)
-        self._chunk_tokens = core.config.working_set.chunk_tokens
+        self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         self._operator_watches = WatchedConversations(config.ttl_s)
         self._outline_tasks: set[asyncio.Task[None]] = set()

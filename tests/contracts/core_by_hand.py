@@ -113,9 +113,11 @@ def request(request_id: str, tokens: Sequence[int] | None = None, **changes: obj
     return base.replace(**changes)
 
 
-def make_core(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:
+def make_core(
+    names: str = "ab", config: CoreConfig | None = None, working_sets: WorkingSets | None = None, **changes: object
+) -> tuple[RouterCore, NaiveIndex]:
     index = NaiveIndex()
-    core = RouterCore(index, config or CoreConfig())
+    core = RouterCore(index, config or CoreConfig(), working_sets=working_sets)
     for name in names:
         core.add_worker(spec(name, **changes), 0.0)
     return core, index
@@ -142,4 +144,4 @@ def used_tokens(sets: WorkingSets, target: str, now: float) -> int | None:
     """Tokens that live at the target and were used before. None where its capacity is not known."""
     sets._expire(now)
     usage = sets._usages.get(target)
-    return None if usage is None else usage.reused_chunks * sets._chunk_tokens
+    return None if usage is None else usage.reused_chunks * sets.chunk_tokens

@@ -20,11 +20,11 @@ from router.decide.config import (
     QueueConfig,
     RetryConfig,
     ServiceModel,
-    WorkingSetConfig,
 )
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, WorkerLost
 from router.decide.queue import TENANTS_MAX, RetryBudget
 from router.decide.workers import CacheView, ServedModel, WorkerState
+from router.decide.working_set import WorkingSets
 from router.index.protocol import Scope
 
 
@@ -569,9 +569,9 @@ class Books(RuleBasedStateMachine):
                 background_running=1,
                 background_wait_s_max=3.0,
             ),
-            working_set=WorkingSetConfig(chunk_tokens=4, live_s=5.0),
         )
-        self.core, self.index = make_core(self.NAMES, config, cache_tokens=20)
+        working_sets = WorkingSets(chunk_tokens=4, live_s=5.0)
+        self.core, self.index = make_core(self.NAMES, config, working_sets, cache_tokens=20)
         self.now = 0.0
         self.count = 0
         self.open: dict[str, str] = {}

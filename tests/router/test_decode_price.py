@@ -98,55 +98,22 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (
-            (0, 0.0) if name in "ab" else (2816, 1 / 2)
-        ), "two on one: one on each of two"
+        assert core.cache_state.estimate_shared_prefix(prompt, 15.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
+            "two on one: one on each of two"
+        )
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
-    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
-    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
-        "ten times as many come while a copy is good"
-    )
-    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
-        "work makes others wait twice as long"
-    )
-    assert core.cache_state.estimate_shared_prefix(
-        prompt, 60.0, 10.0, 1.0, 2.0
-    ) == core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0), "it is all that runs there"
-    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
-        "it is a quarter of what runs there"
+    assert core.cache_state.estimate_shared_prefix(prompt, 15.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.cache_state.estimate_shared_prefix(prompt, 7.5) == (2816, (8 / 3) / (8 / 3 + 1)), (
+        "twice as many come while a copy is good"
     )
     core.check_invariants()
     core.abort_request("d", 0.5)
     core.fail_attempt("a", FailureKind.OVERLOADED, 1.0)
     core.abort_request("a", 1.0)
     core.finish_request("b", None, 1.0)
-    assert core.cache_state.estimate_shared_prefix(prompt, 60.0, 10.0) == (0, 0.0)
+    assert core.cache_state.estimate_shared_prefix(prompt, 15.0) == (0, 0.0)
     core.check_invariants()
-
-
-def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> None:
-    core = pool(2)
-    prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
-    for i, name in enumerate("abcd"):
-        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
-    for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):
-        users = 4 * 10 / came_s / 2
-        assert core.cache_state.estimate_shared_prefix(prompt, now, 20.0) == (
-            2816,
-            pytest.approx(users / (users + 1)),
-        ), "four in the seconds since the first, but in three at least, and in no more than a request's life"
-    assert core.cache_state.estimate_shared_prefix(prompt, 13.0, 1.0) == core.cache_state.estimate_shared_prefix(
-        prompt, 100.0, 1.0
-    ), "a life is shorter than that"
-    core.abort_request("a", 14.0)
-    for name in "bcd":
-        core.abort_request(name, 14.0)
-    for i, name in enumerate("ef"):
-        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 50.0 + i)
-    assert core.cache_state.estimate_shared_prefix(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), (
-        "they are the first again"
-    )
 
 
 def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
@@ -250,34 +217,21 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
         assert target.free_kv_tokens == 20_000
 
 
-def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
+def test_a_copy_of_a_shared_prefix_is_worth_less_where_memory_is_full_and_what_is_shared_counts_once() -> None:
     """Workers of 16k tokens. Six long prompts that share nothing fill one; six that share all but a little do not."""
-    for is_shared, waits in ((False, True), (True, False)):
+    free_shares = []
+    for is_shared in (False, True):
         core = pool(2, cache_tokens=16_000)
         for i in range(6):
             ids = [0 if is_shared else i] * 2500 + [i] * 40
             core.route(RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids), worker="w0"), 0.0)
             core.record_first_token(f"r{i}", 1.0)
-        ids = [77] * 2500
-        decision = core.explain(RouteRequest("x", "m", SCOPE, ids, len(ids)), 2.0)
-        terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
-        assert (terms["w0"].memory_wait_s > 0.0) == waits
-        assert terms["w1"].memory_wait_s == 0.0
-
-
-def test_room_comes_when_a_request_ends_whole() -> None:
-    """Two long ones run, and the third lacks room for a little more than there is, or for much: it waits for one."""
-    waits = []
-    for length in (5_000, 6_500):
-        core = pool(2, cache_tokens=16_000)
-        for i in range(2):
-            core.route(RouteRequest(f"r{i}", "m", SCOPE, [i] * 6_000, 6_000, worker="w0"), 0.0)
-            core.record_first_token(f"r{i}", 1.0)
-        decision = core.explain(RouteRequest("x", "m", SCOPE, [77] * length, length), 2.0)
-        terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
-        waits.append(terms["w0"].memory_wait_s)
-        assert terms["w0"].memory_wait_s == core.tracker.targets["w0"].estimate_drain_s(0.5)
-    assert waits[0] == waits[1] > 0.0
+        target = core.tracker.targets["w0"]
+        free_shares.append(target.compute_free_share())
+        shared_tokens = 5 * 2304 if is_shared else 0  # whole chunks of all but one
+        assert free_shares[-1] == pytest.approx((1 - 6 / 256) * (1 - (6 * 2540 - shared_tokens) / 16_000))
+        assert core.tracker.targets["w1"].compute_free_share() == 1.0
+    assert free_shares[0] < 0.1 < 0.7 < free_shares[1]
 
 
 @given(st.lists(st.integers(-5, 10**12), max_size=100))

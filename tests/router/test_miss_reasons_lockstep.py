@@ -96,9 +96,15 @@ def draw_next_talk(rng: random.Random, talk: Talk) -> Talk:
     return Talk(ids, words)
 
 
+def make_terms(worker: str, cached_tokens: int, resident_tokens: int, ttft_s: float) -> Terms:
+    return Terms(
+        worker, 0.0, ttft_s, 0.0, 0.0, 0.0, 0.0, 0.0, cached_tokens, resident_tokens, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0, 0
+    )
+
+
 def draw_decision(rng: random.Random, tokens: int) -> Decision:
     def terms(worker: str, cached_tokens: int) -> Terms:
-        return Terms(worker, cached_tokens, rng.randrange(tokens + 1), 0, 0, 0, 1, 0, 0, 0, 0, 0, rng.random(), 0)
+        return make_terms(worker, cached_tokens, rng.randrange(tokens + 1), rng.random())
 
     cached_tokens = rng.choice([0, rng.randrange(tokens // BLOCK + 1)]) * BLOCK
     chosen_terms = terms(rng.choice("ab"), cached_tokens)
@@ -193,7 +199,7 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
         route = make_route(ids, SCOPES[0], f"s{number % 9}" if number % 2 else None)
         prompt = AnalyzedPrompt(f"r{number}", route, ids, None, chunk_keys=keys)
-        terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+        terms = make_terms("a", 0, 0, 0.0)
         decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, terms, 0.0)
         analyzers.record_compared(prompt, Placement(decision, None, BLOCK, 1.0 + number, 0.0), SomeFacts())
     sizes = [len(analyzers.analyzer.history), len(analyzers.naive.history)]
@@ -203,7 +209,7 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
 
 def test_a_block_without_tokens_is_refused() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
-    terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    terms = make_terms("a", 0, 0, 0.0)
     decision = Decision("r", "a", None, 0, 3, 0, 0.0, terms, 0.0)
     prompt = AnalyzedPrompt("r", make_route(array("I", [1, 2, 3]), SCOPES[0], "s"), array("I", [1, 2, 3]), None)
     with pytest.raises(ValueError, match="block"):
@@ -213,7 +219,7 @@ def test_a_block_without_tokens_is_refused() -> None:
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
-    terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    terms = make_terms("a", 0, 0, 0.0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
         decision = Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0)
         analyzer.record_placed(name, None, tokens, Placement(decision, None, BLOCK, 0.0, 0.0))

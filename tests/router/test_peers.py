@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
-from router.decide.target import Target
+from router.decide.target import OVERDUE_SHARE, Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
@@ -76,7 +76,7 @@ def test_two_routers_see_what_one_would(
             )
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
-            late_s = target.OVERDUE_SHARE * 0.05 * len(steps)
+            late_s = OVERDUE_SHARE * 0.05 * len(steps)
             assert target.estimate_queue_s(at) == pytest.approx(
                 single_target.estimate_queue_s(now), rel=1e-3, abs=0.06 + late_s
             )

@@ -509,5 +509,5 @@ def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
     full_result = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]
     idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == full_result}
-    assert idle <= {"blockcast_without_utilisation"}, "it decides among equals only"
+    assert idle <= {"blockcast_without_tie_break"}, "it decides among equals only"
     assert sim.runs.run("blockcast", setting, workload, 1.0, options)[1] == full_result

@@ -10,11 +10,12 @@ import pytest
 from core_by_hand import used_tokens
 
 from prompts.routing import RoutingRequest, parse_routing
-from router.decide.config import CoreConfig, WorkingSetConfig
+from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.output_lengths import OutputLengths
 from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.encode import read_routing_fields
@@ -107,8 +108,8 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
         assert names[0] == names[1] != names[2]
 
 
-def core_with(**changes: Any) -> RouterCore:
-    core = RouterCore(make_index(seed=1), CoreConfig(**changes))
+def core_with(working_sets: WorkingSets | None = None, **changes: Any) -> RouterCore:
+    core = RouterCore(make_index(seed=1), CoreConfig(**changes), working_sets=working_sets)
     for name in "ab":
         core.add_worker(WorkerSpec(name, f"http://{name}", (ServedModel("m", "m"),), cache_tokens=100_000), 0.0)
     return core
@@ -140,7 +141,7 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
 
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
-    core = core_with(working_set=WorkingSetConfig(chunk_tokens=64))
+    core = core_with(WorkingSets(chunk_tokens=64))
     shared_ids, sets = [7] * 640, core.cache_state.working_sets
     for turn, name in enumerate("xyxy"):
         tail = [ord(name)] * (1280 + 64 * turn)

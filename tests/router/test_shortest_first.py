@@ -14,8 +14,9 @@ from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
-from router.decide.messages import Enqueue, Forward, RouteRequest
-from router.decide.policy import KvCost
+from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
+from router.decide.policy import choose_cheapest
+from router.decide.price import CacheFacts, PricedRequest, price_worker
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
@@ -36,11 +37,12 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
     return tracker, targets
 
 
-def price(tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float) -> KvCost:
-    factor = tracker.compute_utilisation_decay(now)
-    return KvCost(
-        targets, cached_tokens, None, prompt_tokens=tokens, utilisation_decay=factor, now=now, config=CostConfig()
-    )
+def price(
+    tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float
+) -> list[Terms]:
+    request = PricedRequest(now, tokens, 0.0, tracker.compute_utilisation_decay(now), congestion=0.1)
+    facts = [CacheFacts(tokens) for tokens in cached_tokens]
+    return [price_worker(target, request, cache, CostConfig()) for target, cache in zip(targets, facts)]
 
 
 # The price -----------------------------------------------------------------------------------------------------------
@@ -60,12 +62,12 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
     assert target.estimate_wait_before_s(own_s, elapsed_s) == pytest.approx(before_s)
-    cost = price(tracker, [target], [0], own_tokens, elapsed_s)
-    terms = cost.make_terms(0, 0)
+    (terms,) = price(tracker, [target], [0], own_tokens, elapsed_s)
     assert terms.queue_s == pytest.approx(before_s)
-    assert terms.overtaking_s == pytest.approx(overtaken_count * own_s)
+    assert terms.congestion_s == pytest.approx(terms.slowdown * (0.1 + overtaken_count) * own_s)
     least = sum(min(remaining_s, own_s) for remaining_s in lefts)
-    assert terms.queue_s + terms.overtaking_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
+    overtaking_s = terms.congestion_s / terms.slowdown - 0.1 * own_s
+    assert terms.queue_s + overtaking_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
 
 
 def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere() -> None:
@@ -73,12 +75,12 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
     tracker, targets = tracker_of(2)
     tracker.add_request("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
-    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 0
-    assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose_cheapest(0) == 1
+    assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 0
+    assert choose_cheapest(price(tracker, targets, [7500, 0], 80_000, 0.1), 0) == 1
     for target in targets:
         target.prefill_queue.is_shortest_first = False
         target.recompute_queue()
-    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose_cheapest(0) == 1
+    assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 1
 
 
 @pytest.mark.parametrize("count", [128, 129, 1000])
@@ -96,19 +98,6 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
         assert overtaken_count == pytest.approx(count - len(truth), rel=0.12)
     tracker.check_invariants()
-
-
-def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
-    tracker, targets = tracker_of(3)
-    for i, tokens in enumerate((9000, 2000, 30_000, 500, 12_000, 7000)):
-        tracker.add_request(
-            str(i), targets[i % 3], prompt_tokens=tokens, cached_tokens=tokens // 3, stream=True, now=0.1 * i
-        )
-    for now in (0.6, 0.9, 2.0):
-        for tokens in (100, 3000, 20_000):
-            cost = price(tracker, targets, [0, 90, 50], tokens, now)
-            costs = [cost.make_terms(i, 0).cost for i in range(3)]
-            assert cost.choose_cheapest(0) == costs.index(min(costs))
 
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:

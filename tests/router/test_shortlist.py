@@ -17,9 +17,10 @@ from router.decide import chooser
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
-from router.decide.messages import Decision, Forward, RouteRequest
-from router.decide.policy import KvCost
+from router.decide.messages import Decision, Forward, RouteRequest, Terms
+from router.decide.price import CacheFacts, PricedRequest, price_worker
 from router.decide.shortlist import RIVALS_MIN
+from router.decide.target import Target
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
@@ -60,16 +61,26 @@ def make_request(name: str, number: int, rng: random.Random, **changes: Any) -> 
 def bound(core: RouterCore, decision: Decision) -> float:
     """By how much the price may exceed the least: router/decide/shortlist.py."""
     targets, config = list(core.tracker.targets.values()), core.config.cost
-    length, expected = decision.prompt_tokens, decision.terms.output_tokens
+    terms = decision.terms
+    length, expected = decision.prompt_tokens, terms.output_tokens
     slows = [target.slowdown for target in targets]
     (order,) = core.tracker.load_orders
     prompt, answer = int(order.typical.prompt_tokens), order.typical.answer_tokens
     typical_s = targets[0].estimate_prefill_s(prompt, prompt - int(order.typical.computed_tokens))
-    weighed_s = (1.0 + decision.terms.congestion) * targets[0].estimate_prefill_s(length, 0)
-    differ = [t.estimate_decode_s(length, expected) - t.estimate_decode_s(prompt, answer) for t in targets]
+    weighed_s = (1.0 + terms.congestion_s / (terms.slowdown * terms.prefill_s)) * targets[0].estimate_prefill_s(
+        length, 0
+    )
+
+    def decode_s(target: Target, prompt_tokens: int, output_tokens: float) -> float:
+        return price_worker(
+            target, PricedRequest(0.0, prompt_tokens, output_tokens, 1.0), CacheFacts(), config
+        ).decode_s
+
+    differ = [decode_s(t, length, expected) - decode_s(t, prompt, answer) for t in targets]
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
-        + config.decode_weight * (max(differ) - min(differ))
+        + max(differ)
+        - min(differ)
         + max(target.slowdown * target.prefill_queue.oldest_prefill_s for target in targets)
         + max(target.step_s for target in targets)
         + 1e-6
@@ -110,15 +121,15 @@ def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by
     core, rng = fleet(500, cached_by=cached_by)
     priced_counts: list[int] = []
 
-    class CountingCost(KvCost):
-        def __init__(self, targets: Any, *args: Any, **kwargs: Any) -> None:
-            priced_counts.append(len(targets))
-            super().__init__(targets, *args, **kwargs)
+    def count_prices(*args: Any) -> Terms:
+        priced_counts[-1] += 1
+        return price_worker(*args)
 
-    monkeypatch.setattr(chooser, "KvCost", CountingCost)
+    monkeypatch.setattr(chooser, "price_worker", count_prices)
     for i in range(50):
+        priced_counts.append(0)
         core.route(make_request(f"r{i}", rng.randrange(20), rng), 0.01)
-    assert len(priced_counts) == 50
+    assert min(priced_counts) > 0
     assert max(priced_counts) <= 12 * RIVALS_MIN, priced_counts
 
 
@@ -186,15 +197,15 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     core.route(make_request("second", 1, rng), 0.03)
     order.check_invariants()
     assert order.targets[order.holders[-1]].name == "w7"
-    assert order.peer_utilisation == pytest.approx(0.5)
+    assert order.pool_load.peer_utilisation == pytest.approx(0.5)
     now = 0.03
     for i in range(60):  # past the change of scale: whatever was known is placed anew
         now += 30.0
         core.route(make_request(f"late{i}", 1, rng), now)
         order.check_invariants()
-    order.update(core.tracker.compute_utilisation_decay(now))  # the last one's load too
+    order.update(now, core.tracker.compute_utilisation_decay(now))  # the last one's load too
     fresh = sorted(
-        order._sort_key(target, core.tracker.compute_utilisation_decay(now)) for target in order.targets.values()
+        order._sort_key(target, now, core.tracker.compute_utilisation_decay(now)) for target in order.targets.values()
     )
     sort_keys = [key for key, _ in order._sorted_holders]
     assert sort_keys == pytest.approx(fresh, abs=0.05)

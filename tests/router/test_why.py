@@ -23,6 +23,7 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
@@ -36,7 +37,7 @@ from router.prompting.first_message import digest_first_user_message
 from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
 
 BLOCK = 16
-CHUNK = CoreConfig().working_set.chunk_tokens
+CHUNK = WorkingSets().chunk_tokens
 QWEN3 = runpy.run_path(str(Path(__file__).parents[1] / "prompts" / "chat_templates.py"))["QWEN3"]
 TEMPLATE = "{% if effort is defined %}<|im_start|>system\nReasoning effort: {{ effort }}<|im_end|>\n{% endif %}" + QWEN3
 TOOLS = [

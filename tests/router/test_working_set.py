@@ -9,7 +9,7 @@ from core_by_hand import used_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig, WorkingSetConfig
+from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
@@ -69,7 +69,7 @@ steps = st.lists(
 
 @given(steps=steps)
 def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
-    sets = WorkingSets(WorkingSetConfig(live_s=10.0, chunk_tokens=CHUNK))
+    sets = WorkingSets(live_s=10.0, chunk_tokens=CHUNK)
     capacity = {"a": 24, "b": 12}
     for name, tokens in capacity.items():
         sets.set_capacity(name, tokens)
@@ -101,7 +101,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
 
 
 def test_reuse_is_learned_and_bounded() -> None:
-    sets = WorkingSets(WorkingSetConfig())
+    sets = WorkingSets()
     assert sets.reuse_count == 0.0, "nothing is known to come back yet"
     sets.set_capacity("a", 1000)
     for _ in range(4):
@@ -113,8 +113,8 @@ def test_reuse_is_learned_and_bounded() -> None:
 
 
 def pool(*, capacity: int | None) -> RouterCore:
-    config = CoreConfig(learn=LearnConfig(enabled=False), working_set=WorkingSetConfig(chunk_tokens=64))
-    core = RouterCore(make_index(seed=1), config)
+    config = CoreConfig(learn=LearnConfig(enabled=False))
+    core = RouterCore(make_index(seed=1), config, working_sets=WorkingSets(chunk_tokens=64))
     for name in ("a", "b"):
         model = ServedModel("m", "m")
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(model,), cache_tokens=capacity), 0.0)
