@@ -173,7 +173,7 @@ def main() -> None:
         changes = [
             f"{policy} seed {seed}: {', '.join(parts)}"
             for policy, seeds in seeds_by_policy.items()
-            for seed, parts in find_changes(policy, seeds).items()
+            for seed, parts in find_changes(policy, [s for s in seeds if s in RECORDED_SEEDS[policy]]).items()
         ]
         print("\n".join(changes) or "as recorded")
         sys.exit(bool(changes))
