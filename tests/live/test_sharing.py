@@ -221,7 +221,7 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         config: ProcessConfig = SCHEMA.build_config({})
         process = RouterProcess(config, "test")
         assert process._request_reader.model_names is None
-        assert not process._tenant_limits.share_by_tenant
+        assert not process._tenant_limits._share_by_tenant
         core = process._core
         assert not core._queues_when_busy
         assert core._background_priority == float("inf")

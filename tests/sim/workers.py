@@ -98,7 +98,7 @@ class OurWorker:
         params = SamplingParams()
         request = Request(request_id="probe", token_ids=list(prompt[0]), params=params, cache_salt=prompt[1])
         probe = Sequence(request, list(prompt[0]), len(prompt[0]), 0.0)
-        cached_tokens = len(self._cache._matcher.match(probe)) * BLOCK
+        cached_tokens = self._cache.count_cached_tokens(probe)
         self._cache.discard_keys(probe)
         return cached_tokens
 
