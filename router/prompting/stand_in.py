@@ -127,7 +127,16 @@ def _classify(message: Message, contained_texts: list[str]) -> _Kind:
     fields = [name for name, value in message.items() if value is not None and name not in ("role", "content")]
     calls = message.get("tool_calls")
     has_several_calls = isinstance(calls, list) and len(calls) > 1
-    return (message.get("role"), form, contained_texts, sorted(fields), has_several_calls)
+    positions = [_locate_text(content, text) for text in contained_texts]
+    return (message.get("role"), form, contained_texts, positions, sorted(fields), has_several_calls)
+
+
+def _locate_text(content: Any, text: str) -> tuple[bool, bool, int]:
+    """Return whether a message begins with a compared text, whether it ends with it, and how often it has it."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(part for part in parts if isinstance(part, str))
+    return content.startswith(text), content.endswith(text), min(content.count(text), 2)
 
 
 def _shorten_message(message: Message, contained_texts: list[str]) -> Message:

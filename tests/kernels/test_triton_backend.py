@@ -61,7 +61,7 @@ def twin(kv: PagedKV) -> PagedKV:
 @pytest.mark.parametrize("window", [None, 700])
 def test_decode_over_split_contexts(rng, window):
     ops = select_kernels(DEVICE, "triton")
-    ops._processors = 20  # as on a device that has some: contexts are split, some into parts that they do not have
+    ops._processor_count = 20  # as on a device that has some: contexts are split, some into parts that they do not have
     lens = [1, 17, rng.randrange(513, 1200)]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
@@ -85,7 +85,7 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
         some = [lens[i] for i in members]
         batch = RaggedBatch.from_positions([n - 1 for n in some], some)
         kept = DeviceBlockTable.from_block_table(table, kv, DEVICE)
-        kept = replace(kept, rows=np.array(members))
+        kept = replace(kept, sequence_rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
         ops.refill_decode_plan(fixed, batch, kept, kv)
@@ -213,7 +213,7 @@ def test_keys_and_values_far_into_a_large_pool(rng):
     assert relative_error(output, expected) < 1e-2
     slots = [table[0, 2] * 32 + 8, table[1, 1] * 32 + 4]  # of the first key that each sequence stored
     for at, token in zip(slots, (0, 1), strict=True):
-        assert torch.equal(far.rows()[FAR // 32 + at], k[token].bfloat16().view(-1))
+        assert torch.equal(far.view_rows()[FAR // 32 + at], k[token].bfloat16().view(-1))
 
 
 def test_states_far_into_a_large_pool(rng):
