@@ -1,4 +1,7 @@
-"""Chat templates of the scenarios: copies, so that a change of the tests of prompts changes no recording."""
+"""Chat templates in the style of well-known models, for scenarios and for the tests of prompts.
+
+They stand here because an older checkout is played with this folder alone. A change of one changes recordings.
+"""
 
 from __future__ import annotations
 
