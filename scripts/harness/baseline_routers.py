@@ -42,9 +42,7 @@ def installed_router_program() -> Path:
         for path in sorted((ROOT / name).rglob("*.[ch]pp")) + sorted((ROOT / name).rglob("*.py")):
             digest.update(path.read_bytes())
     digest.update((ROOT / "CMakeLists.txt").read_bytes())
-    is_installed = (INSTALL_ROOT / "blockcast" / "bin" / "router").exists()
-    requirements = ["--force-reinstall", "--no-deps", str(ROOT)] if is_installed else [f"{ROOT}[router]"]
-    return _install("blockcast", requirements, digest.hexdigest()) / "router"
+    return _install("blockcast", [f"{ROOT}[router]"], digest.hexdigest()) / "router"
 
 
 def baseline_command(name: str, urls: list[str]) -> tuple[list[str], int]:
