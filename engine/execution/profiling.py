@@ -19,9 +19,10 @@ from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, Step
 
 
 def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: int) -> tuple[StepPlan, int]:
-    """(a step of so many sequences, each of at most so many tokens, that computes so many tokens together; its units).
+    """Make the largest step to profile: at most `sequences` sequences of `length_max` tokens, `token_count` in all.
 
-    All have one unit of each group for every position, and one state: what they compute is of no use to anybody.
+    Returns the step and its number of units. All sequences share one unit of each group and one state, because the
+    results are dropped.
     """
     token_count = min(token_count, sequences * length_max)
     remaining, lengths = token_count, list[int]()

@@ -175,7 +175,7 @@ class ModelRunner:
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
-        """All that the host decides and sends up."""
+        """Prepare a step on the host: order its chunks, and upload tables, tokens and sampling inputs."""
         continuation = self._continue_previous(plan)
         chunks, order, batch = continuation or sort_for_kernels(plan.chunks)
         batch_state, new_rows = self._current_batch_state(chunks, is_continuation=continuation is not None)

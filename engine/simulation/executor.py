@@ -114,7 +114,7 @@ def _count_host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Ids of short words that are read back as they were said, so that an answer in the next prompt is cached."""
+    """Return ids of short words that decode and encode to themselves, so that an answer is a prefix hit next turn."""
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)
     word_ids: list[int] = []

@@ -424,7 +424,10 @@ class RouterCore:
         return self._commit_choice(active_request, choice, now)
 
     def _check_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
-        """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
+        """Return a refusal where no worker is predicted to begin in time.
+
+        Where the winner is too late and another worker is not, the earliest worker becomes the winner.
+        """
         request, config = active_request.request, self.config.queue
         ttft_limits_s = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
         ttft_left_s = min(ttft_limits_s) - (now - active_request.arrived_s)
@@ -493,9 +496,8 @@ class RouterCore:
             attempt=active_request.attempt,
             waited_s=now - active_request.arrived_s,
         )
-        active_request.decision = (
-            decision  # from here on `aborted` takes off the books what was written of it, if all raises
-        )
+        # Set first, so that `abort_request` can undo the following steps if one of them raises.
+        active_request.decision = decision
         target = choice.target
         self._chooser.advance_tie_rotation()
         self.tracker.add_request(

@@ -66,11 +66,11 @@ class StallDetector:
         """worker -> when a byte last came from it."""
 
     def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
-        """Look again; the workers of which something else is true now. Call it a few times in `stall_s`.
+        """Return the workers that have stalled, or moved again, since the last call. Call it often in `stall_s`.
 
-        `last_byte_s`: of every worker with streams in their middle whose clients read, when the last byte of any came.
-        Where nothing moves anywhere, or this look comes late, the router itself may have stood still: nothing new is
-        said."""
+        `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads.
+        No worker is found to stall where no stream moves at all or this call is late: the router may have stood still.
+        """
         is_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
         self._updated_s = now
         stalled_workers = {worker: last_s for worker, last_s in last_byte_s.items() if now - last_s >= self.stall_s}

@@ -199,10 +199,10 @@ class IndexFeed:
         }
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
-        """Start the stream again from what another router knows, if that goes back further. False: it does not.
+        """Restart a stream from another router's snapshot, if that is complete from an earlier batch on; else False.
 
-        Exact for the same reason as at the first join: the stream is followed from batch `seq` on, and if the worker's
-        own replay does not begin with that very batch, everything is forgotten and the ring is replayed.
+        The stream is followed from the snapshot's batch on. If the worker's replay does not begin with that batch, the
+        snapshot is dropped and the whole replay buffer is read, so the index stays exact.
         """
         if snapshot.complete_from >= self.find_incomplete_ranks(worker_id).get(rank, 0):
             return False

@@ -200,15 +200,16 @@ def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
 
 
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
-    """What an engine says of its load, for each rank; None where it says nothing that can be true. vLLM's names (ours
-    are the same) or SGLang's; series of one rank, one a model, are added up."""
+    """Read the load of each rank from a metrics page; None where it has none, or impossible values.
+
+    The names are vLLM's, which our engine has too, or SGLang's. A rank's series, one for each model, are added up."""
     values_by_rank: dict[tuple[int, str], list[float]] = {}
     for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
         labels = dict(_LABEL.findall(line[2] or ""))
         engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
         kind = _LOAD_KINDS[line[1]]
         if kind == "awake" and labels.get("sleep_state") != "awake":
-            continue  # the other series of that gauge say how deep it sleeps
+            continue  # the other series of that gauge are the sleep levels
         value = _float(line[3])
         if engine is not None and engine < ranks:
             is_possible = value is not None and 0.0 <= value <= (

@@ -77,7 +77,7 @@ class PromptComparison:
 
 
 class _RangeBuilder:
-    """Of a prompt of so many tokens, from `at` on, one behind the other."""
+    """Builds the uncached ranges of a prompt in order, each beginning at `offset`, where the last one ended."""
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
         self.offset, self._prompt_tokens = offset, prompt_tokens
@@ -95,7 +95,7 @@ class _RangeBuilder:
         chosen_ttft_s: float | None = None,
         best_ttft_s: float | None = None,
     ) -> None:
-        """What is left up to `end`, if anything is."""
+        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing where it is empty."""
         end = min(end, self._prompt_tokens)
         if end > self.offset:
             self.ranges.append(
@@ -107,14 +107,13 @@ class _RangeBuilder:
 
 
 def find_first_missing_token(decision: Decision) -> int:
-    """The first token of a prompt that no worker which could be chosen has."""
+    """Return the position of the first token of a prompt that no candidate has cached."""
     best = decision.most_cached
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
 
 
 def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> list[UncachedRange]:
-    """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
-    index tell."""
+    """Attribute the tokens behind the predicted hit to reasons that need only the decision and the index."""
     builder = _start_ranges(prompt_tokens, placement.decision)
     _add_evicted(builder, placement)
     builder.add(NOT_COMPARED, prompt_tokens)

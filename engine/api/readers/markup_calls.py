@@ -204,7 +204,7 @@ class XmlCallReader(CallReader):
         self.status = ReadStatus.COMPLETE
 
     def finish(self, remaining_text: str) -> None:
-        """A call that was cut: its arguments stay as open as they are."""
+        """Handle the end of the text within a call: complete a value that a marker ended, leave others open."""
         if self._read_step == self._read_after_marker:
             self._end_value_at_marker()
             return
