@@ -390,7 +390,7 @@ class DirectoryActor:
             if is_due and not is_too_soon and router_name not in self._syncing_router_names:
                 self._syncing_router_names.add(router_name)
                 self._synced_at_s_by_router[router_name] = now
-                call = self._actor_by_member[router_name].sync.remote(
+                call = self._actor_by_member[router_name].sync_router.remote(
                     self._list_version, self._published_workers, self._published_peer_addresses
                 )
                 self._register_callback(call, partial(self._handle_router_report, router_name))

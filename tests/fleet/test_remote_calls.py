@@ -1,0 +1,34 @@
+"""Calls of actors name methods that exist: an actor's handle has no type, so neither mypy nor an import finds a wrong name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from fleet.directory import DirectoryActor
+from fleet.member import MemberActor
+
+FLEET = Path(__file__).resolve().parents[2] / "fleet"
+
+
+def list_remote_methods(path: Path) -> list[str]:
+    """Return the names `x` of `handle.x.remote(...)` and `call_directory(handle.x, ...)` in one file."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        method: ast.expr | None = None
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "remote":
+            method = node.func.value
+        elif isinstance(node.func, ast.Name) and node.func.id == "call_directory":
+            method = node.args[0]
+        if isinstance(method, ast.Attribute) and not (isinstance(method.value, ast.Name) and method.value.id == "ray"):
+            names.append(method.attr)
+    return names
+
+
+def test_remote_methods_exist() -> None:
+    names = [name for path in FLEET.glob("*.py") for name in list_remote_methods(path)]
+    assert {"status", "sync_router", "wait_for_status"} <= set(names)
+    missing = [name for name in names if not (hasattr(DirectoryActor, name) or hasattr(MemberActor, name))]
+    assert not missing
