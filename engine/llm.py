@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from engine.api.choice import Choice, make_choice
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import make_sample_requests
-from engine.api.lark import build_constraint
-from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
-from engine.api.schemas.constraint_check import check_constraint
 from engine.assembly import AssembledEngine, assemble, locate_model_files
 from engine.config import EngineConfig
+from engine.output.choice import Choice, make_choice
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import make_sample_requests
+from engine.protocol.params import ModelLimits, check_params, check_prompt, fit_max_tokens
+from engine.protocol.parsed_request import build_constraint
+from engine.structured_output.constraint_check import check_constraint
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
 from options import Schema, load_config

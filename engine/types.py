@@ -90,7 +90,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to continue a sequence. Names, defaults and ranges are vLLM's; checked once by `engine.api.params`."""
+    """How to continue a sequence. Names, defaults and ranges are vLLM's; checked once by `engine.protocol.params`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = 16
     temperature: Temperature = 1.0

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.api.params import ModelLimits
-from engine.api.schemas.constraint_check import check_constraint
 from engine.grammars import GrammarVocabulary
+from engine.protocol.params import ModelLimits
+from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer
 from prompts.worker_pool import WorkerPool, WorkerProcessError

@@ -18,10 +18,16 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.api.anthropic import MessagesFormatter
-from engine.api.choice import Choice, ChoiceDelta
-from engine.api.generation import Generation, make_generation
-from engine.api.parsed_request import (
+from engine.config import ServerConfig
+from engine.http.body_workers import BodyParser
+from engine.http.metrics import RequestClock
+from engine.http.response_store import StoredResponse
+from engine.http.state import ServerState, not_running, random_id
+from engine.output.choice import Choice, ChoiceDelta
+from engine.process.client import EngineDeadError, OutputStream
+from engine.protocol.generation import Generation, make_generation
+from engine.protocol.messages import MessagesFormatter
+from engine.protocol.parsed_request import (
     ParsedRequest,
     read_chat,
     read_completion,
@@ -29,14 +35,8 @@ from engine.api.parsed_request import (
     read_response,
     read_response_references,
 )
-from engine.api.response_formatters import ChatFormatter, CompletionFormatter
-from engine.api.responses import ResponsesFormatter
-from engine.config import ServerConfig
-from engine.http.body_workers import BodyParser
-from engine.http.metrics import RequestClock
-from engine.http.response_store import StoredResponse
-from engine.http.state import ServerState, not_running, random_id
-from engine.process.client import EngineDeadError, OutputStream
+from engine.protocol.response_formatters import ChatFormatter, CompletionFormatter
+from engine.protocol.responses import ResponsesFormatter
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
 

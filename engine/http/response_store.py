@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api.responses import ResponseObject
+from engine.protocol.responses import ResponseObject
 from prompts import RequestError
 from prompts.responses import get_response_id_of_item
 

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from engine.api.params import ModelLimits
-from engine.api.parsed_request import read_count
-from engine.api.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
-from engine.api.responses import DeletedResponse
-from engine.api.support import check_supported
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
 from engine.http.state import ASLEEP_MESSAGE, not_running, unavailable
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import read_count
+from engine.protocol.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
+from engine.protocol.responses import DeletedResponse
+from engine.protocol.support import check_supported
 from events.sources import encode_sources
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.schemas import TokenIdField, decode_json, parse_chat

@@ -15,15 +15,15 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.output_parser import resolve_formats
-from engine.api.params import ModelLimits
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyReader
 from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.http.response_store import ResponseStore
 from engine.messages import CoreInfo
+from engine.output.detokenizer import DetokenizerFactory
+from engine.output.output_parser import resolve_formats
 from engine.process.client import EngineClient, OutputStream
+from engine.protocol.params import ModelLimits
 from engine.types import Request
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import format_value

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import make_generation
-from engine.api.params import ModelLimits
-from engine.api.parsed_request import make_parser_config
-from engine.api.response_formatters import ChatFormatter
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import make_generation
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import make_parser_config
+from engine.protocol.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import parse_chat

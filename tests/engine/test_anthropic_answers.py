@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from engine.api.anthropic import MessagesFormatter
-from engine.api.choice import Choice
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation, make_generation
-from engine.api.params import ModelLimits
+from engine.output.choice import Choice
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import Generation, make_generation
+from engine.protocol.messages import MessagesFormatter
+from engine.protocol.params import ModelLimits
 from engine.types import FinishReason, SequenceOutput
 from prompts import RequestError
 from prompts.schemas import ChatRequest

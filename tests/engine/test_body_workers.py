@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from engine.api.params import ModelLimits
-from engine.api.parsed_request import (
+from engine.http import body_workers
+from engine.http.body_workers import BodyReader
+from engine.http.routes import read_detokenize, read_tokenize
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import (
     ECHOED_BYTES_MAX,
     read_chat,
     read_completion,
@@ -23,9 +26,6 @@ from engine.api.parsed_request import (
     read_messages,
     read_response,
 )
-from engine.http import body_workers
-from engine.http.body_workers import BodyReader
-from engine.http.routes import read_detokenize, read_tokenize
 from engine.tiny.model import Recipe, cached_model
 from prompts import RequestError, Tokenizer
 

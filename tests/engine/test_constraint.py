@@ -12,15 +12,16 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.constraint import MARKUPS, parse_requested_constraint
-from engine.api.lark import build_constraint, write_lark
-from engine.api.params import ModelLimits
-from engine.api.schemas.constraint_check import check_constraint
-from engine.api.tool_calls import CALL_FORMATS as CALL_FORMATS
-from engine.api.tool_calls import ToolCallParser, parameter_types
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarVocabulary
+from engine.output.tool_calls import CALL_FORMATS as CALL_FORMATS
+from engine.output.tool_calls import ToolCallParser, parameter_types
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import build_constraint
+from engine.structured_output.constraint import MARKUPS, parse_requested_constraint
+from engine.structured_output.constraint_check import check_constraint
+from engine.structured_output.lark import write_lark
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 

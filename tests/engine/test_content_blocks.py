@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.api.anthropic import MessagesFormatter
-from engine.api.choice import Choice, ChoiceDelta, make_choice
-from engine.api.content_blocks import ContentBlocks
-from engine.api.generation import Generation
-from engine.api.responses import ResponseContext, ResponsesFormatter
-from engine.api.tool_calls import ToolCallDelta
 from engine.http.response_store import ResponseStore, StoredResponse
+from engine.output.choice import Choice, ChoiceDelta, make_choice
+from engine.output.content_blocks import ContentBlocks
+from engine.output.tool_calls import ToolCallDelta
+from engine.protocol.generation import Generation
+from engine.protocol.messages import MessagesFormatter
+from engine.protocol.responses import ResponseContext, ResponsesFormatter
 from engine.types import SamplingParams
 from prompts import RequestError
 from prompts.responses import ClientTool

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.custom_input import CustomInputDecoder
+from engine.output.custom_input import CustomInputDecoder
 
 
 def decode_input(pieces: list[str]) -> tuple[str, str]:

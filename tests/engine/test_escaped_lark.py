@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.constraint import MARKUPS
-from engine.api.escaped_lark import DEFINITION_CHARS_MAX, UnsupportedGrammar, escape_grammar
-from engine.api.lark import build_constraint
-from engine.api.params import ModelLimits
-from engine.api.parsed_request import read_response
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import build_constraint, read_response
+from engine.structured_output.constraint import MARKUPS
+from engine.structured_output.escaped_lark import DEFINITION_CHARS_MAX, UnsupportedGrammar, escape_grammar
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.responses import convert_to_chat, make_client_tools, parse_responses_request

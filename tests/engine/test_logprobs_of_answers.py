@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation, make_generation
-from engine.api.logprobs import LOGPROB_FLOOR
-from engine.api.params import ModelLimits
-from engine.api.response_formatters import ChatFormatter, CompletionFormatter
 from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream
 from engine.messages import PROMPT_LOGPROBS_MAX, split_output
+from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
+from engine.protocol.generation import Generation, make_generation
+from engine.protocol.logprobs import LOGPROB_FLOOR
+from engine.protocol.params import ModelLimits
+from engine.protocol.response_formatters import ChatFormatter, CompletionFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import RequestError, parse_chat, parse_completion

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.api.choice import Choice, make_choice
-from engine.api.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
-from engine.api.generation import Generation, make_generation
-from engine.api.output_parser import OutputParserConfig, resolve_formats
-from engine.api.params import ModelLimits
-from engine.api.parsed_request import make_parser_config
-from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
-from engine.api.response_formatters import ChatFormatter
-from engine.api.tool_calls import CALL_FORMATS
 from engine.config import ReasoningParserName, ToolCallParserName
+from engine.output.choice import Choice, make_choice
+from engine.output.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
+from engine.output.output_parser import OutputParserConfig, resolve_formats
+from engine.output.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
+from engine.output.tool_calls import CALL_FORMATS
+from engine.protocol.generation import Generation, make_generation
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import make_parser_config
+from engine.protocol.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import ChatTemplate, parse_chat

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
-from engine.api.generation import make_sample_requests
-from engine.api.params import ModelLimits, check_params, sampling_params
 from engine.execution.sampler import Sampler
 from engine.messages import AddRequests, Command
+from engine.protocol.generation import make_sample_requests
+from engine.protocol.params import ModelLimits, check_params, sampling_params
 from engine.types import Request, Sequence
 from prompts import RequestError, parse_completion
 

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import make_generation
-from engine.api.params import ModelLimits
 from engine.config import ServerConfig
 from engine.http import server
 from engine.http.generate import DeltaStream
@@ -23,6 +20,9 @@ from engine.http.metrics import ServerMetrics
 from engine.http.server import ConnectionLimit, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
 from engine.http.weights import allowed_folder
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import make_generation
+from engine.protocol.params import ModelLimits
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import RequestError, parse_completion

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.api.choice import make_choice
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.params import ModelLimits, sampling_params
 from engine.cli import parse_config, repeat_name_flag, serve_command
 from engine.config import EngineConfig, default_kv_events, is_loopback
 from engine.http import server
 from engine.http.metrics import Histogram
 from engine.http.server import RequestLog
 from engine.messages import FrameReader, encode_frame
+from engine.output.choice import make_choice
+from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import merge_outputs
+from engine.protocol.params import ModelLimits, sampling_params
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from options import ConfigError
 from options.entry import find_import_problem

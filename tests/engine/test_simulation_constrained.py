@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.api.lark import build_constraint
-from engine.api.params import ModelLimits
-from engine.api.tool_calls import CALL_FORMATS, ToolCallParser, parameter_types
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarCompiler, GrammarVocabulary
+from engine.output.tool_calls import CALL_FORMATS, ToolCallParser, parameter_types
+from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import build_constraint
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.executor import sample_words
 from engine.simulation.runner import SimulatedAnswers

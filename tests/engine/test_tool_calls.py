@@ -12,9 +12,9 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api.readers import markup_calls
-from engine.api.schemas.inspection import schema_types
-from engine.api.tool_calls import CALL_FORMATS, ToolCallFormat, ToolCallParser, detect_call_format, parameter_types
+from engine.output import markup_calls
+from engine.output.schema_types import schema_types
+from engine.output.tool_calls import CALL_FORMATS, ToolCallFormat, ToolCallParser, detect_call_format, parameter_types
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.detokenizer import DelimiterScanner
-from engine.api.readers.json_calls import (
+from engine.output.detokenizer import DelimiterScanner
+from engine.output.json_calls import (
     MAX_NAME_CHARS,
     NAME_PATTERN,
     CallReader,
@@ -21,7 +21,7 @@ from engine.api.readers.json_calls import (
     ReadStatus,
     escape_control_chars,
 )
-from engine.api.schemas.inspection import type_of
+from engine.output.schema_types import type_of
 
 _SPACE = " \t\r\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.api.detokenizer import DelimiterScanner
+from engine.output.detokenizer import DelimiterScanner
 from prompts import Tokenizer
 
 ReasoningState = Literal["before", "inside", "after"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from engine.api.constraint import Format, RequestedConstraint
-from engine.api.lark import write_lark
-from engine.api.schemas.relaxation import SchemaCheck, find_unsupported_keyword, relax_schema
 from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
+from engine.structured_output.constraint import Format, RequestedConstraint
+from engine.structured_output.lark import write_lark
+from engine.structured_output.schema_relaxation import SchemaCheck, find_unsupported_keyword, relax_schema
 from engine.types import Constraint
 from prompts import RequestError
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.response_types import CompletionLogprobs
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.response_types import CompletionLogprobs
 from engine.types import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0

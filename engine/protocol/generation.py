@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from engine.api.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.output_parser import OutputParserConfig
-from engine.api.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
-from engine.api.response_types import Usage, make_usage
+from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
+from engine.output.detokenizer import DetokenizerFactory
+from engine.output.output_parser import OutputParserConfig
+from engine.protocol.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
+from engine.protocol.response_types import Usage, make_usage
 from engine.types import Constraint, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.api.detokenizer import StopStrings
-from engine.api.readers.json_calls import ParameterTypes
-from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningParser, ReasoningState, detect_reasoning_format
-from engine.api.tool_calls import CALL_FORMATS, ToolCallDelta, ToolCallParser, detect_call_format
+from engine.output.detokenizer import StopStrings
+from engine.output.json_calls import ParameterTypes
+from engine.output.reasoning_parser import REASONING_FORMATS, ReasoningParser, ReasoningState, detect_reasoning_format
+from engine.output.tool_calls import CALL_FORMATS, ToolCallDelta, ToolCallParser, detect_call_format
 from engine.types import SamplingParams
 from prompts import ChatTemplate, RequestError
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.choice import Choice, ChoiceDelta
-from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
-from engine.api.generation import Generation
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
+from engine.protocol.generation import Generation
 from prompts.errors import RequestError
 
 _PLACEHOLDER = "\ue000text\ue000"

@@ -38,7 +38,7 @@ def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, r
 
 class ChatLogprobs(Struct, frozen=True):
     content: Raw
-    """A list, which `engine.api.logprobs` wrote position by position."""
+    """A list, which `engine.protocol.logprobs` wrote position by position."""
 
 
 class CompletionLogprobs(Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine.api.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice, ChoiceDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 

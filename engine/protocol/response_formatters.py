@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.api.choice import Choice, ChoiceDelta
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation
-from engine.api.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, join_json_list
-from engine.api.response_types import (
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.detokenizer import DetokenizerFactory
+from engine.output.tool_calls import ToolCallDelta
+from engine.protocol.generation import Generation
+from engine.protocol.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, join_json_list
+from engine.protocol.response_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -31,7 +32,6 @@ from engine.api.response_types import (
     Function,
     ToolCall,
 )
-from engine.api.tool_calls import ToolCallDelta
 from engine.types import TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 

@@ -1,6 +1,6 @@
 """Tool calls in the text that a model writes: found, told apart from the answer, streamed as they grow.
 
-One machine for all formats: it looks for the marks of a format's row, lets a reader (`engine.api.readers`)
+One machine for all formats: it looks for the marks of a format's row, lets a reader (`engine.output.json_calls`)
 have what follows, and gives back as text what turns out to be no call. What it has said after a beginning of the text
 depends on that beginning alone, however it was cut. White space beside a call belongs to its markup. Pure.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.detokenizer import DelimiterScanner
-from engine.api.readers.json_calls import (
+from engine.output.detokenizer import DelimiterScanner
+from engine.output.json_calls import (
     NAME_PATTERN,
     CallReader,
     CallSink,
@@ -22,8 +22,8 @@ from engine.api.readers.json_calls import (
     ParameterTypes,
     ReadStatus,
 )
-from engine.api.readers.markup_calls import PythonCallReader, XmlCallReader
-from engine.api.schemas.inspection import property_types
+from engine.output.markup_calls import PythonCallReader, XmlCallReader
+from engine.output.schema_types import property_types
 
 _SPACE = " \t\r\n"
 _FUNCTION_NAME = ""

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from engine.api.choice import Choice, ChoiceDelta
-from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
-from engine.api.custom_input import CustomInputDecoder
-from engine.api.generation import Generation
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
+from engine.output.custom_input import CustomInputDecoder
+from engine.protocol.generation import Generation
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message

@@ -1,7 +1,7 @@
 """Read the format that an answer must match from a checked body, whichever field asks for it. Pure.
 
-A format is a JSON object in the language of xgrammar's structural tags (`engine.api.lark` lists what it knows), which
-vLLM's clients send as they are. Everything else is said in it: a JSON schema, a regular expression, a choice, and the
+A format is a JSON object in the language of xgrammar's structural tags, which vLLM's clients send as they are
+(`engine.structured_output.lark` lists the known types). Everything else is said in it: a JSON schema, a regular expression, a choice, and the
 calls that `tool_choice` forces, in the markup that the model's tool parser reads.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.readers.json_calls import NAME_PATTERN
+from engine.output.json_calls import NAME_PATTERN
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
 from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs

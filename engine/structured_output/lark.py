@@ -14,21 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
-from engine.api.constraint import Format, RequestedConstraint, make_scripted_constraint, parse_requested_constraint
-from engine.api.escaped_lark import UnsupportedGrammar, escape_grammar
-from engine.api.params import ModelLimits
-from engine.api.readers.json_calls import NAME_PATTERN
-from engine.api.readers.markup_calls import encode_as_types
-from engine.api.schemas.inspection import Property, listed_values, properties_of, resolve, schema_types
-from engine.grammars import read_added_tokens
-from engine.types import Constraint
-from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
-from prompts.responses import ClientTool
+from engine.output.json_calls import NAME_PATTERN
+from engine.output.markup_calls import encode_as_types
+from engine.output.schema_types import Property, listed_values, properties_of, resolve, schema_types
+from engine.structured_output.constraint import Format, RequestedConstraint
+from engine.structured_output.escaped_lark import UnsupportedGrammar, escape_grammar
+from prompts import RequestError, bad_value
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
@@ -53,29 +46,6 @@ TEXT_FORMATS = {
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }
 """`format` of a text that stands without quotation marks -> its shape. Others are followed in JSON only."""
-
-
-def build_constraint(
-    body: ChatRequest | CompletionRequest,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
-    reasoning_ids: tuple[int | None, int | None] = (None, None),
-    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
-) -> Constraint | None:
-    """Return the constraint on the answer to a body; None where the answer is free. Raises RequestError.
-
-    `reasoning_ids`: ids of the tokens that open and end a thought, as in `Constraint`.
-    `grammars`: as in `parse_requested_constraint`.
-    """
-    requested = parse_requested_constraint(body, limits.call_format, grammars)
-    if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
-        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
-    if requested is None:
-        return None
-    if limits.constraint_refusal is not None:
-        raise RequestError(f"{requested.param}: {limits.constraint_refusal}", param=requested.param)
-    lark = write_lark(requested, read_added_tokens(tokenizer))
-    return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
 
 
 def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> str:

@@ -12,16 +12,17 @@ from typing import Any
 
 import msgspec
 
-from engine.api.anthropic import TokenCount
-from engine.api.choice import PLAIN_TEXT_CONFIG
-from engine.api.constraint import requires_call
-from engine.api.lark import build_constraint
-from engine.api.output_parser import OutputParserConfig
-from engine.api.params import ModelLimits, check_prompt
-from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningState, initial_state, reasoning_end_token
-from engine.api.responses import ECHOED_FIELDS, ResponseContext
-from engine.api.support import check_supported
-from engine.api.tool_calls import parameter_types
+from engine.grammars import read_added_tokens
+from engine.output.choice import PLAIN_TEXT_CONFIG
+from engine.output.output_parser import OutputParserConfig
+from engine.output.reasoning_parser import REASONING_FORMATS, ReasoningState, initial_state, reasoning_end_token
+from engine.output.tool_calls import parameter_types
+from engine.protocol.messages import TokenCount
+from engine.protocol.params import ModelLimits, check_prompt
+from engine.protocol.responses import ECHOED_FIELDS, ResponseContext
+from engine.protocol.support import check_supported
+from engine.structured_output.constraint import make_scripted_constraint, parse_requested_constraint, requires_call
+from engine.structured_output.lark import write_lark
 from engine.types import Constraint
 from prompts import (
     ChatRequest,
@@ -218,6 +219,29 @@ def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tup
     end_id = reasoning_end_token(format, config.initial_state, tokenizer)
     open_id = next((i for i in map(tokenizer.token_to_id, format.open_markers) if i is not None), None)
     return (open_id if config.initial_state == "before" and end_id is not None else None), end_id
+
+
+def build_constraint(
+    body: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    reasoning_ids: tuple[int | None, int | None] = (None, None),
+    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
+) -> Constraint | None:
+    """Return the constraint on the answer to a body; None where the answer is free. Raises RequestError.
+
+    `reasoning_ids`: ids of the tokens that open and end a thought, as in `Constraint`.
+    `grammars`: as in `parse_requested_constraint`.
+    """
+    requested = parse_requested_constraint(body, limits.call_format, grammars)
+    if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
+        requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
+    if requested is None:
+        return None
+    if limits.constraint_refusal is not None:
+        raise RequestError(f"{requested.param}: {limits.constraint_refusal}", param=requested.param)
+    lark = write_lark(requested, read_added_tokens(tokenizer))
+    return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:

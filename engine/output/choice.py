@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from engine.api.detokenizer import Detokenizer, DetokenizerFactory
-from engine.api.output_parser import OutputParser, OutputParserConfig, ParsedDelta
-from engine.api.tool_calls import ToolCallDelta
+from engine.output.detokenizer import Detokenizer, DetokenizerFactory
+from engine.output.output_parser import OutputParser, OutputParserConfig, ParsedDelta
+from engine.output.tool_calls import ToolCallDelta
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 

@@ -1,1 +1,0 @@
-"""OpenAI bodies, pure: checked parameters, text from tokens, answers. Knows no socket."""

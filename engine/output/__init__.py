@@ -1,0 +1,1 @@
+"""Generated tokens become answer text, reasoning and tool calls, piece by piece."""
