@@ -1,8 +1,8 @@
 """Read the format that an answer must match from a checked body, whichever field asks for it. Pure.
 
 A format is a JSON object in the language of xgrammar's structural tags, which vLLM's clients send as they are
-(`engine.structured_output.lark` lists the known types). Everything else is said in it: a JSON schema, a regular expression, a choice, and the
-calls that `tool_choice` forces, in the markup that the model's tool parser reads.
+(`engine.structured_output.lark` lists the types). Everything else is said in it: a JSON schema, a regular expression,
+a choice, and the calls that `tool_choice` forces, in the markup that the model's tool parser reads.
 """
 
 from __future__ import annotations

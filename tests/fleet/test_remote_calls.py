@@ -1,4 +1,4 @@
-"""Calls of actors name methods that exist: an actor's handle has no type, so neither mypy nor an import finds a wrong name."""
+"""Calls of actors name methods that exist: a handle has no type, so neither mypy nor an import finds a wrong name."""
 
 from __future__ import annotations
 
