@@ -27,7 +27,7 @@ BOUNDS = re.compile(
 ELSEWHERE = {
     "router/edge/response_redactor.py:KEY_START_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
-    "router/prompting/conversation_reading.py:REST_BYTES_MAX": "what is longer is read as any other body",
+    "router/prompting/conversation_reading.py:TAIL_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/turn_memo.py:_CHARS_MAX": "what is longer is not remembered",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",

@@ -1,17 +1,14 @@
-"""Render what is behind a boundary of a conversation, and find where a prompt's text may be cut.
+"""Render the messages after a boundary of a conversation, and find where a prompt's text may be cut.
 
-The new messages are rendered behind a few short ones that stand in for the cached messages (router/prompting/
-stand_in.py). As long as the template writes these as it did when the boundary was made, the prompt is the cached text
-and what is written behind them. That begins with a token at which any text is cut, so that its ids do not hang on what
-is before it.
+The new messages are rendered after placeholder messages (router/prompting/placeholder_messages.py) instead of the
+cached ones. If the template writes the placeholders as it did when the boundary was made, the prompt is the cached text
+and what the template writes after the placeholders. The second part begins with a token at which the tokenizer cuts any
+text, so that its ids do not depend on the text before it.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
-
-import msgspec
-import xxhash
 
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -19,41 +16,45 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
 from prompts.schemas import Message
 from prompts.tokenizer import Tokenizer
-from router.prompting.conversation_cache import Boundary
-from router.prompting.stand_in import MARK, MESSAGES_MAX, OPENING_MARK, StandIn, find_compared_texts
-from router.prompting.turn_memo import MemoEntry, NextState, TurnMemo, read_plain_texts
+from router.prompting.placeholder_messages import (
+    FILLER,
+    SYSTEM_FILLER,
+    PlaceholderMessages,
+    RenderedPlaceholders,
+    find_template_markers,
+    is_system_message,
+)
+from router.prompting.turn_memo import MemoKey, PlainTurn, TurnMemo, read_plain_texts
 
 CHECK_INTERVAL: Final = 64
 """One text of the memo, and one continued conversation, in so many is compared with the whole."""
-_STAND_IN_TOOLS: Final[list[Message]] = [
+_PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
-        "function": {"name": OPENING_MARK, "description": "", "parameters": {"type": "object", "properties": {}}},
+        "function": {"name": SYSTEM_FILLER, "description": "", "parameters": {"type": "object", "properties": {}}},
     }
 ]
 
 
 class TemplateInputs(NamedTuple):
-    """What a template is given besides messages."""
+    """Inputs of a chat template besides the new messages."""
 
     chat: RoutingRequest
     digest: bytes
+    """Digest of the inputs besides messages."""
     first_message: Message
-    """The chat's own: where it is the system's, templates may write it late."""
+    """First message of the chat, which templates may write late if it is the system's."""
 
 
 class Cut(NamedTuple):
-    """Where a text is cut, and what a boundary there has of the template."""
+    """A position at which a prompt's text may be cut, and the placeholders for the messages before it."""
 
     position: int
-    stand_in: StandIn
-    stand_in_text: str
-    state: int
-    shows_opening: bool
+    rendered: RenderedPlaceholders
 
 
 class BoundaryRenderer:
-    """Renders by the template of one tokenizer."""
+    """Renders by the chat template of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.chat_template is not None
@@ -62,28 +63,21 @@ class BoundaryRenderer:
         self._memo = TurnMemo()
         self._fill_count = 0
         self.is_wrong = False
-        """Whether a text of the memo was not the template's."""
+        """Whether a text of the memo differed from the template's."""
 
-    def find_compared_texts(self, chat: RoutingRequest) -> tuple[str, ...]:
-        """Return what the template looks for in texts."""
-        return find_compared_texts(self.template.select_source(has_tools=chat.tools is not None))
+    def find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
+        """Return the strings for which the template searches message texts."""
+        return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
 
     def render_whole(self, chat: RoutingRequest) -> str:
-        """Render a chat, from the memo if it is a few texts and has no options. Raises RequestError."""
-        messages = chat.messages or []
-        options = (
-            chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.chat_template,
-            chat.continue_final_message or None,
-        )  # fmt: skip
-        has_options = any(option is not None for option in options)
-        inputs_key = b"%d%d" % (chat.add_generation_prompt is not False, self.template.keeps_messages_as_sent)
-        entry = None if has_options else self._find_entry(0, inputs_key, chat, messages)
-        if entry is None:
+        """Render a chat, from the memo if it has few messages and no options. Raises RequestError."""
+        turn = None if _has_options(chat) else self._read_plain_chat(chat)
+        if turn is None:
             return render_chat(self.template, chat)
-        text = self._memo.fill(*entry)
+        text = self._memo.fill(turn)
         if text is None:
             text = render_chat(self.template, chat)
-            self._memo.add(*entry, text, lambda marked: self._try_render(chat.with_messages(marked)))
+            self._memo.add(turn, text, lambda messages: self._try_render(chat.with_messages(messages)))
             return text
         self._fill_count += 1
         if self._fill_count % CHECK_INTERVAL == 0:
@@ -92,94 +86,111 @@ class BoundaryRenderer:
             return template_text
         return text
 
-    def render_behind(self, boundary: Boundary, inputs: TemplateInputs, messages: list[Message]) -> str | None:
-        """Return the prompt's text behind a boundary. None where the template may have written what is before it
-        otherwise, or refuses the messages."""
-        entry = self._find_entry_behind(boundary, inputs, messages)
-        text = None if entry is None else self._memo.fill(*entry)
+    def render_after(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+    ) -> str | None:
+        """Return the prompt's text after a boundary.
+
+        None if the template refuses the messages, or may have written the text before the boundary in another way.
+        """
+        turn = self._read_plain_turn(rendered, inputs, messages)
+        text = None if turn is None else self._memo.fill(turn)
         if text is None:
-            first_message = inputs.first_message if boundary.shows_opening else None
-
-            def render(behind: list[Message]) -> str | None:
-                return self._render_behind(boundary.stand_in, boundary.stand_in_text, inputs, behind, first_message)
-
-            text = render(messages)
-            if text is not None and entry is not None:
-                self._memo.add(*entry, text, render)
+            text = self._render_after(rendered, inputs, messages)
+            if text is not None and turn is not None:
+                self._memo.add(turn, text, lambda others: self._render_after(rendered, inputs, others))
         return text if text is not None and self.tokenizer.starts_segment(text) else None
 
-    def cut_behind(
-        self, boundary: Boundary, inputs: TemplateInputs, messages: list[Message], count: int, text: str
+    def cut_after(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message], count: int, text: str
     ) -> Cut | None:
-        """Find where the text behind a boundary may be cut for the next one, behind `count` of the messages."""
-        tail_messages, entry = messages[count:], self._find_entry_behind(boundary, inputs, messages)
-        next_state = None if entry is None else self._memo.find_next_state(entry.key, count)
-        if next_state is not None:
-            tail_entry = self._find_entry(next_state.state, inputs.digest, inputs.chat, tail_messages)
-            tail_text = None if tail_entry is None else self._memo.fill(*tail_entry)
-            if tail_text is not None and text.endswith(tail_text):
-                return Cut(len(text) - len(tail_text), *next_state, shows_opening=False)
-        stand_in = boundary.stand_in.extend(messages[:count], self.find_compared_texts(inputs.chat))
-        cut = self.cut(stand_in, inputs, tail_messages, text, shows_opening=boundary.shows_opening)
-        if cut is not None and entry is not None and not cut.shows_opening:
-            self._memo.add_next_state(entry.key, count, NextState(stand_in, cut.stand_in_text, cut.state))
-            tail_entry = self._find_entry(cut.state, inputs.digest, inputs.chat, tail_messages)
-            if tail_entry is not None:
-                self._memo.add(
-                    *tail_entry, text[cut.position :],
-                    lambda behind: self._render_behind(stand_in, cut.stand_in_text, inputs, behind, None),
-                )  # fmt: skip
+        """Find the cut after `count` messages in the text that `render_after` returned for all of them."""
+        turn = self._read_plain_turn(rendered, inputs, messages)
+        cut = None if turn is None else self._cut_by_memo(turn, inputs, messages[count:], text)
+        if cut is not None:
+            return cut
+        placeholders = rendered.placeholders.extend(messages[:count], self.find_markers(inputs.chat))
+        if placeholders is None:
+            return None
+        cut = self.cut(placeholders, inputs, messages[count:], text, has_late_system=rendered.has_late_system)
+        if cut is not None and turn is not None:
+            self._remember_cut(turn, cut, inputs, messages[count:], text)
         return cut
 
-    def _find_entry_behind(
-        self, boundary: Boundary, inputs: TemplateInputs, messages: list[Message]
-    ) -> MemoEntry | None:
-        if boundary.shows_opening:
+    def cut(
+        self,
+        placeholders: PlaceholderMessages,
+        inputs: TemplateInputs,
+        tail_messages: list[Message],
+        text: str,
+        *,
+        has_late_system: bool,
+    ) -> Cut | None:
+        """Find the first cut from which on `text`, whose last messages are the tail, is that after placeholders."""
+        try:
+            short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
+        except RequestError:
             return None
-        return self._find_entry(boundary.state, inputs.digest, inputs.chat, messages)
+        position = self.tokenizer.find_segment(text, len(text) - _count_common_end(text, short_text))
+        if position is None or len(short_text) <= len(text) - position:
+            return None
+        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
+            return self.cut(placeholders, inputs, tail_messages, text, has_late_system=True)
+        placeholder_text = short_text[: len(short_text) - (len(text) - position)]
+        return Cut(position, RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system))
 
-    def _find_entry(
-        self, state: int, inputs_key: bytes, chat: RoutingRequest, messages: list[Message]
-    ) -> MemoEntry | None:
-        """Return where the memo may have what is written of messages; None where it never has."""
-        texts = read_plain_texts(messages, self.find_compared_texts(chat))
+    def _cut_by_memo(
+        self, turn: PlainTurn, inputs: TemplateInputs, tail_messages: list[Message], text: str
+    ) -> Cut | None:
+        rendered = self._memo.find_next_placeholders(turn.key, len(turn.texts) - len(tail_messages))
+        tail_turn = None if rendered is None else self._read_plain_turn(rendered, inputs, tail_messages)
+        tail_text = None if tail_turn is None else self._memo.fill(tail_turn)
+        if rendered is None or tail_text is None or not text.endswith(tail_text):
+            return None
+        return Cut(len(text) - len(tail_text), rendered)
+
+    def _remember_cut(
+        self, turn: PlainTurn, cut: Cut, inputs: TemplateInputs, tail_messages: list[Message], text: str
+    ) -> None:
+        tail_turn = self._read_plain_turn(cut.rendered, inputs, tail_messages)
+        if tail_turn is not None:
+            self._memo.add_next_placeholders(turn.key, len(turn.texts) - len(tail_messages), cut.rendered)
+            self._memo.add(
+                tail_turn, text[cut.position :], lambda others: self._render_after(cut.rendered, inputs, others)
+            )
+
+    def _read_plain_chat(self, chat: RoutingRequest) -> PlainTurn | None:
+        inputs_digest = b"%d%d" % (chat.add_generation_prompt is not False, self.template.keeps_messages_as_sent)
+        return self._make_plain_turn(0, inputs_digest, chat, chat.messages or [])
+
+    def _read_plain_turn(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+    ) -> PlainTurn | None:
+        """Return messages as the memo takes them; None if the memo takes no such messages."""
+        if rendered.has_late_system:
+            return None
+        return self._make_plain_turn(rendered.digest, inputs.digest, inputs.chat, messages)
+
+    def _make_plain_turn(
+        self, prefix_digest: int, inputs_digest: bytes, chat: RoutingRequest, messages: list[Message]
+    ) -> PlainTurn | None:
+        texts = read_plain_texts(messages, self.find_markers(chat))
         if texts is None:
             return None
         clock = self.template.read_clock(has_tools=chat.tools is not None)
-        return MemoEntry((state, inputs_key, tuple([message["role"] for message in messages]), clock), texts)
+        roles = tuple([message["role"] for message in messages])
+        return PlainTurn(MemoKey(prefix_digest, inputs_digest, roles, clock), texts)
 
-    def cut(
-        self, stand_in: StandIn, inputs: TemplateInputs, tail_messages: list[Message], text: str, *, shows_opening: bool
-    ) -> Cut | None:
-        """Find where the end of a prompt's text may be cut, if its last messages are those of the tail."""
-        if len(stand_in.messages) > MESSAGES_MAX:
-            return None
+    def _render_after(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+    ) -> str | None:
+        """Return the text after the placeholders; None if the template writes those in another way, or once more."""
         try:
-            rendered_text = self._render(
-                stand_in, inputs, tail_messages, inputs.first_message if shows_opening else None
-            )
+            short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
         except RequestError:
             return None
-        position = self.tokenizer.find_segment(text, len(text) - _count_common_end(text, rendered_text))
-        if position is None or len(rendered_text) <= len(text) - position:
-            return None
-        if not shows_opening and rendered_text.rfind(OPENING_MARK) > rendered_text.rfind(MARK):
-            return self.cut(stand_in, inputs, tail_messages, text, shows_opening=True)
-        stand_in_text = rendered_text[: len(rendered_text) - (len(text) - position)]
-        state = xxhash.xxh3_64_intdigest(msgspec.json.encode((stand_in.messages, stand_in_text)))
-        return Cut(position, stand_in, stand_in_text, state, shows_opening)
-
-    def _render_behind(
-        self, stand_in: StandIn, stand_in_text: str, inputs: TemplateInputs, messages: list[Message],
-        first_message: Message | None,
-    ) -> str | None:  # fmt: skip
-        """Return what is written behind the stand-in. None where that is written otherwise, or shown again."""
-        try:
-            rendered_text = self._render(stand_in, inputs, messages, first_message)
-        except RequestError:
-            return None
-        text = rendered_text[len(stand_in_text) :]
-        is_as_before = rendered_text.startswith(stand_in_text) and MARK not in text and OPENING_MARK not in text
+        text = short_text[len(rendered.text) :]
+        is_as_before = short_text.startswith(rendered.text) and FILLER not in text and SYSTEM_FILLER not in text
         return text if is_as_before else None
 
     def _try_render(self, chat: RoutingRequest) -> str | None:
@@ -189,22 +200,33 @@ class BoundaryRenderer:
             return None
 
     def _render(
-        self, stand_in: StandIn, inputs: TemplateInputs, messages: list[Message], first_message: Message | None
+        self,
+        placeholders: PlaceholderMessages,
+        inputs: TemplateInputs,
+        messages: list[Message],
+        *,
+        has_late_system: bool,
     ) -> str:
-        """Render messages behind a stand-in. `first_message`: of the chat, where the template may write that, and the
-        tools, late. Raises RequestError."""
-        rendered_messages, chat = [*stand_in.messages, *messages], inputs.chat
-        if first_message is None:
-            tools = chat.tools and _STAND_IN_TOOLS
-            return render_chat(self.template, chat.replace(messages=rendered_messages, tools=tools))
-        if is_instruction(first_message):
-            rendered_messages[0] = first_message
-        return render_chat(self.template, chat.with_messages(rendered_messages))
+        """Render messages after placeholders, with the real system text and tools if those come late.
+
+        Raises RequestError.
+        """
+        chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
+        if not has_late_system:
+            tools = chat.tools and _PLACEHOLDER_TOOLS
+            return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
+        if is_system_message(inputs.first_message):
+            all_messages[0] = inputs.first_message
+        return render_chat(self.template, chat.with_messages(all_messages))
 
 
-def is_instruction(message: Message) -> bool:
-    """Whether a message is the system's."""
-    return message.get("role") in ("system", "developer")
+def _has_options(chat: RoutingRequest) -> bool:
+    """Whether a chat has inputs of a template besides messages and a generation prompt."""
+    options = (
+        chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.chat_template,
+        chat.continue_final_message or None,
+    )  # fmt: skip
+    return any(option is not None for option in options)
 
 
 def _count_common_end(first: str, second: str) -> int:

@@ -19,7 +19,7 @@ import xxhash
 from prompts.body_digests import digests, digests_among
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
-from router.prompting.stand_in import StandIn
+from router.prompting.placeholder_messages import RenderedPlaceholders
 
 BODY_BYTES_MIN = 1024
 """Bytes of a body below which it is not worth caching."""
@@ -31,35 +31,30 @@ BOUNDARIES_MAX = 4
 LOCAL_FIELDS = 5
 """Number of fields of `CachedConversation`, its last, that do not cross to another process."""
 _BOUNDARY_BYTES = 4000
+"""Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
 _DECODED_BYTES_A_BYTE = 4
 """Bytes that what was decoded takes, for each byte of a body."""
 
 
 class Boundary(msgspec.Struct, frozen=True, eq=False):
-    """A position between two messages of a body up to which the prompt is known."""
+    """A position between two messages of a body up to which the prompt is cached."""
 
     body_end: int
     """Bytes of the body before it."""
-    object_count: int
-    """Brackets in the body before it."""
+    bracket_count: int
+    """Opening brackets and braces in the body before it."""
     message_count: int
     """Messages of the chat before it."""
     token_count: int
-    """Token ids of the prompt's text before it."""
+    """Token ids of the prompt before it."""
     char_count: int
-    """Characters of that text."""
-    stand_in: StandIn
-    """What the messages behind the boundary are rendered behind."""
-    stand_in_text: str
-    """What the template wrote of `stand_in`."""
-    state: int
-    """Digest of both."""
-    shows_opening: bool
-    """Whether the template may write the tools, or the system's text, behind the boundary."""
+    """Characters of the prompt's text before it."""
+    rendered: RenderedPlaceholders
+    """Placeholders for the messages before it."""
     starts_turn: bool
-    """Whether the message behind it is the user's."""
-    volatile_messages: int
-    """Messages behind it in the body for which it was made."""
+    """Whether the next message was the user's."""
+    trailing_count: int
+    """Number of messages after it in the body for which it was made."""
 
 
 class CachedConversation(msgspec.Struct, eq=False):
@@ -70,8 +65,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Where the body's array of messages begins."""
     template_digest: bytes
     """Digest of the template's inputs besides the messages of the array."""
-    system_messages: int
-    """Messages of the chat that are not from the array: 1 where there is a system text."""
+    system_message_count: int
+    """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
     message_fingerprints: bytes
@@ -89,8 +84,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Digest of those bytes."""
     bare_request: RoutingRequest | None
     """A chat without its messages; None for another kind."""
-    as_sent: bool
-    """How its template was given messages."""
+    keeps_messages_as_sent: bool
+    """`ChatTemplate.keeps_messages_as_sent` when it was read."""
     model: str = ""
     """Whose tokenizer and template it was read with."""
     first_message_digest: int | None = None
@@ -111,7 +106,7 @@ class CachedConversation(msgspec.Struct, eq=False):
         """Estimated memory of this entry."""
         size_bytes = self.token_ids.itemsize * len(self.token_ids)
         size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + self.prompt_memory_bytes + 1000
-        size_bytes += sum([_BOUNDARY_BYTES + len(boundary.stand_in_text) for boundary in self.boundaries])
+        size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_A_BYTE * (self.messages_start + self.end_bytes)
         return size_bytes + sum([len(str(message.get("content"))) for message in self.opening_messages])

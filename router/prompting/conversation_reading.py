@@ -1,6 +1,6 @@
-"""Read a body that continues a cached conversation: only what stands behind the boundary that both share. Pure.
+"""Read a body that continues a cached conversation: only its part after the boundary that both share. Pure.
 
-The prompt is the cached ids and those of the text that is rendered behind the boundary (router/prompting/
+The prompt is the cached token ids and those of the text that is rendered after the boundary (router/prompting/
 boundary_rendering.py). Which templates allow this is tried out when they are loaded (router/prompting/
 template_trial.py).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
-from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs, is_instruction
+from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
@@ -34,53 +35,75 @@ from router.prompting.conversation_cache import (
 )
 from router.prompting.encode import OBJECTS_MAX, RenderedPrompt
 from router.prompting.outline import fingerprint_messages, outline_chat
-from router.prompting.stand_in import StandIn
+from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
-REST_BYTES_MAX, REST_OBJECTS_MAX = 256 << 10, 2048
-"""Bounds on what is read behind a boundary: decoding and rendering so much keeps nobody waiting."""
+TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
+"""Bounds on what is read after a boundary, so that other requests do not wait for it."""
 GROWTH_BYTES_MIN = 1024
 """A cached conversation is replaced by one that is longer by so many bytes, or by a 32nd."""
-VOLATILE_MESSAGES = 3
-"""Messages at the end that clients send otherwise the next time: coding agents mark their last turns for caching."""
+TRAILING_MESSAGES = 3
+"""Messages at the end which clients send otherwise the next time: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
 """Messages of a chat before a boundary; the first that is not the system's is among them."""
-_PLACEHOLDER: Message = {"role": "user", "content": secrets.token_hex(16)}
-_PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)
+_SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
+"""Message in a body in place of all messages before a boundary."""
+_SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-class _Rest(NamedTuple):
-    """What a body has behind a boundary."""
-
-    request: RoutingRequest
-    """The body's, with the placeholder instead of the cached messages, or with the opening ones."""
-    chat: RoutingRequest
-    """The chat that is rendered."""
-    new_messages: list[Message]
-    """Messages of the chat behind the boundary."""
-    system_messages: int
-    template_digest: bytes
-    array_json: bytes
-    """The new messages behind another one, as an array."""
-    array_shift: int
-    """Offset of that array in the body, if it were there."""
-    messages_end: int
-    """Offset in the body: end of its array of messages."""
-
-    def find_message_ends(self) -> list[int]:
-        """Return the offsets in the body at which its new messages end."""
-        return _find_item_ends(self.array_json, self.array_shift)[1:]
-
-
 class _MessagesLocation(NamedTuple):
-    """Offsets in a body: of its array of messages, of the ends of these, and of the closing bracket."""
+    """Byte offsets of a body's array of messages."""
 
     start: int
     message_ends: list[int]
     end: int
+    """Offset of the closing bracket."""
+
+
+class _WholeConversation(NamedTuple):
+    """A body that was read whole, and its prompt."""
+
+    kind: ApiKind
+    body: bytes
+    location: _MessagesLocation
+    inputs: TemplateInputs
+    system_message_count: int
+    messages: list[Message]
+    """Messages of the chat that was rendered."""
+    text: str
+    """Text of the prompt."""
+    token_ids: array[int]
+
+    @property
+    def opening_message_count(self) -> int:
+        """Number of messages up to the first that is not the system's."""
+        return 1 + sum(1 for _ in takewhile(is_system_message, self.messages))
+
+
+class _BodyTail(NamedTuple):
+    """The part of a body after a boundary."""
+
+    request: RoutingRequest
+    """The body's request, with the sentinel instead of the cached messages, or without messages."""
+    chat: RoutingRequest
+    """The chat that is rendered."""
+    new_messages: list[Message]
+    """Messages of the chat after the boundary."""
+    system_message_count: int
+    template_digest: bytes
+    array_json: bytes
+    """JSON array of any message and the new messages."""
+    array_shift: int
+    """Offset in the body of that array, if it ended where the body's array ends."""
+    messages_end: int
+    """Offset in the body of the end of its array of messages."""
+
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which its new messages end."""
+        return _find_item_ends(self.array_json, self.array_shift)[1:]
 
 
 class Continuation(NamedTuple):
@@ -88,20 +111,20 @@ class Continuation(NamedTuple):
 
     conversation: CachedConversation
     boundary: Boundary
-    rest: _Rest
+    tail: _BodyTail
     token_ids: array[int]
     char_count: int
     """Characters of the prompt's text."""
     successor: CachedConversation | None
-    """What is to be cached instead of the conversation, or beside it."""
+    """Conversation to be cached instead of `conversation`, or beside it."""
 
     @property
     def request(self) -> RoutingRequest:
-        """The body's request. Of a chat's messages it has those that open it, and the new ones."""
-        rest = self.rest
+        """The body's request; of a chat's messages it has the opening ones and the new ones."""
+        tail = self.tail
         if self.conversation.kind != "chat":
-            return rest.request
-        return rest.request.with_messages([*self.conversation.opening_messages, *rest.new_messages])
+            return tail.request
+        return tail.request.with_messages([*self.conversation.opening_messages, *tail.new_messages])
 
     @property
     def predecessor(self) -> CachedConversation | None:
@@ -109,95 +132,103 @@ class Continuation(NamedTuple):
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
 
     def outline(self) -> Outline | None:
-        """Outline the whole chat. None where the new part depends on the template: a system message that comes late."""
+        """Outline the whole chat; None if the new part depends on the template, as a late system message does."""
         conversation = self.conversation
-        if _depends_on_template(self.rest.request):
+        if _depends_on_template(self.tail.request):
             return None
         fingerprints = conversation.message_fingerprints[: FINGERPRINT_BYTES * self.boundary.message_count]
         return Outline(
-            fingerprints + fingerprint_messages(self.rest.new_messages),
+            fingerprints + fingerprint_messages(self.tail.new_messages),
             conversation.tool_fingerprints,
             conversation.options_digest,
         )
 
 
-def is_cacheable(kind: ApiKind | None, size: int) -> bool:
-    """Whether the conversation of a body of so many bytes may be cached."""
-    return kind in ("chat", "messages") and BODY_BYTES_MIN <= size <= BODY_BYTES_MAX
+def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
+    """Whether the conversation of a body of this size may be cached."""
+    return kind in ("chat", "messages") and BODY_BYTES_MIN <= body_bytes <= BODY_BYTES_MAX
 
 
 def cache_conversation(
     request: RoutingRequest, body: bytes, prompt: RenderedPrompt, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
-    """Make the cache entry of a body that was read whole. None where it cannot be cached."""
+    """Make the cache entry of a body that was read whole; None if it cannot be cached."""
     kind, chat, prompt_ids = request.kind, prompt.chat, prompt.token_ids
-    if chat is None or prompt_ids is None or chat.messages is None or not _is_supported(request, chat):
+    if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
     location, chat_outline, messages = _locate_messages(body), outline_chat(request), chat.messages
     if location is None or chat_outline is None:
         return None
-    has_system = kind != "chat" and bool(getattr(request.source, "system", None)) and is_instruction(messages[0])
-    system_messages, template = int(has_system), renderer.template
-    inputs = TemplateInputs(chat, _digest_template_inputs(template, chat, system_messages), messages[0])
-    opening_count = 1 + next((i for i, message in enumerate(messages) if not is_instruction(message)), len(messages))
+    has_system_field = kind != "chat" and bool(getattr(request.source, "system", None))
+    system_message_count = int(has_system_field and is_system_message(messages[0]))
+    digest = _digest_template_inputs(renderer.template, chat, system_message_count)
+    inputs = TemplateInputs(chat, digest, messages[0])
     token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
-    boundaries = _make_first_boundaries(
-        kind, body, location, prompt.text, token_ids, messages, opening_count, inputs, system_messages, renderer
-    )
+    whole = _WholeConversation(kind, body, location, inputs, system_message_count, messages, prompt.text, token_ids)
+    boundaries = _make_first_boundaries(whole, renderer)
     if not boundaries:
         return None
     return CachedConversation(
-        kind, location.start, inputs.digest, system_messages, messages[:opening_count],
+        kind, location.start, digest, system_message_count, messages[: whole.opening_message_count],
         chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count], chat_outline.tools,
         chat_outline.options_digest, boundaries, token_ids, len(body) - location.end, _digest_end(body, location.end),
-        chat.with_messages(None) if kind == "chat" else None, template.keeps_messages_as_sent,
+        chat.with_messages(None) if kind == "chat" else None, renderer.template.keeps_messages_as_sent,
     )  # fmt: skip
 
 
-def _make_first_boundaries(
-    kind: ApiKind, body: bytes, location: _MessagesLocation, text: str, token_ids: array[int], messages: list[Message],
-    opening_count: int, inputs: TemplateInputs, system_messages: int, renderer: BoundaryRenderer,
-) -> list[Boundary]:  # fmt: skip
+def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer) -> list[Boundary]:
     """Make the boundaries of a body that was read whole, the furthest last."""
-    boundaries, stand_in, previous_count, shows_opening = list[Boundary](), StandIn(), 0, False
-    compared_texts = renderer.find_compared_texts(inputs.chat)
-    for volatile_messages in _choose_volatile_messages(kind, messages, len(location.message_ends)):
-        number = len(location.message_ends) - volatile_messages
-        body_end, message_count = location.message_ends[number - 1], number
-        if kind != "chat":
-            rest = _read_rest(kind, location.start, body_end, body, renderer.template)
-            if rest is None or rest.system_messages != system_messages:
-                return []
-            message_count = len(messages) - len(rest.new_messages)
-            if messages[message_count:] != rest.new_messages:
-                continue
-        is_far_enough = max(opening_count, MESSAGES_MIN, previous_count + 1) <= message_count
-        if not is_far_enough or message_count == len(messages):
+    boundaries, messages = list[Boundary](), whole.messages
+    placeholders, previous_count, has_late_system = PlaceholderMessages(), 0, False
+    markers = renderer.find_markers(whole.inputs.chat)
+    for trailing_count in _choose_trailing_counts(whole):
+        body_end = whole.location.message_ends[-trailing_count - 1]
+        message_count = _count_messages_before(whole, body_end, renderer.template)
+        minimum = max(whole.opening_message_count, MESSAGES_MIN, previous_count + 1)
+        if message_count is None or not minimum <= message_count < len(messages):
             continue
-        stand_in = stand_in.extend(messages[previous_count:message_count], compared_texts)
-        previous_count = message_count
-        cut = renderer.cut(stand_in, inputs, messages[message_count:], text, shows_opening=shows_opening)
+        extended = placeholders.extend(messages[previous_count:message_count], markers)
+        if extended is None:
+            break
+        placeholders, previous_count = extended, message_count
+        tail_messages = messages[message_count:]
+        cut = renderer.cut(placeholders, whole.inputs, tail_messages, whole.text, has_late_system=has_late_system)
         if cut is None:
             continue
-        tail_ids = renderer.tokenizer.encode_array(text[cut.position :], add_special_tokens=False)
-        token_count, shows_opening = len(token_ids) - len(tail_ids), cut.shows_opening
-        if token_ids[token_count:] == array(ID_TYPE, tail_ids):
+        has_late_system = cut.rendered.has_late_system
+        tail_ids = _encode(renderer.tokenizer, whole.text[cut.position :])
+        token_count = len(whole.token_ids) - len(tail_ids)
+        if whole.token_ids[token_count:] == tail_ids:
+            bracket_count = count_openings(whole.body, body_end)
+            starts_turn = tail_messages[0].get("role") == "user"
             boundaries.append(
                 Boundary(
-                    body_end, count_openings(body, body_end), message_count, token_count, cut.position, *cut[1:],
-                    messages[message_count].get("role") == "user", volatile_messages,
+                    body_end, bracket_count, message_count, token_count, cut.position, cut.rendered, starts_turn,
+                    trailing_count,
                 )
             )  # fmt: skip
     return boundaries
 
 
-def _choose_volatile_messages(kind: ApiKind, messages: list[Message], body_messages: int) -> list[int]:
-    """Return how many of a body's messages are behind the boundaries to be made, most first."""
-    choices = {1, VOLATILE_MESSAGES}
-    if kind == "chat":
-        last_question = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=0)
-        choices.add(body_messages - last_question)
+def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
+    """Return how many of a body's messages are to follow each boundary, most first."""
+    body_messages = len(whole.location.message_ends)
+    choices = {1, TRAILING_MESSAGES}
+    if whole.kind == "chat":
+        questions = [i for i, message in enumerate(whole.messages) if message.get("role") == "user"]
+        choices.add(body_messages - max(questions, default=0))
     return sorted((choice for choice in choices if 0 < choice < body_messages), reverse=True)
+
+
+def _count_messages_before(whole: _WholeConversation, body_end: int, template: ChatTemplate) -> int | None:
+    """Count the chat's messages that stand for the body's messages before an offset; None if a message is of both."""
+    if whole.kind == "chat":
+        return whole.location.message_ends.index(body_end) + 1
+    tail = _read_tail(whole.kind, whole.location.start, body_end, whole.body, template)
+    if tail is None or tail.system_message_count != whole.system_message_count:
+        return None
+    count = len(whole.messages) - len(tail.new_messages)
+    return count if whole.messages[count:] == tail.new_messages else None
 
 
 def continue_conversation(
@@ -207,40 +238,46 @@ def continue_conversation(
     renderer: BoundaryRenderer,
     further_differs: bool = False,
 ) -> Continuation | None:
-    """Read the prompt of a body that has this boundary. None where the template may have written what is before it
-    otherwise, and where more than messages is another than before. `further_differs`: the body has other messages
-    before further boundaries of the conversation, if there are any."""
-    template, tokenizer = renderer.template, renderer.tokenizer
-    if boundary.object_count > OBJECTS_MAX - REST_OBJECTS_MAX:
+    """Read the prompt of a body that has this boundary.
+
+    None if more than messages differs from the cached body, or if the template may have written the text before the
+    boundary in another way. `further_differs`: whether the body differs before the conversation's next boundary.
+    """
+    if boundary.bracket_count > OBJECTS_MAX - TAIL_BRACKETS_MAX:
         return None
-    rest = _read_new_messages(conversation, boundary, body, template) or _read_rest(
-        conversation.kind, conversation.messages_start, boundary.body_end, body, template
+    tail = _read_chat_tail(conversation, boundary, body, renderer.template) or _read_tail(
+        conversation.kind, conversation.messages_start, boundary.body_end, body, renderer.template
     )
-    if (
-        rest is None
-        or rest.template_digest != conversation.template_digest
-        or rest.system_messages != conversation.system_messages
-    ):
+    if tail is None or not _has_same_inputs(conversation, tail):
         return None
-    if conversation.kind == "messages" and not rest.new_messages:
-        return None  # a last message of the assistant would be continued, and a cached one was not the last
-    inputs = TemplateInputs(rest.chat, rest.template_digest, conversation.opening_messages[0])
-    text = renderer.render_behind(boundary, inputs, rest.new_messages)
+    inputs = TemplateInputs(tail.chat, tail.template_digest, conversation.opening_messages[0])
+    text = renderer.render_after(boundary.rendered, inputs, tail.new_messages)
     if text is None:
         return None
-    new_boundary, position = _advance(
-        conversation, boundary, rest, inputs, body, text, renderer, further_differs=further_differs
-    ) or (None, 0)
-    text_ids = _encode(tokenizer, text[:position])
-    token_count = boundary.token_count + len(text_ids)
-    text_ids += _encode(tokenizer, text[position:])
-    token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # as long as it will be, where it can
+    next_boundary = _find_next_boundary(
+        conversation, boundary, tail, inputs, body, text, renderer, further_differs=further_differs
+    )
+    next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
+    text_ids = _encode(renderer.tokenizer, text[:next_position])
+    next_token_count = boundary.token_count + len(text_ids)
+    text_ids += _encode(renderer.tokenizer, text[next_position:])
+    token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids
-    continuation = Continuation(conversation, boundary, rest, token_ids, boundary.char_count + len(text), None)
-    if new_boundary is None:
+    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text), None)
+    if next_boundary is None:
         return continuation
-    new_boundary = msgspec.structs.replace(new_boundary, token_count=token_count)
-    return continuation._replace(successor=_make_successor(continuation, new_boundary, body))
+    next_boundary = msgspec.structs.replace(next_boundary, token_count=next_token_count)
+    return continuation._replace(successor=_make_successor(continuation, next_boundary, body))
+
+
+def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
+    """Whether the template's inputs besides new messages are those of the cached conversation."""
+    if conversation.kind == "messages" and not tail.new_messages:
+        return False  # a last message of the assistant would be continued, and a cached one was not the last
+    return (
+        tail.template_digest == conversation.template_digest
+        and tail.system_message_count == conversation.system_message_count
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> array[int]:
@@ -248,63 +285,67 @@ def _encode(tokenizer: Tokenizer, text: str) -> array[int]:
     return ids if isinstance(ids, array) else array(ID_TYPE, ids)
 
 
-def _advance(
-    conversation: CachedConversation, boundary: Boundary, rest: _Rest, inputs: TemplateInputs, body: bytes, text: str,
-    renderer: BoundaryRenderer, *, further_differs: bool,
-) -> tuple[Boundary, int] | None:  # fmt: skip
-    """Make the next boundary of a body, without its number of tokens, and find where it cuts the text behind
-    `boundary`. None where little would be won."""
+def _find_next_boundary(
+    conversation: CachedConversation, boundary: Boundary, tail: _BodyTail, inputs: TemplateInputs, body: bytes,
+    text: str, renderer: BoundaryRenderer, *, further_differs: bool,
+) -> Boundary | None:  # fmt: skip
+    """Make the next boundary of a body, without its number of tokens; None if it would save little.
+
+    `text` is the prompt after `boundary`.
+    """
     if len(body) - boundary.body_end < max(GROWTH_BYTES_MIN, boundary.body_end >> 5):
         return None
     is_last = boundary is conversation.boundaries[-1]
-    is_volatile = boundary.volatile_messages == VOLATILE_MESSAGES or (further_differs and not is_last)
-    volatile_messages = VOLATILE_MESSAGES if is_volatile else 1
-    message_ends = rest.find_message_ends()
-    number = len(message_ends) - volatile_messages
-    if number < 1 or _depends_on_template(rest.request):
+    end_changes = boundary.trailing_count == TRAILING_MESSAGES or (further_differs and not is_last)
+    trailing_count = TRAILING_MESSAGES if end_changes else 1
+    message_ends = tail.find_message_ends()
+    if len(message_ends) <= trailing_count or _depends_on_template(tail.request):
         return None
-    body_end, new_count = message_ends[number - 1], number
+    body_end = message_ends[-trailing_count - 1]
+    new_count = len(message_ends) - trailing_count
     if conversation.kind != "chat":
-        last_rest = _read_rest(conversation.kind, conversation.messages_start, body_end, body, renderer.template)
-        if last_rest is None or last_rest.template_digest != conversation.template_digest:
+        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, renderer.template)
+        if last_tail is None or last_tail.template_digest != conversation.template_digest:
             return None
-        new_count = len(rest.new_messages) - len(last_rest.new_messages)
-        if not 0 < new_count < len(rest.new_messages) or rest.new_messages[new_count:] != last_rest.new_messages:
+        new_count = len(tail.new_messages) - len(last_tail.new_messages)
+        if not 0 < new_count < len(tail.new_messages) or tail.new_messages[new_count:] != last_tail.new_messages:
             return None
-    cut = renderer.cut_behind(boundary, inputs, rest.new_messages, new_count, text)
+    cut = renderer.cut_after(boundary.rendered, inputs, tail.new_messages, new_count, text)
     if cut is None or not cut.position:
         return None
-    object_count = boundary.object_count + count_openings(body[boundary.body_end : body_end])
-    new_boundary = Boundary(
-        body_end, object_count, boundary.message_count + new_count, 0, boundary.char_count + cut.position, *cut[1:],
-        rest.new_messages[new_count].get("role") == "user", volatile_messages,
+    bracket_count = boundary.bracket_count + count_openings(body[boundary.body_end : body_end])
+    starts_turn = tail.new_messages[new_count].get("role") == "user"
+    return Boundary(
+        body_end, bracket_count, boundary.message_count + new_count, 0, boundary.char_count + cut.position,
+        cut.rendered, starts_turn, trailing_count,
     )  # fmt: skip
-    return new_boundary, cut.position
 
 
-def _make_successor(continuation: Continuation, new_boundary: Boundary, body: bytes) -> CachedConversation:
-    conversation, boundary, rest, token_ids, _, _ = continuation
+def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
+    """Make the cache entry of a continued body. It keeps the boundary of the last question that it knows."""
+    conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
     while len(boundaries) >= BOUNDARIES_MAX:
         turn_starts = [i for i, earlier in enumerate(boundaries) if earlier.starts_turn]
         boundaries.pop(1 if turn_starts and turn_starts[-1] == 0 else 0)
-    new_count = new_boundary.message_count - boundary.message_count
+    new_count = next_boundary.message_count - boundary.message_count
     fingerprints = conversation.message_fingerprints[: FINGERPRINT_BYTES * boundary.message_count]
     return CachedConversation(
-        conversation.kind, conversation.messages_start, conversation.template_digest, conversation.system_messages,
-        conversation.opening_messages, fingerprints + fingerprint_messages(rest.new_messages[:new_count]),
-        conversation.tool_fingerprints, conversation.options_digest, [*boundaries, new_boundary], token_ids,
-        len(body) - rest.messages_end, _digest_end(body, rest.messages_end),
-        rest.chat.with_messages(None) if conversation.kind == "chat" else None, conversation.as_sent,
+        conversation.kind, conversation.messages_start, conversation.template_digest,
+        conversation.system_message_count, conversation.opening_messages,
+        fingerprints + fingerprint_messages(tail.new_messages[:new_count]), conversation.tool_fingerprints,
+        conversation.options_digest, [*boundaries, next_boundary], continuation.token_ids,
+        len(body) - tail.messages_end, _digest_end(body, tail.messages_end),
+        tail.chat.with_messages(None) if conversation.kind == "chat" else None, conversation.keeps_messages_as_sent,
         conversation.model,
     )  # fmt: skip
 
 
-def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_messages: int) -> bytes:
-    """Digest what the prompt hangs on besides the messages of the body's array."""
+def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
+    """Digest the template's inputs besides the messages of the body's array."""
     inputs = (
         chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
-        template.keeps_messages_as_sent, (chat.messages or [])[:system_messages],
+        template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
     )  # fmt: skip
     return blake2b(msgspec.json.encode(inputs), digest_size=16).digest()
 
@@ -317,25 +358,24 @@ def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
 
 
 def _depends_on_template(request: RoutingRequest) -> bool:
-    """Whether the chat that it stands for is another one for another template."""
+    """Whether a body in Anthropic's format becomes another chat for another template."""
     return isinstance(request.source, MessagesRequest) and depends_on_template(request.source)
 
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_new_messages(
+def _read_chat_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
-) -> _Rest | None:
-    """Read the messages behind a boundary of a chat in which only messages are new. None where more is: what stands
-    behind the messages has to be what the cached body had there."""
+) -> _BodyTail | None:
+    """Read the messages after a boundary of a chat; None if more than messages differs from the cached body."""
     bare_request, start, end = conversation.bare_request, boundary.body_end, len(body) - conversation.end_bytes
-    if bare_request is None or template.keeps_messages_as_sent != conversation.as_sent:
+    if bare_request is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
         return None
-    if not start <= end <= start + REST_BYTES_MAX or _digest_end(body, end) != conversation.end_digest:
+    if not start <= end <= start + TAIL_BYTES_MAX or _digest_end(body, end) != conversation.end_digest:
         return None
     array_json = b"[{}%b]" % body[start:end]
-    if count_openings(array_json) > REST_OBJECTS_MAX:
+    if count_openings(array_json) > TAIL_BRACKETS_MAX:
         return None
     try:
         messages = _messages_decoder.decode(array_json)
@@ -343,20 +383,20 @@ def _read_new_messages(
         return None
     if has_media(messages):
         return None
-    return _Rest(
-        bare_request, bare_request, messages[1:], conversation.system_messages, conversation.template_digest,
+    return _BodyTail(
+        bare_request, bare_request, messages[1:], conversation.system_message_count, conversation.template_digest,
         array_json, start - len(b"[{}"), end,
     )  # fmt: skip
 
 
-def _read_rest(
+def _read_tail(
     kind: ApiKind, messages_start: int, prefix_end: int, body: bytes, template: ChatTemplate
-) -> _Rest | None:
-    """Read a body with a placeholder in place of its messages before `prefix_end`."""
-    if messages_start + len(body) - prefix_end > REST_BYTES_MAX:
+) -> _BodyTail | None:
+    """Read a body with the sentinel in place of its messages before `prefix_end`."""
+    if messages_start + len(body) - prefix_end > TAIL_BYTES_MAX:
         return None
-    short_body = b"%b%b%b" % (body[: messages_start + 1], _PLACEHOLDER_JSON, body[prefix_end:])
-    if count_openings(short_body) > REST_OBJECTS_MAX:
+    short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[prefix_end:])
+    if count_openings(short_body) > TAIL_BRACKETS_MAX:
         return None
     try:
         request = parse_routing_of_kind(kind, short_body)
@@ -365,22 +405,24 @@ def _read_rest(
     except RequestError:
         return None
     messages = chat.messages or []
-    system_messages = 0 if messages[:1] == [_PLACEHOLDER] else 1
-    if location is None or messages[system_messages : system_messages + 1] != [_PLACEHOLDER]:
+    system_message_count = 0 if messages[:1] == [_SENTINEL_MESSAGE] else 1
+    if location is None or messages[system_message_count : system_message_count + 1] != [_SENTINEL_MESSAGE]:
         return None
     if not _is_supported(request, chat):
         return None
     shift = len(body) - len(short_body)
-    return _Rest(
-        request, chat, messages[system_messages + 1 :], system_messages,
-        _digest_template_inputs(template, chat, system_messages),
+    return _BodyTail(
+        request, chat, messages[system_message_count + 1 :], system_message_count,
+        _digest_template_inputs(template, chat, system_message_count),
         short_body[location.start : location.end + 1], location.start + shift, location.end + shift,
     )  # fmt: skip
 
 
 def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesLocation | None:
-    """Locate a body's array of messages. None where there is none, or more than one begins like it. `messages_start`:
-    where it begins, if known."""
+    """Locate a body's array of messages; None if there is none, or if more than one begins like it.
+
+    `messages_start`: offset of the array, if known.
+    """
     try:
         array_json = bytes(_fields_decoder.decode(body).get("messages", b""))
         if messages_start is None:

@@ -34,8 +34,16 @@ from router.prompting.conversation_reader import ATTEMPTS_MAX, ConversationReade
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
 from router.prompting.outline import outline_chat
+from router.prompting.placeholder_messages import (
+    FILLER,
+    MESSAGES_MAX,
+    PARTS_MAX,
+    PIECES_MAX,
+    PlaceholderMessages,
+    RenderedPlaceholders,
+    find_template_markers,
+)
 from router.prompting.prompt_worker_pool import ReadTask, _read_body
-from router.prompting.stand_in import MARK, MESSAGES_MAX, StandIn, find_compared_texts
 from router.prompting.template_trial import find_trial_problem
 from tests.prompts import chat_templates
 from tests.router.conversation_bodies import (
@@ -49,6 +57,7 @@ from tests.router.conversation_bodies import (
     message,
 )
 
+NO_PLACEHOLDERS = RenderedPlaceholders(PlaceholderMessages(), "", 0, False)
 UNCUT = {"numbered"}
 """Templates whose conversations are always read whole."""
 
@@ -120,7 +129,9 @@ def check_conversation(conversation: CachedConversation, prompt: RenderedPrompt)
     assert ends == sorted(set(ends))
 
 
-@settings(max_examples=examples(15), deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None)
+@example(seed=10000086, kind="chat").via("a thought among too many marks of thoughts for a short placeholder")
+@example(seed=5001732, kind="chat").via("the same in an answer between two questions")
 @example(seed=363, kind="chat").via(
     "behind the last cached message another role than before comes next, then a third time"
 )
@@ -135,13 +146,6 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
         messages = draw_next_messages(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
         if rng.random() < 0.1:
             fields = fields_of(rng, kind)
-
-
-@pytest.mark.parametrize("tokenizer", ["qwen3"], indirect=True)
-@pytest.mark.parametrize("seed", [10000086, 5001732])
-@pytest.mark.xfail(reason="one in a hundred of these chats is read wrongly: marks of thoughts all over all messages")
-def test_marks_of_thoughts_in_every_message(tokenizer: Tokenizer, seed: int) -> None:
-    test_what_returns_is_read_as_the_whole_is.hypothesis.inner_test(tokenizer, seed, "chat")  # type: ignore[attr-defined]
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -255,8 +259,8 @@ def test_what_a_template_counts_is_right(tmp_path: Any, text: str) -> None:
 
 
 def test_texts_that_a_template_looks_for() -> None:
-    assert find_compared_texts(chat_templates.QWEN3) == ("<tool_response>", "</think>", "<think>")
-    assert find_compared_texts("{{ 'a' in x }}{{ \"/no_think\" not in x }}{{ x.replace('abc', '') }}") == (
+    assert find_template_markers(chat_templates.QWEN3) == ("<tool_response>", "</think>", "<think>")
+    assert find_template_markers("{{ 'a' in x }}{{ \"/no_think\" not in x }}{{ x.replace('abc', '') }}") == (
         "/no_think",
         "abc",
     )
@@ -278,22 +282,52 @@ def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) 
     assert len(reader.cache) == 0
 
 
-def test_stand_ins_are_short_and_have_every_kind_of_message() -> None:
+def make_placeholders(messages: list[dict[str, Any]], markers: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    placeholders = PlaceholderMessages().extend(messages, markers)
+    assert placeholders is not None
+    return placeholders.messages
+
+
+def test_placeholders_are_short_and_have_every_kind_of_message() -> None:
     rng, messages = random.Random(5), [{"role": "system", "content": "Be brief. " * 900}]
-    stand_in = StandIn()
     for number in range(200):
         messages += draw_agent_turn(rng, number)
-    stand_in = stand_in.extend(messages[:500], ()).extend(messages[500:], ())
-    assert len(stand_in.messages) <= MESSAGES_MAX
-    assert len(json.dumps(stand_in.messages)) < 10_000
-    assert stand_in.messages[0]["role"] == "system"
+    first_placeholders = PlaceholderMessages().extend(messages[:500], ())
+    assert first_placeholders is not None
+    placeholders = first_placeholders.extend(messages[500:], ())
+    assert placeholders is not None
+    assert len(placeholders.messages) <= MESSAGES_MAX
+    assert len(json.dumps(placeholders.messages)) < 10_000
+    assert placeholders.messages[0]["role"] == "system"
     shapes = [{(m["role"], "tool_calls" in m, "reasoning_content" in m) for m in all} for all in
-              (messages, stand_in.messages)]  # fmt: skip
+              (messages, placeholders.messages)]  # fmt: skip
     assert shapes[0] == shapes[1]
-    assert [m["role"] for m in StandIn().extend(long_talk(60), ()).messages] == ["user", "assistant"]
-    texts = find_compared_texts(chat_templates.QWEN3)
-    (short,) = StandIn().extend([{"role": "user", "content": " what is it\n" * 9 + "</think> so"}], texts).messages
-    assert short["content"] == f" what is it\n wha{MARK} it\n what is it\n</think> {MARK}so"
+    assert [m["role"] for m in make_placeholders(long_talk(60))] == ["user", "assistant"]
+
+
+def test_placeholders_keep_all_markers_of_a_text_and_what_is_between_them() -> None:
+    markers = find_template_markers(chat_templates.QWEN3)
+    (short,) = make_placeholders([{"role": "user", "content": " what is it\n" * 9 + "</think> so"}], markers)
+    assert short["content"] == f" what is it\n wha{FILLER} it\n what is it\n</think> {FILLER}so"
+    thoughts = "".join(f"<think>{thought}</think>" for thought in ("a thought", "", "\n \n"))
+    (short,) = make_placeholders([{"role": "assistant", "content": thoughts}], markers)
+    assert short["content"] == thoughts.replace("a thought", f"a th{FILLER}ought")
+    many = {"role": "user", "content": "<think>" * PIECES_MAX}
+    assert PlaceholderMessages().extend([many], markers) is None, "there is no boundary after such a message"
+
+
+def test_an_empty_thought_is_another_kind_than_a_thought() -> None:
+    markers = find_template_markers(chat_templates.QWEN3)
+    question = {"role": "user", "content": "Why?"}
+    for first, second in (("<think>x</think>a", "<think></think>a"), ("<think> </think>a", "<think></think>a"),
+                          ("<think>x</think>a", "</think>x<think>a")):  # fmt: skip
+        answers = [{"role": "assistant", "content": text} for text in (first, second)]
+        assert len(make_placeholders([question, *answers], markers)) == 3
+    contents = [[{"type": "text", "text": "part"}] * count for count in (2, 3, 90)]
+    assert [len(make_placeholders([{"role": "user", "content": content}])[0]["content"]) for content in contents] == [
+        2, 3, 3]  # fmt: skip
+    mixed = [{"type": ("text", "image")[i % 2], "text": "part"} for i in range(PARTS_MAX + 1)]
+    assert PlaceholderMessages().extend([{"role": "user", "content": mixed}], markers) is None
 
 
 # The cache ------------------------------------------------------------------------------------------------------------
@@ -301,7 +335,7 @@ def test_stand_ins_are_short_and_have_every_kind_of_message() -> None:
 
 def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversation:
     """An entry with boundaries, of which nothing else is looked at."""
-    boundaries = [Boundary(end, 0, 3, 0, 0, StandIn(), "", 0, False, True, 1) for end in body_ends]
+    boundaries = [Boundary(end, 0, 3, 0, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
     return CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
 

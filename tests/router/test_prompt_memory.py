@@ -22,8 +22,8 @@ from router.edge.routing_headers import ResolvedModel
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.conversation_cache import Boundary, CachedConversation
+from router.prompting.placeholder_messages import PlaceholderMessages, RenderedPlaceholders
 from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
-from router.prompting.stand_in import StandIn
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
 LONG = tuple(i * 7919 % 101 for i in range(1600))
@@ -96,7 +96,7 @@ def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
     for number, is_borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        boundaries = [Boundary(9000, 0, 3, 0, 0, StandIn(), "", 0, False, True, 1)]
+        boundaries = [Boundary(9000, 0, 3, 0, 0, RenderedPlaceholders(PlaceholderMessages(), "", 0, False), True, 1)]
         conversation = CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if is_borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)

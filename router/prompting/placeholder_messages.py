@@ -1,0 +1,243 @@
+"""Short placeholder messages, which are rendered in place of the cached messages of a conversation. Pure.
+
+A template may write a message in another way because of later messages. For example, it drops the reasoning before the
+last question, or moves the tools to that question. There is a placeholder for each kind of cached message, in the order
+of the conversation, with shortened texts. If the template writes the placeholders as it did when a boundary was made,
+it would also write the cached messages as it did then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import xxhash
+
+from prompts.schemas import Message
+
+MESSAGES_MAX: Final = 64
+"""Most placeholders: a conversation of more kinds of messages has no boundary."""
+PIECES_MAX: Final = 33
+"""Most pieces of a text between and including its markers (16 markers): no boundary follows a message with more."""
+PARTS_MAX: Final = 16
+"""Most parts of a message, besides plain texts in a row."""
+EDGE_CHARS: Final = 16
+"""Characters kept at each end of a shortened text."""
+FILLER: Final = "qz7vkx"
+"""Letters in every shortened text, by which text of placeholders is recognised in a rendered prompt."""
+SYSTEM_FILLER: Final = "w9jxhp"
+"""The filler of system texts and tools, which templates may write after later messages."""
+_ITEMS_MAX: Final = 2
+"""Items kept at each end of a list, and of an object deep in a message."""
+_DEPTH_MAX: Final = 6
+_MARKER: Final = re.compile(
+    r"""(?P<q1>['"])(?P<left>[^'"]{3,64})(?P=q1)\s+(?:not\s+)?in\b
+    |\.(?:startswith|endswith|r?split|r?find|index|count|replace|r?partition)\(\s*(?P<q2>['"])(?P<argument>[^'"]{3,64})(?P=q2)
+    """,
+    re.VERBOSE,
+)
+_PLAIN_TEXT: Final = ("text",)
+_Kind = tuple[object, ...]
+
+
+class _UnsupportedMessageError(Exception):
+    """A message has too many markers or parts for a short placeholder."""
+
+
+class _Placeholder(NamedTuple):
+    kind: _Kind
+    message: Message
+    is_first: bool
+    """Whether no earlier placeholder has this kind."""
+
+
+class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
+    """Placeholders for the messages before a boundary."""
+
+    earlier_turns: tuple[_Placeholder, ...] = ()
+    """Placeholders for messages before the last user message."""
+    last_turn: tuple[_Placeholder, ...] = ()
+    """Placeholders for the last user message and the messages after it."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The placeholder messages, without the last of the earlier turns if that has the kinds of the last turn."""
+        earlier_turns, turn_length = self.earlier_turns, len(self.last_turn)
+        kinds = [placeholder.kind for placeholder in earlier_turns[-turn_length:]]
+        if kinds == [placeholder.kind for placeholder in self.last_turn]:
+            earlier_turns = earlier_turns[:-turn_length]
+        return [placeholder.message for placeholder in (*earlier_turns, *self.last_turn)]
+
+    def extend(self, messages: Iterable[Message], markers: tuple[str, ...]) -> PlaceholderMessages | None:
+        """Return placeholders for these messages too; None if there would be too many, or they would be too long."""
+        earlier_turns, last_turn = list(self.earlier_turns), list(self.last_turn)
+        for message in messages:
+            if message.get("role") == "user" and last_turn:
+                for placeholder in last_turn:
+                    _append(earlier_turns, placeholder.kind, placeholder.message)
+                last_turn = []
+            try:
+                kind, short_message = _shorten_message(message, markers)
+            except _UnsupportedMessageError:
+                return None
+            _append(last_turn, kind, short_message)
+        extended = PlaceholderMessages(tuple(earlier_turns), tuple(last_turn))
+        return extended if len(extended.messages) <= MESSAGES_MAX else None
+
+
+class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
+    """Placeholder messages and what the template wrote for them when a boundary was made."""
+
+    placeholders: PlaceholderMessages
+    text: str
+    digest: int
+    """Digest of the messages and the text."""
+    has_late_system: bool
+    """Whether the template may write the system text or the tools after the placeholders: it needs the real ones."""
+
+    @classmethod
+    def make(cls, placeholders: PlaceholderMessages, text: str, *, has_late_system: bool) -> RenderedPlaceholders:
+        digest = xxhash.xxh3_64_intdigest(msgspec.json.encode((placeholders.messages, text)))
+        return cls(placeholders, text, digest, has_late_system)
+
+
+@lru_cache(maxsize=64)
+def find_template_markers(template_source: str) -> tuple[str, ...]:
+    """Return the strings for which a template searches message texts, such as `</think>`."""
+    matches = _MARKER.finditer(template_source)
+    return tuple(dict.fromkeys((match["left"] or match["argument"]).replace("\\n", "\n") for match in matches))
+
+
+def is_system_message(message: Message) -> bool:
+    """Whether a message has the role of the system or of a developer."""
+    return message.get("role") in ("system", "developer")
+
+
+def _append(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
+    """Append a placeholder, or take it for one more round of a loop of known kinds.
+
+    A round replaces the placeholders since the last one of its kind, unless one of them is the first of its kind.
+    """
+    for index in reversed(range(len(placeholders))):
+        placeholder = placeholders[index]
+        if placeholder.kind == kind:
+            placeholders[index:] = [_Placeholder(kind, message, placeholder.is_first)]
+            return
+        if placeholder.is_first:
+            break
+    is_first = all(placeholder.kind != kind for placeholder in placeholders)
+    placeholders.append(_Placeholder(kind, message, is_first))
+
+
+def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind, Message]:
+    """Return the kind of a message and the message with short texts.
+
+    The kind is all by which a template may decide: the role, and for each field whether it is a list or a text, which
+    markers the text has, and whether between them is text, white space or nothing.
+    """
+    content_filler = SYSTEM_FILLER if is_system_message(message) else FILLER
+    description_by_field: dict[str, object] = {}
+    short_message: Message = {}
+    for name, value in message.items():
+        filler = content_filler if name == "content" else ""
+        if isinstance(value, str) and name != "role":
+            pieces = _split_at_markers(value, markers)
+            description_by_field[name], short_message[name] = _describe_text(pieces), _shorten_text(pieces, filler)
+        elif isinstance(value, list) and name == "content":
+            description_by_field[name], short_message[name] = _shorten_parts(value, markers, filler)
+        else:
+            description_by_field[name], short_message[name] = _describe_value(value), _shorten_value(value, 0)
+    description_by_field["role"] = message.get("role")
+    descriptions = [(name, text) for name, text in description_by_field.items() if text is not None]
+    return tuple(sorted(descriptions, key=lambda description: description[0])), short_message
+
+
+def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
+    """Return what the parts of a content are, and the parts with short texts. Few plain texts in a row are kept."""
+    descriptions, short_parts = list[object](), list[Any]()
+    for i, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) else part
+        pieces = _split_at_markers(text, markers) if isinstance(text, str) else None
+        part_type = part.get("type") if isinstance(part, dict) else "text"
+        description = part_type, None if pieces is None else _describe_text(pieces)
+        is_amid_plain_texts = (
+            description == ("text", _PLAIN_TEXT) and i < len(parts) - 1 and descriptions[-2:] == [description] * 2
+        )
+        if is_amid_plain_texts:
+            continue
+        if len(descriptions) == PARTS_MAX:
+            raise _UnsupportedMessageError
+        descriptions.append(description)
+        short_part = _shorten_value(part, 0)
+        if pieces is not None:
+            short_text = _shorten_text(pieces, filler)
+            short_part = {**short_part, "text": short_text} if isinstance(part, dict) else short_text
+        short_parts.append(short_part)
+    return tuple(descriptions), short_parts
+
+
+def _split_at_markers(text: str, markers: tuple[str, ...]) -> list[str]:
+    """Split a text into pieces, every second of which is a marker."""
+    if not any(marker in text for marker in markers):
+        return [text]
+    pieces = _compile_markers(markers).split(text)
+    if len(pieces) > PIECES_MAX:
+        raise _UnsupportedMessageError
+    return pieces
+
+
+@lru_cache(maxsize=64)
+def _compile_markers(markers: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def _describe_text(pieces: list[str]) -> tuple[str, ...]:
+    """Return the markers of a text, and what is between them."""
+    return tuple(piece if i % 2 else _describe_piece(piece) for i, piece in enumerate(pieces))
+
+
+def _describe_piece(piece: str) -> str:
+    if not piece:
+        return "empty"
+    return "space" if piece.isspace() else "text"
+
+
+def _describe_value(value: Any) -> object:
+    """Return the type of a value, and whether a list has one item or several; a truth value and null as they are."""
+    if isinstance(value, list):
+        return "list", min(len(value), 2)
+    return value if value is None or isinstance(value, bool) else type(value).__name__
+
+
+def _shorten_text(pieces: list[str], filler: str) -> str:
+    """Return a text with short pieces between its markers; a content without markers is the filler alone."""
+    if len(pieces) == 1 and filler:
+        return filler if _describe_piece(pieces[0]) == "text" else pieces[0]
+    return "".join(piece if i % 2 else _shorten_piece(piece, filler) for i, piece in enumerate(pieces))
+
+
+def _shorten_piece(piece: str, filler: str) -> str:
+    """Return both ends of a piece with the filler between them."""
+    if _describe_piece(piece) != "text":
+        return piece
+    start_chars = min(EDGE_CHARS, len(piece) // 2)
+    return piece[:start_chars] + filler + piece[max(start_chars, len(piece) - EDGE_CHARS) :]
+
+
+def _shorten_value(value: Any, depth: int) -> Any:
+    """Return a value with both ends of its texts and lists, and the first items of objects deep in it."""
+    if isinstance(value, str):
+        return value if len(value) <= 2 * EDGE_CHARS else value[:EDGE_CHARS] + value[-EDGE_CHARS:]
+    if depth > _DEPTH_MAX:
+        return None
+    if isinstance(value, list):
+        items = value if len(value) <= 2 * _ITEMS_MAX else [*value[:_ITEMS_MAX], *value[-_ITEMS_MAX:]]
+        return [_shorten_value(item, depth + 1) for item in items]
+    if isinstance(value, dict):
+        names = list(value) if depth < 3 else list(value)[:_ITEMS_MAX]
+        return {name: _shorten_value(value[name], depth + 1) for name in names}
+    return value
