@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from router.decide.config import CoreConfig
-from router.decide.price import CacheFacts, estimate_tier_load_s
+from router.decide.price import CandidateFacts, estimate_tier_load_s
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
@@ -183,7 +183,7 @@ class CacheState:
 
     def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
-    ) -> list[CacheFacts]:
+    ) -> list[CandidateFacts]:
         """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
@@ -194,11 +194,11 @@ class CacheState:
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
                 cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
-                hits.append(CacheFacts(cached_tokens, cached_tokens))
+                hits.append(CandidateFacts(cached_tokens, cached_tokens))
             elif match is None:
-                hits.append(CacheFacts())
+                hits.append(CandidateFacts())
             else:
-                facts = CacheFacts(match.pinned_tokens, match.tokens)
+                facts = CandidateFacts(match.pinned_tokens, match.tokens)
                 if match.tokens != match.gpu_tokens:
                     facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * target.speed.tier_load.factor
                 hits.append(facts)

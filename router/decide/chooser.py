@@ -1,6 +1,6 @@
-"""From an eligible pool to a winner: reads the index and the books, prices, applies the configured policy.
+"""Chooser: prices the eligible targets of a request and picks one by the configured policy.
 
-Changes nothing but chance and the rotation of ties; the core commits what it decides.
+Choosing changes nothing but the random generator and the mean request of a large pool. The core commits the choice.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,55 +28,57 @@ from router.decide.policy import (
     make_sticky_key,
 )
 from router.decide.price import (
-    CacheFacts,
+    CandidateFacts,
     PoolLoad,
-    PricedRequest,
+    RequestFacts,
     compute_congestion,
     price_worker,
     sum_loads,
 )
 from router.decide.registry import WorkerRegistry
-from router.decide.shortlist import RIVALS_MIN
+from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 class RoutingChoice(msgspec.Struct, eq=False):
-    """The prices of all candidates and the winner."""
+    """Prices of a request's candidates, and which one was chosen. Each of the three sequences has one item for each."""
 
     targets: Sequence[Target]
     terms: list[Terms]
-    cache_facts: list[CacheFacts]
+    candidate_facts: list[CandidateFacts]
     winner_index: int
-    request: PricedRequest
+    request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
     @property
     def target(self) -> Target:
-        """The winner."""
+        """The chosen target."""
         return self.targets[self.winner_index]
 
     @property
-    def winner(self) -> Terms:
-        """The winner's price."""
+    def winner_terms(self) -> Terms:
+        """Price of the chosen target."""
         return self.terms[self.winner_index]
 
     @property
     def wait_s(self) -> float:
-        """Time until the winner has computed what was routed there."""
-        return self.target.slowdown * self.target.estimate_queue_s(self.request.now)
+        """Seconds until the chosen target has computed the prefill that was sent to it."""
+        return self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
 
     @property
     def queued_ahead_s(self) -> float:
-        """Prefill that the router holds for the winner and will send before this request."""
-        return self.cache_facts[self.winner_index].queued_ahead_s
+        """Prefill that the router has queued for the chosen target and will send before this request."""
+        return self.candidate_facts[self.winner_index].queued_ahead_s
 
     @property
     def charge_s(self) -> float:
-        """What the request takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
-        return self.winner.prefill_s + self.target.estimate_added_decode_s(
-            self.request.prompt_tokens, self.request.output_tokens
+        """Worker time that the tenant is charged for: the prefill, and what the answer adds to the decode steps."""
+        return self.winner_terms.prefill_s + self.target.estimate_added_decode_s(
+            self.request_facts.prompt_tokens, self.request_facts.output_tokens
         )
 
 
@@ -97,15 +99,21 @@ class Chooser:
         self._cache_state = cache_state
         self._output_lengths = output_lengths
         self._cost_config, self._policy, self._session_affinity = config.cost, config.policy, config.session_affinity
-        self._uses_shortlist = config.policy == "kv" and config.policy_function is None and not config.session_affinity
+        self._chooses_by_price = (
+            config.policy == "kv" and config.policy_function is None and not config.session_affinity
+        )
         self._rng = rng
         self._tie_rotation = 0
         self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
-        self.session_targets = SessionTargets(config.session_ttl_s, config.sessions_max)
-        self.media_placements = MediaPlacements(config.session_ttl_s, config.sessions_max)
+        self.session_placements: RecentPlacements[str] = RecentPlacements(config.session_ttl_s, config.sessions_max)
+        """Last placement of each session, for session affinity."""
+        self.media_placements: RecentPlacements[tuple[int, Scope]] = RecentPlacements(
+            config.session_ttl_s, config.sessions_max
+        )
+        """Last placement of each conversation with media, by the digest of its first messages."""
 
     def advance_tie_rotation(self) -> None:
-        """A choice was committed: the next tie goes to the next in turn."""
+        """Let the next tie be won by the next candidate in turn, because a choice was committed."""
         self._tie_rotation += 1
 
     def choose(
@@ -118,46 +126,50 @@ class Chooser:
         queued_s: float = 0.0,
         explain: bool = False,
     ) -> RoutingChoice:
-        """Price the candidates, of a large pool those that may win, and pick one by the configured policy.
-        `queued_ahead_s`: seconds queued for each target that go before this request. `explain`: price all, whoever may
-        win."""
-        prompt_query, matches, shortlist = None, None, candidates
+        """Price the candidates and pick one by the configured policy.
+
+        Of a large pool only the targets that may win are priced, unless `explain` asks for all. `queued_s` is the
+        prefill in the router's queue, and `queued_ahead_s` its part that will be sent before this request, by target.
+        """
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
-        uses_shortlist = self._uses_shortlist and request.media_conversation is None
-        load_order = (
-            self._registry.get_load_order(request, candidates, utilisation_decay, now)
-            if uses_shortlist and not (queued_ahead_s or queued_s)
-            else None
-        )
-        if request.token_ids is not None:
-            prompt_query = self._cache_state.prepare_query(
-                request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt, request.common_tokens
-            )
-            if load_order is not None:
-                shortlist, matches = self._cache_state.make_shortlist(prompt_query, load_order) or (candidates, None)
-        elif load_order is not None:
-            shortlist = [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]]
+        load_order = None
+        if self._chooses_by_price and request.media_conversation is None and not (queued_ahead_s or queued_s):
+            load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
+        prompt_query = self._prepare_query(request)
+        shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
-        priced_request = self._describe_request(
+        request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
-        choice = self._price_candidates(request, priced_request, prompt_query, shortlist, matches, queued_ahead_s)
-        session_index = self._find_session_candidate(request, shortlist, now) if self._session_affinity else None
-        choice.winner_index = (
-            self._pick_by_policy(request, shortlist, choice) if session_index is None else session_index
-        )
+        choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
+        choice.winner_index = self._pick_winner(request, choice)
         if load_order is not None:
-            computed_tokens = request.prompt_tokens - choice.winner.cached_tokens
-            load_order.record_request(request.prompt_tokens, computed_tokens, priced_request.output_tokens)
+            computed_tokens = request.prompt_tokens - choice.winner_terms.cached_tokens
+            load_order.record_request(request.prompt_tokens, computed_tokens, request_facts.output_tokens)
         if explain and shortlist is not candidates:
-            full_choice = self._price_candidates(
-                request, priced_request, prompt_query, candidates, None, queued_ahead_s
-            )
-            full_choice.winner_index = candidates.index(choice.target)
-            return full_choice
+            winner = choice.target
+            choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
+            choice.winner_index = candidates.index(winner)
         return choice
 
-    def _describe_request(
+    def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
+        if request.token_ids is None:
+            return None
+        return self._cache_state.prepare_query(
+            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt, request.common_tokens
+        )
+
+    def _make_shortlist(
+        self, candidates: list[Target], prompt_query: PromptQuery | None, load_order: LoadOrder | None
+    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
+        """Return the candidates that may win, and what they have cached of the prompt if that was looked up."""
+        if load_order is None:
+            return candidates, None
+        if prompt_query is None:
+            return [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]], None
+        return self._cache_state.make_shortlist(prompt_query, load_order) or (candidates, None)
+
+    def _gather_request_facts(
         self,
         request: RouteRequest,
         prompt_query: PromptQuery | None,
@@ -166,15 +178,15 @@ class Chooser:
         now: float,
         utilisation_decay: float,
         queued_s: float,
-    ) -> PricedRequest:
-        """What all prices of a request have in common."""
+    ) -> RequestFacts:
+        """Return what the prices of a request at all targets have in common."""
         shortest_wait_s, total_step_s = math.inf, 0.0
         for target in targets:
             total_step_s += target.step_s
             wait_s = target.slowdown * target.estimate_queue_s(now)
             if wait_s < shortest_wait_s:
                 shortest_wait_s = wait_s
-        priced_request = PricedRequest(
+        request_facts = RequestFacts(
             now,
             request.prompt_tokens,
             self._output_lengths.expect(request),
@@ -183,106 +195,101 @@ class Chooser:
         )
         if prompt_query is not None:
             step_s = total_step_s / len(targets)
-            priced_request.shared_tokens, priced_request.shared_share = self._cache_state.estimate_shared_prefix(
-                prompt_query, priced_request.output_tokens * step_s
+            request_facts.shared_tokens, request_facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(
+                prompt_query, request_facts.output_tokens * step_s
             )
-        return priced_request
+        return request_facts
 
     def _price_candidates(
         self,
         request: RouteRequest,
-        priced_request: PricedRequest,
+        request_facts: RequestFacts,
         prompt_query: PromptQuery | None,
         targets: list[Target],
         matches: dict[HolderId, Match] | None,
         queued_ahead_s: Mapping[str, float] | None,
     ) -> RoutingChoice:
-        """Price all targets; `matches` where they are known. Nothing is chosen yet."""
+        """Return the prices of all targets; the winner is still to be picked."""
         if prompt_query is None:
-            cache_facts = [CacheFacts() for _ in targets]
+            candidate_facts = [CandidateFacts() for _ in targets]
         else:
-            cache_facts = self._gather_cache_facts(request, priced_request, prompt_query, targets, matches)
+            candidate_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches)
+            if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
+                self._add_pressures(prompt_query, targets, candidate_facts)
         if queued_ahead_s:
-            for target, facts in zip(targets, cache_facts):
+            for target, facts in zip(targets, candidate_facts):
                 facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
-        self._place_media(request, targets, cache_facts, priced_request.now)
+        self._add_media_hits(request, targets, candidate_facts, request_facts.now)
         config = self._cost_config
-        terms = [price_worker(target, priced_request, facts, config) for target, facts in zip(targets, cache_facts)]
-        return RoutingChoice(targets, terms, cache_facts, 0, priced_request, prompt_query)
+        terms = [price_worker(target, request_facts, facts, config) for target, facts in zip(targets, candidate_facts)]
+        return RoutingChoice(targets, terms, candidate_facts, 0, request_facts, prompt_query)
 
-    def _gather_cache_facts(
-        self,
-        request: RouteRequest,
-        priced_request: PricedRequest,
-        prompt_query: PromptQuery,
-        targets: list[Target],
-        matches: dict[HolderId, Match] | None,
-    ) -> list[CacheFacts]:
-        """What each target's cache has of a prompt, and has room for."""
-        cache_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches)
-        if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, priced_request.now):
-            self._add_pressures(prompt_query, targets, cache_facts)
-        return cache_facts
-
-    def _pick_by_policy(self, request: RouteRequest, candidates: list[Target], choice: RoutingChoice) -> int:
-        policy, rotation = self._policy, self._tie_rotation
+    def _pick_winner(self, request: RouteRequest, choice: RoutingChoice) -> int:
+        """Return the index of the target that session affinity or else the policy takes."""
+        targets, rotation = choice.targets, self._tie_rotation
+        if self._session_affinity:
+            session_index = self._find_session_target(request, targets, choice.request_facts.now)
+            if session_index is not None:
+                return session_index
         if self.custom_policy is not None:
             index = self.custom_policy.choose(request, choice.terms)
             return choose_cheapest(choice.terms, rotation) if index is None else index
-        if policy == "kv":
+        if self._policy == "kv":
             return choose_cheapest(choice.terms, rotation)
-        if policy == "round_robin":
-            return choose_round_robin(candidates, rotation)
-        if policy == "random":
-            return choose_random(candidates, self._rng)
-        key = make_sticky_key(request.session, request.token_ids) if policy == "sticky" else None
-        if key is not None:
-            return choose_sticky(candidates, key)
-        return choose_least_requests(candidates, rotation)
+        if self._policy == "round_robin":
+            return choose_round_robin(targets, rotation)
+        if self._policy == "random":
+            return choose_random(targets, self._rng)
+        sticky_key = make_sticky_key(request.session, request.token_ids) if self._policy == "sticky" else None
+        if sticky_key is not None:
+            return choose_sticky(targets, sticky_key)
+        return choose_least_requests(targets, rotation)
 
-    def _add_pressures(self, prompt_query: PromptQuery, targets: list[Target], cache_facts: list[CacheFacts]) -> None:
-        """Seconds that each target will compute again for want of room, over this prompt's further uses."""
-        prompt_tokens = prompt_query.prompt_tokens
-        overflows = self._cache_state.working_sets.compute_overflow_shares(
+    def _find_session_target(self, request: RouteRequest, targets: Sequence[Target], now: float) -> int | None:
+        """Return the index of the target that the session was sent to last, or else its parent session."""
+        if request.session is None:
+            return None
+        placement = self.session_placements.get(request.session, now)
+        if placement is None and request.parent is not None:
+            placement = self.session_placements.get(request.parent, now)
+        if placement is None:
+            return None
+        return next((i for i, target in enumerate(targets) if target.name == placement.target_name), None)
+
+    def _add_pressures(
+        self, prompt_query: PromptQuery, targets: list[Target], candidate_facts: list[CandidateFacts]
+    ) -> None:
+        """Set the prefill that each target will compute again because it lacks room for the prompt."""
+        working_sets, prompt_tokens = self._cache_state.working_sets, prompt_query.prompt_tokens
+        overflow_shares = working_sets.compute_overflow_shares(
             [target.name for target in targets],
-            [facts.cached_tokens / prompt_tokens for facts in cache_facts],
-            prompt_query.get_chunk_keys(self._cache_state.working_sets.chunk_tokens),
+            [facts.cached_tokens / prompt_tokens for facts in candidate_facts],
+            prompt_query.get_chunk_keys(working_sets.chunk_tokens),
             prompt_tokens,
         )
-        expected_reuses = self._cache_state.working_sets.reuse_count
-        for overflow, target, facts in zip(overflows, targets, cache_facts):
-            facts.pressure_s = expected_reuses * overflow * target.estimate_prefill_s(prompt_tokens, 0)
+        reuse_count = working_sets.reuse_count
+        for overflow_share, target, facts in zip(overflow_shares, targets, candidate_facts):
+            facts.pressure_s = reuse_count * overflow_share * target.estimate_prefill_s(prompt_tokens, 0)
 
-    def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
-        """Pick anew among the same candidates, now that their place in the queue is known."""
-        for i, (target, facts) in enumerate(zip(choice.targets, choice.cache_facts)):
-            facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
-            choice.terms[i] = price_worker(target, choice.request, facts, self._cost_config)
-        choice.winner_index = choose_cheapest(choice.terms, self._tie_rotation)
-
-    def _place_media(
-        self, request: RouteRequest, targets: list[Target], cache_facts: list[CacheFacts], now: float
+    def _add_media_hits(
+        self, request: RouteRequest, targets: list[Target], candidate_facts: list[CandidateFacts], now: float
     ) -> None:
-        """A conversation with media is taken to have its last prompt cached where it was before."""
+        """Assume that the last prompt of a conversation with media is cached at the target that got it."""
         if request.media_conversation is None:
             return
         placement = self.media_placements.get((request.media_conversation, request.scope), now)
         if placement is None:
             return
-        for target, facts in zip(targets, cache_facts):
+        for target, facts in zip(targets, candidate_facts):
             if target.name == placement.target_name:
                 facts.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
 
-    def _find_session_candidate(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
-        """The candidate this session, or else the one that started it, was sent to before, where affinity is on."""
-        if request.session is None:
-            return None
-        target_name = self.session_targets.get(request.session, now)
-        if target_name is None and request.parent is not None:
-            target_name = self.session_targets.get(request.parent, now)
-        if target_name is None:
-            return None
-        return next((i for i, target in enumerate(candidates) if target.name == target_name), None)
+    def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
+        """Price the candidates again and pick the cheapest, now that the request's place in the queue is known."""
+        for i, (target, facts) in enumerate(zip(choice.targets, choice.candidate_facts)):
+            facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
+            choice.terms[i] = price_worker(target, choice.request_facts, facts, self._cost_config)
+        choice.winner_index = choose_cheapest(choice.terms, self._tie_rotation)
 
     def make_decision(
         self,
@@ -294,8 +301,8 @@ class Chooser:
         attempt: int = 0,
         waited_s: float = 0.0,
     ) -> Decision:
-        """The choice as a value, with every candidate's terms where an explanation was asked for."""
-        target, terms = choice.target, choice.winner
+        """Return the choice as a value; with `explain`, it lists every candidate's price."""
+        target, terms = choice.target, choice.winner_terms
         decision = Decision(
             request_id=request.request_id,
             worker=target.worker_id,
@@ -317,56 +324,38 @@ class Chooser:
         return decision
 
 
-class MediaPlacement(NamedTuple):
-    """Where the last turn of a conversation with media went."""
+class Placement(NamedTuple):
+    """Target that a session or conversation was sent to last."""
 
     target_name: str
     prompt_tokens: int
-    """Of that turn's prompt, as estimated."""
-    last_used_s: float
+    """Length of the prompt that was sent there, estimated if it has media."""
+    placed_at_s: float
 
 
 @dataclass(slots=True)
-class MediaPlacements:
-    """(how a conversation began, its scope) -> its home. Bounded in number, oldest use first out."""
+class RecentPlacements(Generic[Key]):
+    """Last placement of each session or conversation. If there are too many, the longest unused are forgotten."""
 
     ttl_s: float
     max_placements: int
-    placements: OrderedDict[tuple[int, Scope], MediaPlacement] = field(default_factory=OrderedDict)
+    _placements: OrderedDict[Key, Placement] = field(default_factory=OrderedDict)
 
-    def get(self, key: tuple[int, Scope], now: float) -> MediaPlacement | None:
-        """The conversation's home, unless it was used too long ago."""
-        placement = self.placements.get(key)
-        return placement if placement is not None and now - placement.last_used_s <= self.ttl_s else None
+    def __len__(self) -> int:
+        return len(self._placements)
 
-    def put(self, key: tuple[int, Scope], placement: MediaPlacement) -> None:
-        """A turn of the conversation was sent."""
-        self.placements[key] = placement
-        self.placements.move_to_end(key)
-        while len(self.placements) > self.max_placements:
-            self.placements.popitem(last=False)
+    def get(self, key: Key, now: float) -> Placement | None:
+        """Return the last placement, unless it is older than `ttl_s`."""
+        placement = self._placements.get(key)
+        return placement if placement is not None and now - placement.placed_at_s <= self.ttl_s else None
 
+    def put(self, key: Key, placement: Placement) -> None:
+        """Record the placement of a request."""
+        self._placements[key] = placement
+        self._placements.move_to_end(key)
+        if len(self._placements) > self.max_placements:
+            self._placements.popitem(last=False)
 
-@dataclass(slots=True)
-class SessionTargets:
-    """session -> (target it was sent to last, last use). Bounded in number, oldest use first out."""
-
-    ttl_s: float
-    max_sessions: int
-    targets: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
-
-    def get(self, session: str, now: float) -> str | None:
-        """The session's worker, unless it was used too long ago."""
-        entry = self.targets.get(session)
-        return entry[0] if entry is not None and now - entry[1] <= self.ttl_s else None
-
-    def forget(self, session: str) -> None:
-        """It is over."""
-        self.targets.pop(session, None)
-
-    def put(self, session: str, target_name: str, now: float) -> None:
-        """The session was sent to a worker."""
-        self.targets[session] = (target_name, now)
-        self.targets.move_to_end(session)
-        while len(self.targets) > self.max_sessions:
-            self.targets.popitem(last=False)
+    def forget(self, key: Key) -> None:
+        """Forget a session that is over."""
+        self._placements.pop(key, None)

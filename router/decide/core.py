@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from router.decide.cache_state import CacheState, PromptQuery
-from router.decide.chooser import Chooser, MediaPlacement, RoutingChoice
+from router.decide.chooser import Chooser, Placement, RoutingChoice
 from router.decide.config import CoreConfig
 from router.decide.load import EngineLoad
 from router.decide.messages import (
@@ -431,10 +431,10 @@ class RouterCore:
         request, config = active_request.request, self.config.queue
         ttft_limits_s = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
         ttft_left_s = min(ttft_limits_s) - (now - active_request.arrived_s)
-        if choice.winner.ttft_s <= ttft_left_s:
+        if choice.winner_terms.ttft_s <= ttft_left_s:
             return None
         choice.winner_index = min(range(len(choice.terms)), key=lambda i: choice.terms[i].ttft_s)
-        terms = choice.winner
+        terms = choice.winner_terms
         if terms.ttft_s <= ttft_left_s:
             return None
         self.counters["too_slow"] += 1
@@ -507,8 +507,8 @@ class RouterCore:
             cached_tokens=decision.predicted_cached_tokens,
             stream=request.is_streaming,
             now=now,
-            expected_tokens=choice.request.output_tokens,
-            tier_load_s=choice.winner.tier_load_s / target.speed.tier_load.factor,
+            expected_tokens=choice.request_facts.output_tokens,
+            tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
         )
         if request.priority >= self._background_priority:
             target.load.background_request_count += 1
@@ -520,10 +520,10 @@ class RouterCore:
                 cached_tokens=decision.predicted_cached_tokens,
                 session=request.session,
             )
+        placement = Placement(target.name, request.prompt_tokens, now)
         if request.session is not None and self.config.session_affinity:
-            self._chooser.session_targets.put(request.session, target.name, now)
+            self._chooser.session_placements.put(request.session, placement)
         if request.media_conversation is not None:
-            placement = MediaPlacement(target.name, request.prompt_tokens, now)
             self._chooser.media_placements.put((request.media_conversation, request.scope), placement)
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
@@ -545,7 +545,7 @@ class RouterCore:
             request.request_id,
             position,
             target=choice.target.name,
-            prefill_s=choice.winner.prefill_s,
+            prefill_s=choice.winner_terms.prefill_s,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,
@@ -660,7 +660,7 @@ class RouterCore:
 
     def _end_session(self, request: RouteRequest) -> None:
         if request.is_final and request.session is not None:
-            self._chooser.session_targets.forget(request.session)
+            self._chooser.session_placements.forget(request.session)
             self._output_lengths.forget_session(request)
 
     def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:

@@ -1,6 +1,6 @@
-"""Policies: functions that get the candidates, or their prices, and return the index of one. Pure: chance is given.
+"""Routing policies: functions that get the candidates, or their prices, and return the index of the chosen one.
 
-`kv`, the default, takes the lowest price of router/decide/price.py.
+The default policy, `kv`, takes the lowest price of router/decide/price.py. Pure: random numbers come from the caller.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from router.decide.target import Target
 log = logging.getLogger("router")
 
 STICKY_TOKENS: Final = 256
-"""Without a session key, `sticky` goes by this many first tokens of the prompt."""
+"""First tokens of a prompt by which `sticky` places a request without a session."""
 TIE_S: Final = 1e-6
-"""Prices that are at most so many seconds apart are a tie, and ties rotate."""
+"""Largest difference between two prices, in seconds, that counts as a tie."""
 
 
 def choose_cheapest(terms: Sequence[Terms], rotation: int) -> int:
-    """The lowest price; of several within `TIE_S`, the `rotation`-th in turn."""
+    """Return the index of the lowest cost; `rotation` counts up from choice to choice and decides between ties."""
     highest_tied_cost = min(candidate.cost for candidate in terms) + TIE_S
-    tied_candidates = [i for i, candidate in enumerate(terms) if candidate.cost <= highest_tied_cost]
-    return tied_candidates[rotation % len(tied_candidates)]
+    tied_indices = [i for i, candidate in enumerate(terms) if candidate.cost <= highest_tied_cost]
+    return tied_indices[rotation % len(tied_indices)]
 
 
 class CustomPolicy:
-    """An operator's own function: `choose(request, terms) -> index into terms`, one `Terms` a candidate.
+    """Calls an operator's own function, `choose(request, terms)`, which returns an index into `terms`.
 
-    Where it raises or returns no index, nobody loses an answer: it is counted, logged the first time, and the price
-    decides. Raises ConfigError where the function cannot be found.
+    There is one `Terms` for each candidate. If the function raises or returns no index, the failure is counted, the
+    first one is logged, and the price decides. Raises ConfigError if the function cannot be found.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,6 +51,7 @@ class CustomPolicy:
         self.failures = 0
 
     def choose(self, request: RouteRequest, terms: list[Terms]) -> int | None:
+        """Return the index that the operator's function chose; None if it failed."""
         try:
             index = self._function(request, terms)
             if type(index) is not int or not 0 <= index < len(terms):
@@ -64,28 +65,28 @@ class CustomPolicy:
 
 
 def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
-    """Each in turn."""
+    """Return the next index in turn; `rotation` counts up from choice to choice."""
     return rotation % len(targets)
 
 
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
-    """Fewest requests in flight, other routers' included; ties in turn."""
+    """Return the index of the target with the fewest requests in flight, other routers' included; ties in turn."""
     request_counts = [
         target.load.request_count + target.peer_load.prefill_requests + target.peer_load.decode_requests
         for target in targets
     ]
-    fewest = min(request_counts)
-    tied_candidates = [i for i, count in enumerate(request_counts) if count == fewest]
-    return tied_candidates[rotation % len(tied_candidates)]
+    lowest_count = min(request_counts)
+    tied_indices = [i for i, count in enumerate(request_counts) if count == lowest_count]
+    return tied_indices[rotation % len(tied_indices)]
 
 
 def choose_random(targets: Sequence[Target], rng: random.Random) -> int:
-    """Uniformly."""
+    """Return a uniformly random index."""
     return rng.randrange(len(targets))
 
 
 def make_sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str | None:
-    """What `sticky` hashes: the session, else how the prompt begins; None where neither is known."""
+    """Return the text that `sticky` hashes: the session, else the first tokens of the prompt, else None."""
     if session is not None:
         return session
     if token_ids is None:
@@ -94,6 +95,12 @@ def make_sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str
 
 
 def choose_sticky(targets: Sequence[Target], key: str) -> int:
-    """Rendezvous hashing (Thaler and Ravishankar, 1998): the same on every router, and a worker that comes or goes
-    moves only its own share of keys."""
-    return max(range(len(targets)), key=lambda i: xxhash.xxh3_64_intdigest(f"{targets[i].name}\0{key}".encode()))
+    """Return the index of the target that a key belongs to, by rendezvous hashing (Thaler and Ravishankar, 1998).
+
+    Every router finds the same target. When a target comes or goes, only its own share of the keys moves.
+    """
+
+    def compute_weight(index: int) -> int:
+        return xxhash.xxh3_64_intdigest(f"{targets[index].name}\0{key}".encode())
+
+    return max(range(len(targets)), key=compute_weight)

@@ -24,32 +24,32 @@ CONGESTION_MAX: Final = 50.0
 """Most seconds of price that congestion adds to a second of new prefill."""
 
 
-class PricedRequest(msgspec.Struct, eq=False):
-    """What the prices of one request on several workers have in common."""
+class RequestFacts(msgspec.Struct, eq=False):
+    """Facts about one request that its price depends on at every worker."""
 
     now: float
     prompt_tokens: int
     output_tokens: float
     """Expected length of the answer."""
     utilisation_decay: float
-    """Factor from a target's `utilisation_scaled` to prefill seconds per second."""
+    """Factor that turns a target's `utilisation_scaled` into prefill seconds per second."""
     congestion: float = 0.0
     """Seconds that later requests wait longer, all together, for a second of new prefill."""
     shared_tokens: int = 0
     """Length of the prefix that running requests have in common with the prompt."""
-    shared_share: float = 0.0
-    """Share of one more copy of that prefix, on an idle worker, which is for later requests and not for this one."""
+    copy_reuse_share: float = 0.0
+    """Share of the requests that use one more copy of that prefix, on an idle worker, and come after this request."""
 
 
-class CacheFacts(msgspec.Struct, eq=False):
-    """What one worker's cache has of a prompt and has room for, and what is queued for the worker."""
+class CandidateFacts(msgspec.Struct, eq=False):
+    """Facts about one request at one worker: its cached prefix there, room for its prompt, and queued requests."""
 
     cached_tokens: int = 0
     """Usable cached prefix, requests in flight included."""
     resident_tokens: int = 0
     """Part of the cached prefix that events (or the approximate cache) vouch for now."""
     media_cached_tokens: int = 0
-    """Tokens of a prompt with media that are taken to be cached where its conversation was before."""
+    """Tokens of a prompt with media that are assumed to be cached where its conversation was before."""
     tier_load_s: float = 0.0
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
     pressure_s: float = 0.0
@@ -58,14 +58,14 @@ class CacheFacts(msgspec.Struct, eq=False):
     """Prefill that the router has queued for the worker and will send before this request."""
 
 
-def price_worker(target: Target, request: PricedRequest, cache: CacheFacts, config: CostConfig) -> Terms:
+def price_worker(target: Target, request: RequestFacts, candidate: CandidateFacts, config: CostConfig) -> Terms:
     """Return the six parts of one worker's price for one request, their sum, and what explains them."""
     prompt_tokens, output_tokens, congestion = request.prompt_tokens, request.output_tokens, request.congestion
     load, speed, peer_load = target.load, target.speed, target.peer_load
     slowdown, running_count = target.slowdown, target.total_request_count
-    hit_tokens = cache.cached_tokens
-    if cache.media_cached_tokens > hit_tokens:
-        hit_tokens = cache.media_cached_tokens
+    hit_tokens = candidate.cached_tokens
+    if candidate.media_cached_tokens > hit_tokens:
+        hit_tokens = candidate.media_cached_tokens
 
     # ttft: the wait for a sequence slot, the prefill that goes first and its own, and loads from slower tiers.
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
@@ -73,22 +73,22 @@ def price_worker(target: Target, request: PricedRequest, cache: CacheFacts, conf
     if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one
         queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         congestion += overtaken_count
-    queue_s += cache.queued_ahead_s
-    ttft_s = target.slot_wait_s + slowdown * (queue_s + prefill_s) + cache.tier_load_s
+    queue_s += candidate.queued_ahead_s
+    ttft_s = target.slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
 
-    # decode: the answer's own steps, and what it and the requests beside it add to each other's steps.
+    # decode: the answer's own steps, and how much it and the requests there lengthen each other's steps.
     context_s = speed.decode_context_s * (prompt_tokens + 0.5 * output_tokens)
     decode_s = output_tokens * (
         speed.single_step_s + context_s + target.mutual_step_delay_s + running_count * context_s
     )
 
-    # shared: one more copy of what running requests have too is for later ones; those that run here wait for the rest.
+    # shared: later requests use one more copy of a common prefix too; those that run here wait while it is computed.
     shared_s = 0.0
     if hit_tokens < request.shared_tokens:
-        shared_share = request.shared_share * target.compute_free_share()
+        reuse_share = request.copy_reuse_share * target.compute_free_share()
         shared_prefill_s = speed.estimate_prefill_s(request.shared_tokens, hit_tokens)
-        shared_s = slowdown * (1.0 + request.congestion) * shared_share * shared_prefill_s
-        decode_s += (1.0 - shared_share) * shared_prefill_s * running_count
+        shared_s = slowdown * (1.0 + request.congestion) * reuse_share * shared_prefill_s
+        decode_s += (1.0 - reuse_share) * shared_prefill_s * running_count
 
     decode_s *= config.decode_weight
     congestion_s = congestion * slowdown * prefill_s
@@ -97,21 +97,21 @@ def price_worker(target: Target, request: PricedRequest, cache: CacheFacts, conf
     external_load = target.external_load
     return Terms(
         worker=target.name,
-        cost=ttft_s + decode_s + congestion_s + cache.pressure_s + tie_break_s - shared_s,
+        cost=ttft_s + decode_s + congestion_s + candidate.pressure_s + tie_break_s - shared_s,
         ttft_s=ttft_s,
         decode_s=decode_s,
         congestion_s=congestion_s,
-        pressure_s=cache.pressure_s,
+        pressure_s=candidate.pressure_s,
         shared_s=shared_s,
         tie_break_s=tie_break_s,
-        cached_tokens=cache.cached_tokens,
-        resident_tokens=cache.resident_tokens,
-        media_cached_tokens=cache.media_cached_tokens,
+        cached_tokens=candidate.cached_tokens,
+        resident_tokens=candidate.resident_tokens,
+        media_cached_tokens=candidate.media_cached_tokens,
         prefill_s=prefill_s,
         queue_s=queue_s,
         slowdown=slowdown,
         slot_wait_s=target.slot_wait_s,
-        tier_load_s=cache.tier_load_s,
+        tier_load_s=candidate.tier_load_s,
         output_tokens=output_tokens,
         decode_requests=load.decode_request_count + peer_load.decode_requests,
         external_requests=external_load.running + external_load.waiting if external_load is not None else 0,
@@ -122,25 +122,25 @@ class PoolLoad(NamedTuple):
     """Sums over the workers of a pool."""
 
     prefill_rate: float
-    """Prefill seconds routed there per second, times the tracker's decay."""
+    """Prefill seconds that this router sends there per second, before `utilisation_decay`."""
     arrival_rate: float
-    """Requests routed there per second, times the tracker's decay."""
+    """Requests that this router sends there per second, before `utilisation_decay`."""
     peer_utilisation: float
-    """Prefill seconds per second that other routers sent there."""
-    workers: int
+    """Prefill seconds that other routers send there per second."""
+    worker_count: int
 
     def add_change(self, load: PoolLoad, old_load: PoolLoad) -> PoolLoad:
-        """Return the sums after one worker's load changed."""
+        """Return the sums after the load of one worker changed from `old_load` to `load`."""
         return PoolLoad(
             self.prefill_rate + load.prefill_rate - old_load.prefill_rate,
             self.arrival_rate + load.arrival_rate - old_load.arrival_rate,
             self.peer_utilisation + load.peer_utilisation - old_load.peer_utilisation,
-            self.workers,
+            self.worker_count,
         )
 
 
 def sum_loads(targets: Sequence[Target]) -> PoolLoad:
-    """Add up what the workers of a pool do."""
+    """Add up the load of several targets."""
     prefill_rate, arrival_rate, peer_utilisation = 0.0, 0.0, 0.0
     for target in targets:
         prefill_rate += target.load.utilisation_scaled
@@ -154,12 +154,14 @@ def compute_congestion(
 ) -> float:
     """Return how much longer later requests wait, all together, for a second of new prefill.
 
-    In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
-    arrive per second, times the backlog, over 1 - utilisation. With the backlog in mean prefills, arrivals times
-    backlog are utilisation * backlog; the added work itself counts for 1. The backlog is the wait at the least busy
-    worker, as later requests can go there, and what the router has queued (`queued_s`) for each worker."""
-    utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.workers
-    backlog_s = shortest_wait_s + queued_s / pool.workers
+    In a queue with one server, added work delays every arrival until the backlog is worked off. The backlog of a pool
+    is the wait at its least busy worker, where later requests can go, plus each worker's part of the `queued_s`
+    seconds in the router's queue. With the backlog counted in mean prefills:
+
+        congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
+    """
+    utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.worker_count
+    backlog_s = shortest_wait_s + queued_s / pool.worker_count
     backlog = backlog_s * pool.arrival_rate / pool.prefill_rate if pool.prefill_rate > 0.0 else 0.0
     ratio = min(utilisation, 2.0) * (1.0 + backlog) / max(1.0 - utilisation, 0.1)
     return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)

@@ -1,4 +1,4 @@
-"""What each worker's cache is needed for, so that the price can tell where a prompt would find no room. Pure."""
+"""Working sets: the prompts that each worker's cache should keep, so that the price knows where room is short. Pure."""
 
 from __future__ import annotations
 
@@ -8,46 +8,57 @@ from dataclasses import dataclass
 from typing import Final
 
 LIVE_S: Final = 90.0
-"""Seconds within which a prompt is expected to come back; 300 are worse than no working set at all."""
+"""Seconds after its last use in which a prompt is expected to come back. With 300 s, routing is worse than without
+working sets."""
 CHUNK_TOKENS: Final = 256
-"""Prompts are compared in pieces of so many tokens."""
+"""Tokens of a chunk, the unit in which prompts are compared."""
 REUSE_MAX: Final = 5.0
-"""Most times that a computed token is taken to be used again."""
+"""Upper bound of `WorkingSets.reuse_count`."""
 REUSE_REQUESTS: Final = 500.0
-"""Requests over which those times are averaged."""
+"""Requests over which `WorkingSets.reuse_count` is averaged."""
 
 
 @dataclass(slots=True, eq=False)
-class _TargetUsage:
-    """One target."""
+class _CacheUsage:
+    """Working set of one target beside the size of its cache."""
 
     capacity_tokens: int
-    reused_chunks: int = 0
-    """Chunks that live there and were used before."""
+    reused_chunk_count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Last use of one chunk of a prompt."""
+
+    usage: _CacheUsage
+    """Working set of the target to which the chunk was sent last."""
+    used_at_s: float
+    only_session: str | None
+    """The session that used the chunk, if no other did."""
+    is_reused: bool = False
+    """Whether the chunk was used at least twice, and so counts in `usage`."""
 
 
 class WorkingSets:
-    """What each worker's cache is needed for: the prompts sent there last, twice at least, and not long ago (the
-    working set of Denning, 1968).
+    """Working set (Denning, 1968) of each worker: prompts that were sent there last, at least twice, and not long ago.
 
-    A prompt that came back is likely to come back again, longer; one that was not seen for a while is likely over. So
-    the need of a worker is the number of prompt tokens that were used before and whose last use, within `live_s`, was
-    there. Where it exceeds the capacity, prompts that live there push each other out in turn, and each return computes
-    again what the other took: what a new prompt costs its neighbours is not in its own prefill time.
+    A prompt that came back is likely to come back again. One that was not seen for `live_s` seconds is likely over.
+    So a worker needs room for all prompt tokens that were used before, the last time there and within `live_s`.
+    If it needs more than its capacity, the prompts that live there evict each other in turn, and each is computed
+    again when it returns. That is a cost of sending one more prompt there, beside the time of its own prefill.
 
-    Shared prefixes count once, and only where they were used last: a session that moves takes its need along. Nothing
-    is assumed of an engine but that it keeps what was used last. Invariants: the chunks are in the order of their last
-    use; a target's `reused_chunks` is the number of chunks that live there and were used before;
-    `_free_tokens_min` is at most the least of capacity - need.
+    A prefix that several prompts share counts once, and only at the worker that got it last.
+
+    Invariants: `_chunks` is in the order of last use. `reused_chunk_count` is the number of reused chunks with that
+    usage. `_free_tokens_min` is at most the least free room of any worker.
     """
 
     def __init__(self, *, live_s: float = LIVE_S, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens, self._live_s = chunk_tokens, live_s
         self._decay = 1.0 - 1.0 / REUSE_REQUESTS
-        self._usages: dict[str, _TargetUsage] = {}
-        self._chunks: OrderedDict[int, tuple[_TargetUsage, float, bool, str | None]] = OrderedDict()
-        """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
-        it), oldest first."""
+        self._usage_by_target: dict[str, _CacheUsage] = {}
+        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+        """Chunk key (digest of the prompt up to the end of the chunk) -> its last use, the oldest first."""
         self._free_tokens_min = 0
         self._expired_at_s = 0.0
         self._reused_tokens = 0.0
@@ -55,27 +66,27 @@ class WorkingSets:
 
     # Targets -----------------------------------------------------------------------------------------------------
     def set_capacity(self, target: str, tokens: int | None) -> None:
-        """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
+        """Set the size of a target's cache; None if it is unknown: the cache is then assumed to be large enough."""
         if tokens is None:
             self.clear(target)
-            self._usages.pop(target, None)
-        elif target in self._usages:
-            self._usages[target].capacity_tokens = tokens
+            self._usage_by_target.pop(target, None)
+        elif target in self._usage_by_target:
+            self._usage_by_target[target].capacity_tokens = tokens
         else:
-            self._usages[target] = _TargetUsage(tokens)
+            self._usage_by_target[target] = _CacheUsage(tokens)
         self._update_free_tokens_min()
 
     def clear(self, target: str) -> None:
-        """The worker restarted: nothing is cached there any more."""
-        usage = self._usages.get(target)
+        """Forget what was sent to a target, because its worker restarted with an empty cache."""
+        usage = self._usage_by_target.get(target)
         if usage is None:
             return
-        for key in [key for key, (chunk_usage, *_) in self._chunks.items() if chunk_usage is usage]:
+        for key in [key for key, chunk in self._chunks.items() if chunk.usage is usage]:
             del self._chunks[key]
-        usage.reused_chunks = 0
+        usage.reused_chunk_count = 0
         self._update_free_tokens_min()
 
-    # What is sent ------------------------------------------------------------------------------------------------
+    # Requests ----------------------------------------------------------------------------------------------------
     def add_prompt(
         self,
         target: str,
@@ -86,8 +97,10 @@ class WorkingSets:
         cached_share: float,
         session: str | None = None,
     ) -> None:
-        """A prompt of so many tokens, of a session, went to the target, where `cached_share` (0 to 1) was cached."""
-        usage = self._usages.get(target)
+        """Record that a prompt was sent to a target, where `cached_share` (0 to 1) of it was cached.
+
+        `keys` are the keys of the prompt's chunks."""
+        usage = self._usage_by_target.get(target)
         if usage is None:
             return
         decay = self._decay
@@ -97,89 +110,89 @@ class WorkingSets:
         for key in keys:
             chunk = chunks.get(key)
             if chunk is None:
-                chunks[key] = (usage, now, False, session)
+                chunks[key] = _Chunk(usage, now, session)
                 continue
-            if chunk[2]:
-                chunk[0].reused_chunks -= 1
-            usage.reused_chunks += 1
-            chunks[key] = (usage, now, True, session if session == chunk[3] else None)
+            if chunk.is_reused:
+                chunk.usage.reused_chunk_count -= 1
+            usage.reused_chunk_count += 1
+            chunk.usage, chunk.used_at_s, chunk.is_reused = usage, now, True
+            if chunk.only_session != session:
+                chunk.only_session = None
             chunks.move_to_end(key)
         self._free_tokens_min = min(self._free_tokens_min, self._compute_free_tokens(usage))
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
-        """The session is over: the chunks that nobody else ever used are needed no more."""
+        """Forget the chunks of a prompt that only this session used, because the session is over."""
         chunks = self._chunks
         for key in keys:
             chunk = chunks.get(key)
-            if chunk is not None and chunk[3] == session:
-                chunk[0].reused_chunks -= chunk[2]
+            if chunk is not None and chunk.only_session == session:
+                chunk.usage.reused_chunk_count -= chunk.is_reused
                 del chunks[key]
 
+    # Questions of the price --------------------------------------------------------------------------------------
     @property
     def reuse_count(self) -> float:
-        """How many times a computed token is used again, as far as lately seen, at most `REUSE_MAX`."""
+        """Number of times that a computed prompt token was used again, on average over the last requests."""
         return min(self._reused_tokens / max(self._computed_tokens, 1.0), REUSE_MAX)
 
-    # What the price asks -----------------------------------------------------------------------------------------
     def may_overflow(self, tokens: int, now: float) -> bool:
-        """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
+        """Return whether any target may lack room for a prompt of `tokens`; if not, all overflow shares are 0."""
         if now - self._expired_at_s >= 1.0:
             self._expire(now)
-        return tokens > self._free_tokens_min and bool(self._usages)
+        return tokens > self._free_tokens_min and bool(self._usage_by_target)
 
     def compute_overflow_shares(
         self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
     ) -> list[float]:
-        """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
-        is cached there now (`cached_shares`, 0 to 1) has found room."""
-        prompt_chunks: Counter[int] = Counter()
+        """Return for each target the share (0 to 1) of a prompt that would find no room in its cache.
+
+        `cached_shares` is the share of the prompt that each target has cached and that needs no more room."""
+        reused_chunk_count_by_usage: Counter[int] = Counter()
         for key in keys:
             chunk = self._chunks.get(key)
-            if chunk is not None and chunk[2]:
-                prompt_chunks[id(chunk[0])] += 1
-        overflows = []
+            if chunk is not None and chunk.is_reused:
+                reused_chunk_count_by_usage[id(chunk.usage)] += 1
+        overflow_shares = []
         for target, cached_share in zip(targets, cached_shares):
-            usage = self._usages.get(target)
+            usage = self._usage_by_target.get(target)
             if usage is None or not tokens:
-                overflows.append(0.0)
+                overflow_shares.append(0.0)
                 continue
-            other_tokens = (usage.reused_chunks - prompt_chunks[id(usage)]) * self.chunk_tokens
-            overflow = max(other_tokens + tokens - usage.capacity_tokens, 0) / tokens
-            overflows.append(min(overflow, 1.0 - cached_share))
-        return overflows
+            other_chunk_count = usage.reused_chunk_count - reused_chunk_count_by_usage[id(usage)]
+            missing_tokens = other_chunk_count * self.chunk_tokens + tokens - usage.capacity_tokens
+            overflow_shares.append(min(max(missing_tokens, 0) / tokens, 1.0 - cached_share))
+        return overflow_shares
 
     def check_invariants(self) -> None:
-        """Counts agree with what they count; times are in order."""
-        for name, usage in self._usages.items():
-            reused_count = sum(
-                1 for chunk_usage, _, is_reused, _ in self._chunks.values() if chunk_usage is usage and is_reused
+        """Assert that counts agree with what they count, and that chunks are in the order of last use."""
+        reused_counts = Counter(id(chunk.usage) for chunk in self._chunks.values() if chunk.is_reused)
+        for name, usage in self._usage_by_target.items():
+            reused_count, free_tokens = reused_counts[id(usage)], self._compute_free_tokens(usage)
+            assert usage.reused_chunk_count == reused_count, (
+                f"{name}: {usage.reused_chunk_count} chunks counted, {reused_count} live"
             )
-            assert usage.reused_chunks == reused_count, (
-                f"{name}: {usage.reused_chunks} chunks counted, {reused_count} live"
-            )
-            assert self._free_tokens_min <= self._compute_free_tokens(usage), (
-                f"{name}: spare {self._compute_free_tokens(usage)} < {self._free_tokens_min}"
-            )
-        last_use_times_s = [used_at_s for _, used_at_s, _, _ in self._chunks.values()]
+            assert self._free_tokens_min <= free_tokens, f"{name}: {free_tokens} free < {self._free_tokens_min}"
+        last_use_times_s = [chunk.used_at_s for chunk in self._chunks.values()]
         assert last_use_times_s == sorted(last_use_times_s)
-        assert all(
-            any(chunk_usage is usage for usage in self._usages.values()) for chunk_usage, *_ in self._chunks.values()
-        )
+        usage_ids = {id(usage) for usage in self._usage_by_target.values()}
+        assert all(id(chunk.usage) in usage_ids for chunk in self._chunks.values())
 
     def _expire(self, now: float) -> None:
+        """Forget the chunks that were not used for `live_s`."""
         self._expired_at_s = now
         oldest_s = now - self._live_s
         chunks = self._chunks
         while chunks:
-            key, (usage, used_at_s, is_reused, _) = next(iter(chunks.items()))
-            if used_at_s >= oldest_s:
+            key, chunk = next(iter(chunks.items()))
+            if chunk.used_at_s >= oldest_s:
                 break
             del chunks[key]
-            usage.reused_chunks -= is_reused
+            chunk.usage.reused_chunk_count -= chunk.is_reused
         self._update_free_tokens_min()
 
-    def _compute_free_tokens(self, usage: _TargetUsage) -> int:
-        return usage.capacity_tokens - usage.reused_chunks * self.chunk_tokens
+    def _compute_free_tokens(self, usage: _CacheUsage) -> int:
+        return usage.capacity_tokens - usage.reused_chunk_count * self.chunk_tokens
 
     def _update_free_tokens_min(self) -> None:
-        self._free_tokens_min = min(map(self._compute_free_tokens, self._usages.values()), default=0)
+        self._free_tokens_min = min(map(self._compute_free_tokens, self._usage_by_target.values()), default=0)

@@ -26,9 +26,9 @@ from router.decide.policy import (
 from router.decide.price import (
     CONGESTION_MAX,
     CONGESTION_MIN,
-    CacheFacts,
+    CandidateFacts,
     PoolLoad,
-    PricedRequest,
+    RequestFacts,
     compute_congestion,
     estimate_tier_load_s,
     price_worker,
@@ -55,18 +55,20 @@ def describe(
     queued_s: float = 0.0,
     expected: float = 0.0,
     shared: tuple[int, float] = (0, 0.0),
-) -> PricedRequest:
+) -> RequestFacts:
     shortest_wait_s = min(target.slowdown * target.estimate_queue_s(now) for target in targets)
     decay = tracker.compute_utilisation_decay(now)
     congestion = compute_congestion(sum_loads(targets), shortest_wait_s, queued_s, decay, CONFIG)
-    return PricedRequest(now, tokens, expected, decay, congestion, *shared)
+    return RequestFacts(now, tokens, expected, decay, congestion, *shared)
 
 
 def price(
     tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float, **changes: Any
 ) -> list[Terms]:
     request = describe(tracker, targets, tokens, now, **changes)
-    return [price_worker(target, request, CacheFacts(cached), CONFIG) for target, cached in zip(targets, cached_tokens)]
+    return [
+        price_worker(target, request, CandidateFacts(cached), CONFIG) for target, cached in zip(targets, cached_tokens)
+    ]
 
 
 def test_every_term_by_hand() -> None:

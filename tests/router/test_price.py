@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import PeerLoad
 from router.decide.messages import Terms
-from router.decide.price import CacheFacts, PricedRequest, price_worker
+from router.decide.price import CandidateFacts, RequestFacts, price_worker
 from router.decide.tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.index.protocol import HolderId
 
@@ -39,8 +39,8 @@ def write_out(
     service: ServiceModel,
     requests: list[Sent],
     peer: PeerLoad | None,
-    priced: PricedRequest,
-    cache: CacheFacts,
+    priced: RequestFacts,
+    cache: CandidateFacts,
     step_seen_s: float,
     slots: int,
 ) -> dict[str, float]:
@@ -76,8 +76,8 @@ def write_out(
     again_s = work_s(service, hit, priced.shared_tokens) if hit < priced.shared_tokens else 0.0
     free_tokens = CAPACITY_TOKENS - decode_context - sum(request.prompt_tokens for request in waiting)
     free_share = max(0.0, 1 - count / slots) * max(0.0, free_tokens / CAPACITY_TOKENS)
-    shared_share = priced.shared_share * free_share
-    answer_s += (1 - shared_share) * again_s * count
+    copy_reuse_share = priced.copy_reuse_share * free_share
+    answer_s += (1 - copy_reuse_share) * again_s * count
 
     utilisation = 0.0
     for request in requests:
@@ -90,7 +90,7 @@ def write_out(
         "decode_s": CONFIG.decode_weight * answer_s,
         "congestion_s": priced.congestion * slowdown * prefill_s,
         "pressure_s": cache.pressure_s,
-        "shared_s": slowdown * (1 + priced.congestion) * shared_share * again_s,
+        "shared_s": slowdown * (1 + priced.congestion) * copy_reuse_share * again_s,
         "tie_break_s": CONFIG.utilisation_weight * (utilisation + (peer.utilisation if peer else 0.0)),
     }
 
@@ -146,8 +146,8 @@ def test_the_price_is_its_six_parts_written_out(
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
-    cache = CacheFacts(cached, cached, media, *waits_s)
-    priced = PricedRequest(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3])
+    cache = CandidateFacts(cached, cached, media, *waits_s)
+    priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3])
     terms = price_worker(target, priced, cache, CONFIG)
     parts = write_out(service, requests, peer, priced, cache, step_seen_s, slots)
     assert {name: getattr(terms, name) for name in parts} == pytest.approx(parts, rel=1e-6, abs=1e-9)

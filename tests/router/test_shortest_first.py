@@ -16,7 +16,7 @@ from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
 from router.decide.policy import choose_cheapest
-from router.decide.price import CacheFacts, PricedRequest, price_worker
+from router.decide.price import CandidateFacts, RequestFacts, price_worker
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
@@ -40,8 +40,8 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
 def price(
     tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float
 ) -> list[Terms]:
-    request = PricedRequest(now, tokens, 0.0, tracker.compute_utilisation_decay(now), congestion=0.1)
-    facts = [CacheFacts(tokens) for tokens in cached_tokens]
+    request = RequestFacts(now, tokens, 0.0, tracker.compute_utilisation_decay(now), congestion=0.1)
+    facts = [CandidateFacts(tokens) for tokens in cached_tokens]
     return [price_worker(target, request, cache, CostConfig()) for target, cache in zip(targets, facts)]
 
 

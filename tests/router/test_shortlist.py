@@ -18,7 +18,7 @@ from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
 from router.decide.messages import Decision, Forward, RouteRequest, Terms
-from router.decide.price import CacheFacts, PricedRequest, price_worker
+from router.decide.price import CandidateFacts, RequestFacts, price_worker
 from router.decide.shortlist import RIVALS_MIN
 from router.decide.target import Target
 from router.decide.workers import ServedModel, WorkerSpec
@@ -65,15 +65,15 @@ def bound(core: RouterCore, decision: Decision) -> float:
     length, expected = decision.prompt_tokens, terms.output_tokens
     slows = [target.slowdown for target in targets]
     (order,) = core.tracker.load_orders
-    prompt, answer = int(order.typical.prompt_tokens), order.typical.answer_tokens
-    typical_s = targets[0].estimate_prefill_s(prompt, prompt - int(order.typical.computed_tokens))
+    prompt, answer = int(order.typical_request.prompt_tokens), order.typical_request.answer_tokens
+    typical_s = targets[0].estimate_prefill_s(prompt, prompt - int(order.typical_request.computed_tokens))
     weighed_s = (1.0 + terms.congestion_s / (terms.slowdown * terms.prefill_s)) * targets[0].estimate_prefill_s(
         length, 0
     )
 
     def decode_s(target: Target, prompt_tokens: int, output_tokens: float) -> float:
         return price_worker(
-            target, PricedRequest(0.0, prompt_tokens, output_tokens, 1.0), CacheFacts(), config
+            target, RequestFacts(0.0, prompt_tokens, output_tokens, 1.0), CandidateFacts(), config
         ).decode_s
 
     differ = [decode_s(t, length, expected) - decode_s(t, prompt, answer) for t in targets]
@@ -205,7 +205,8 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         order.check_invariants()
     order.update(now, core.tracker.compute_utilisation_decay(now))  # the last one's load too
     fresh = sorted(
-        order._sort_key(target, now, core.tracker.compute_utilisation_decay(now)) for target in order.targets.values()
+        order._compute_sort_key(target, now, core.tracker.compute_utilisation_decay(now))
+        for target in order.targets.values()
     )
     sort_keys = [key for key, _ in order._sorted_holders]
     assert sort_keys == pytest.approx(fresh, abs=0.05)
