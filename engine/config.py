@@ -64,14 +64,14 @@ class EngineConfig:
         "Size of the cache in bytes, on any device: 4GB, 512MiB."] = None
     host_cache_memory: Annotated[Bytes | None, Flag(),
         "Host memory for blocks that the cache evicts: 8GiB. [default: none]",
-        "They come back when a prompt needs them (docs/eviction.md)."] = None
+        "They come back when a prompt needs them (docs/how-to/size-the-cache.md)."] = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0), Flag(),
         "Share of a GPU's memory for weights, steps and cache."] = 0.9
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),
         "Reuse the cached prefixes of earlier prompts."] = True
     eviction_policy: Annotated[Literal["lru", "adaptive"], Flag(),
         "Evict the least recently used blocks, or learn which are reused.",
-        "docs/eviction.md; models with sliding windows take lru."] = "lru"
+        "docs/how-to/size-the-cache.md; models with sliding windows take lru."] = "lru"
     kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"),
         EVENTS_HELP, EVENTS_DETAILS] = field(default_factory=KVEventsConfig)
     generation_config: Annotated[Literal["auto", "vllm"], Flag(),
@@ -84,13 +84,13 @@ class EngineConfig:
         "Processes that share each layer of the model, one a GPU."] = 1
     simulate: Annotated[str | None, Flag(metavar="SPEC"),
         "Compute nothing; sleep as long as steps take by SPEC, such as h100:llama-3.1-8b.",
-        "SPEC is a preset, a file, or a JSON object of step times (docs/simulation.md). Of MODEL only the tokenizer "
-        "is needed, or nothing."] = None
+        "SPEC is a preset, a file, or a JSON object of step times (docs/how-to/simulate-a-fleet.md). "
+        "Of MODEL only the tokenizer is needed, or nothing."] = None
     time_scale: Annotated[float, Meta(gt=0.0, le=1000.0, title="FACTOR"), Flag(),
         "With --simulate: factor on all step times; 0.1 is ten times as fast."] = 1.0
     overlap: Annotated[Literal["auto", "on", "off"], Flag(),
         "Plan a step while the one before is computed; auto does so on a GPU.",
-        "On a CPU it gains little (docs/performance.md); never with --tensor-parallel-size."] = "auto"
+        "On a CPU it gains little (docs/how-to/measure-the-engine.md); never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
     check_invariants: Annotated[bool, Flag(hidden=True), "Check scheduler and cache after every step (slow)."] = False
@@ -138,7 +138,7 @@ class ServerConfig:
         "Require client certificates that these authorities (PEM) have signed."] = None
     sleep_mode: Annotated[bool, Flag("--enable-sleep-mode/--no-sleep-mode"),
         "Serve /sleep, /wake_up and /collective_rpc, as vLLM does.",
-        "Also /is_sleeping; /collective_rpc has reload_weights (docs/weights.md)."] = False
+        "Also /is_sleeping; /collective_rpc has reload_weights (docs/how-to/change-weights.md)."] = False
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Chat template (a file or Jinja text) instead of the model's own."] = None
     tool_call_parser: Annotated[ToolCallParserName, Flag(),

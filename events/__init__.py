@@ -1,4 +1,4 @@
-"""KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte.
+"""KV cache events: the wire format that engine and router share. docs/reference/wire-format.md describes every byte.
 
 What is imported here is what others may use.
 """

@@ -1,4 +1,4 @@
-"""Event batches to bytes and back: the msgpack payload of docs/wire-format.md.
+"""Event batches to bytes and back: the msgpack payload of docs/reference/wire-format.md.
 
 Owns the encoding, of every vLLM version, and nothing else: no sockets, no sequence numbers, no meaning. Reading is
 liberal: map and positional events may be mixed in one batch, unknown fields and types are skipped, and an event that

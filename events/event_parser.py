@@ -1,8 +1,8 @@
 """One event of a batch, read field by field: what an engine of another age or make may have sent.
 
 Owns what is read liberally and what is not. An event is malformed where a field that says what is stored, removed or
-cleared has another type than docs/wire-format.md gives it, where a text is no UTF-8, or where a map's key is no text.
-Unknown fields are stepped over unread, and so are the values that no reader here needs. The native decoder
+cleared has another type than docs/reference/wire-format.md gives it, where a text is no UTF-8, or where a map's key is
+no text. Unknown fields are stepped over unread, and so are the values that no reader here needs. The native decoder
 (router/index/native/events.cpp) reads the same events and refuses the same ones. Refuses to know batches.
 """
 

@@ -1,6 +1,6 @@
 """The ZeroMQ frames around a payload: live messages, replay requests and replies, the snapshot extension.
 
-Owns the byte layout of every message; sockets and meaning are elsewhere. docs/wire-format.md has the tables.
+Owns the byte layout of every message; sockets and meaning are elsewhere. docs/reference/wire-format.md has the tables.
 """
 
 from __future__ import annotations

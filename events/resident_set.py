@@ -2,8 +2,8 @@
 
 Owns the set and the synthesis of Stored events from it. Refuses to know sockets, sequence numbers and encoding.
 Invariants: a block is here once for each (group, medium) that holds it; iteration order is announcement order, so in
-the full-attention group parents stand before their children (guarantee 3 of docs/wire-format.md), unless they moved to
-another medium since: a snapshot puts them first again.
+the full-attention group parents stand before their children (guarantee 3 of docs/reference/wire-format.md), unless they
+moved to another medium since: a snapshot puts them first again.
 """
 
 from __future__ import annotations

@@ -142,4 +142,4 @@ class DecodeError(EventsError, ValueError):
 
 
 class InvariantError(EventsError, AssertionError):
-    """A producer broke one of the guarantees of docs/wire-format.md; the message tells the story of the block."""
+    """A producer broke a guarantee of docs/reference/wire-format.md; the message tells the story of the block."""

@@ -2,8 +2,8 @@
 
 PYTHONPATH=examples router run http://127.0.0.1:8001 http://127.0.0.1:8002 --policy-function own_policy:choose
 
-The function gets the request and the terms of every candidate (docs/routing.md has the symbols) and returns an index.
-If it raises, the price of docs/routing.md decides.
+The function gets the request and the terms of every candidate (docs/reference/price.md has the symbols) and returns an
+index. If it raises, the price of docs/reference/price.md decides.
 """
 
 from collections.abc import Sequence

@@ -208,7 +208,7 @@ def cli() -> None:
     show_default=True,
     help="Ranks of a worker, all on one node.",
 )
-@click.option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/simulation.md).")
+@click.option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/how-to/simulate-a-fleet.md).")
 @click.option("--time-scale", type=float, help="With --simulate: factor on all step times.")
 @click.option(
     "--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="CPUs that Ray reserves for a worker."

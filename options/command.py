@@ -62,7 +62,7 @@ def add_flags(schema: Schema) -> Callable[[Any], Any]:
         type=click.Path(path_type=Path),
         metavar="FILE",
         envvar=f"{schema.variable_prefix}CONFIG",
-        help="Read settings from a TOML file (docs/configuration.md).",
+        help="Read settings from a TOML file (docs/reference/settings.md).",
     )
     settings_option = click.option(
         "--set",
@@ -138,7 +138,7 @@ _OMITTED_TEXT_PATTERN = re.compile(
 
 
 def render_settings_list(schema: Schema) -> str:
-    """Markdown with one line for each setting: what docs/configuration.md holds."""
+    """Markdown with one line for each setting: what docs/reference/settings.md holds."""
     lines = []
     for option in _list_visible_options(schema):
         setting_names = [option.path, *(option.flag_names if option.config_field.flag is not None else ())]

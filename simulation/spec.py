@@ -54,7 +54,7 @@ CALL_ONE_TOOL_TURNS = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
 
 
 class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of SPEC; docs/simulation.md has their meaning."""
+    """Fields of SPEC; docs/how-to/simulate-a-fleet.md has their meaning."""
 
     prefill_s_per_token: Seconds
     quadratic_tokens: Annotated[float, Meta(gt=0.0)] = 1e9

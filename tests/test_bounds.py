@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROW = re.compile(r"^\| (client|worker|list|peer) \| (.+) \| `([^`]+)` \| ([\d.]+) \| `(\w+)` \|$", re.MULTILINE)
 PAGES = (ROOT / "docs" / "security.md", ROOT / "tests" / "bounds.md")
 ROWS = [row for page in PAGES for row in ROW.findall(page.read_text())]
-METRICS = (ROOT / "docs" / "operations.md").read_text()
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 BOUNDS = re.compile(
     r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY|STREAMS|STORED|IDS|INTERIM)_MAX$"
     r"|^MAX_\w*(BYTES|CHARS|DIGITS|TOPICS|BATCHES|MESSAGES)$"
@@ -80,7 +80,7 @@ def test_a_bound_has_a_default_and_a_metric(
         (names,) = re.findall(r"^\| `events_NAME_total` .*$", METRICS, re.MULTILINE)
         assert re.search(rf"\b{counter_match.group(1)}\b", names)
     else:
-        assert re.search(rf"^\| [^|]*`{metric}`", METRICS, re.MULTILINE), f"docs/operations.md has no {metric}"
+        assert re.search(rf"^\| [^|]*`{metric}`", METRICS, re.MULTILINE), f"docs/reference/metrics.md has no {metric}"
 
 
 def test_no_bound_is_left_out() -> None:

@@ -41,7 +41,7 @@ class ProcessConfig:
     """Paths in files and in `--set` are those of these fields; core and edge have no name of their own there."""
 
     workers: Annotated[tuple[str, ...], Flag("--worker", metavar="SPEC"),
-        "A worker: its URL, or KEY=VALUE pairs (docs/configuration.md).",
+        "A worker: its URL, or KEY=VALUE pairs (docs/reference/settings.md).",
         "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
         "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
         "roles. cache_tokens=N and max_num_seqs=N are the size of its cache and its largest batch, where it does not "

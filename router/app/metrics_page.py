@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' form. The names are stable and documented in docs/operations.md."""
+"""What `/metrics` says, in Prometheus' form. The names are stable and documented in docs/reference/metrics.md."""
 
 from __future__ import annotations
 

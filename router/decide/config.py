@@ -1,4 +1,4 @@
-"""Every number the router's cores can be tuned by; docs/routing.md's symbols are in brackets."""
+"""Every number the router's cores can be tuned by; docs/reference/price.md's symbols are in brackets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class QueueConfig:
     fair: Annotated[bool, Flag("--fair/--no-fair"),
         "Queue requests while all workers are busy; the least served API key goes first."
     ] = False
-    """docs/sharing.md. Without keys: between addresses of clients."""
+    """docs/how-to/share-between-tenants.md. Without keys: between addresses of clients."""
     background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
         Flag("--background-priority"),
         "Requests of priority N and above wait until a worker is idle. [default: none]",
@@ -103,7 +103,7 @@ class CoreConfig:
     """All of the above."""
 
     policy: Annotated[Literal["kv", "round_robin", "least_requests", "random", "sticky"], Flag(),
-        "How workers are chosen; kv is the price of docs/routing.md."] = "kv"
+        "How workers are chosen; kv is the price of docs/reference/price.md."] = "kv"
     policy_function: Annotated[str | None, Flag(metavar="MODULE:NAME"),
         "Your own function that chooses, as in examples/own_policy.py."] = None
     service: ServiceModel = field(default_factory=ServiceModel)

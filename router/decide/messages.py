@@ -111,7 +111,7 @@ class FailureKind(str, enum.Enum):
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
-    """The price of one worker for one request: its six parts, their sum, and what explains them (docs/routing.md).
+    """The price of one worker for one request: six parts, their sum, and what explains them (docs/reference/price.md).
     Seconds unless the name says otherwise."""
 
     worker: str

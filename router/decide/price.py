@@ -1,4 +1,4 @@
-"""The price of a worker for one request, in seconds: six parts and their sum. Pure; docs/routing.md has a picture.
+"""The price of a worker for one request, in seconds: six parts and their sum. Pure; see docs/reference/price.md.
 
     cost = ttft + w * decode + congestion * prefill + pressure + tie_break - shared
 

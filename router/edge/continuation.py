@@ -2,7 +2,7 @@
 
 Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, of our engine the same chat,
 with the prompt and the tokens that were sent), and how its words become the rest of the first answer. tokens.py
-notes the tokens. Refuses to know connections and who comes next. docs/operations.md tells users what goes on.
+notes the tokens. Refuses to know connections and who comes next. docs/reference/failures.md tells users what goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `--dry-run` and docs/hybrid-cache.md say of models' pages: made by the models, and checked number by number."""
+"""`--dry-run` and the table of docs/concepts/hybrid-cache.md: made by the models, and checked number by number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.models import HfConfig, ModelError, build_model
 from engine.tiny.model import Recipe, cached_model
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = (ROOT / "docs" / "hybrid-cache.md").read_text()
+DOCS = (ROOT / "docs" / "concepts" / "hybrid-cache.md").read_text()
 
 # KV bytes of a token, state bytes, blocks a unit: by hand from the published configs, state in fp32.
 BY_HAND = {
@@ -52,7 +52,7 @@ def test_the_page_table_of_the_docs_is_what_the_models_say(specs: dict[str, Cach
         cells += [f"{spec.state.state_bytes / 1e6:.1f} MB" if spec.state else "-", f"{spec.unit_bytes / 1e6:.2f} MB"]
         lines.append("| " + " | ".join([*cells, blocks, f"{spec.padding_share:.2%}"]) + " |")
     table = "\n".join(lines)
-    assert f"\n\n{table}\n\n" in DOCS, f"docs/hybrid-cache.md: expected\n{table}"
+    assert f"\n\n{table}\n\n" in DOCS, f"docs/concepts/hybrid-cache.md: expected\n{table}"
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))

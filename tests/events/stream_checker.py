@@ -1,4 +1,4 @@
-"""Holds a producer to what our engine promises (docs/wire-format.md, guarantees 1, 2 and 3).
+"""Holds a producer to what our engine promises (docs/reference/wire-format.md, guarantees 1, 2 and 3).
 
 Owns a picture of the stream and the rules; feed it every batch in order and it raises at the first broken promise, with
 the story of the block. Refuses to know the cache that produced the events. Runs beside the publisher in tests.

@@ -1,4 +1,4 @@
-"""The promises of docs/wire-format.md, against a model cache that keeps them and streams that break them."""
+"""The promises of docs/reference/wire-format.md, against a model cache that keeps them and streams that break them."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_checker_accepts_what_is_promised() -> None:
 
 
 def test_the_example_of_the_docs_is_what_we_write() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "wire-format.md").read_text()
     (example,) = re.findall(r"```hex\n(.*?)```", text, re.DOTALL)
     parts = []
     for line in example.splitlines():

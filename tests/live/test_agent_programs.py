@@ -1,5 +1,5 @@
-"""Claude Code, Codex and OpenCode, set up as docs/agents.md says, through a router to simulated engines: they answer,
-and what the router predicts of each prompt is what the engine reports.
+"""Claude Code, Codex and OpenCode, set up as docs/how-to/connect-coding-agents.md says, through a router to simulated
+engines: they answer, and what the router predicts of each prompt is what the engine reports.
 
 The programs are looked for in the folder AGENT_PROGRAMS, else on PATH; a test whose program is absent is skipped:
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from programs import Program, call, two_engines_and_a_router, wait_until
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "connect-coding-agents.md"
 SPEC = {"prefill_s_per_token": 1e-6, "step_s": 0.001, "kv_tokens": 1 << 18, "max_model_len": 131072}
 REQUEST = re.compile(
     r"request request_id=(\S+) .*outcome=(\S+) .*predicted_cached_tokens=(\d+) .*\bcached_tokens=(\d+)"

@@ -254,7 +254,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def texts() -> tuple[str, Iterator[str]]:
     """(a system prompt, results of tools), of this project's own pages."""
-    pages = "\n\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
+    pages = "\n\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
     words = pages.split(" ")
     results = (" ".join(words[at : at + 12]) for at in range(2_000, len(words) - 12, 12))
     return " ".join(words[:700]), results

@@ -1,4 +1,4 @@
-"""Two routers are restarted one after the other under load, behind the nginx of docs/operations.md: nothing fails."""
+"""Two routers restart one after the other under load, behind the nginx of docs/how-to/upgrade-without-a-gap.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from programs import Program, call, wait_until
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/bin")
 pytestmark = [pytest.mark.live, pytest.mark.long]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "upgrade-without-a-gap.md").read_text()
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "step_s": 0.01, "kv_tokens": 65536})
 RATE = 40
 """Requests a second."""

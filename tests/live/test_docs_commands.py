@@ -31,7 +31,7 @@ from harness.programs import free_ports
 from real_envoy import CONFIGURATION, configuration, envoy_program, start_envoy
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/measurements").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
     r"(\w+=\S+ )*(engine|router|fleet|ray|kv_subscriber|curl|envoy|kubectl|pip|pytest|python3?|vllm|"

@@ -1,4 +1,4 @@
-"""The Ray part of docs/scale.md, run for real on this machine: `pytest -m slow tests/live/test_docs_fleet.py`."""
+"""The commands of docs/get-started/ray.md run on this machine: `pytest -m slow tests/live/test_docs_fleet.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.timeout(1800)]
 
 def test_the_commands_of_the_page() -> None:
     folder = Path(mkdtemp(prefix="bcray"))  # pytest's own is too long for the names of Ray's sockets
-    part = (ROOT / "docs" / "scale.md").read_text().partition("## Ray\n")[2].partition("\n## ")[0]
+    part = (ROOT / "docs" / "get-started" / "ray.md").read_text()
     commands = part.partition("```bash\n")[2].partition("```")[0].splitlines()
     assert len(commands) == 12
     bin_folder = Path(sys.executable).parent

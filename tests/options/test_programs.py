@@ -23,7 +23,7 @@ from router.app.config import EPP_SCHEMA as EPP
 from router.app.config import SCHEMA as ROUTER
 from router.app.config import SHADOW_SCHEMA as SHADOW
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md"
 CLIS = {"router": router_cli, "engine": engine_cli}
 EVERY = [
     pytest.param(schema, option, id=f"{schema.program}-{option.path}")

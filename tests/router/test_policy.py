@@ -1,4 +1,4 @@
-"""The price, computed by hand from docs/routing.md's symbols, and the other policies."""
+"""The price, computed by hand from docs/reference/price.md's symbols, and the other policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The price against a version written out from docs/routing.md, over lists of requests instead of sums."""
+"""The price against a version written out from docs/reference/price.md, over lists of requests instead of sums."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_out(
     step_seen_s: float,
     slots: int,
 ) -> dict[str, float]:
-    """The six parts, as docs/routing.md has them."""
+    """The six parts, as docs/reference/price.md has them."""
     decoding = [request for request in requests if request.has_first_token]
     waiting = [request for request in requests if not request.has_first_token]
     decode_count = len(decoding) + (peer.decode_requests if peer else 0)

@@ -21,7 +21,7 @@ from router.index.protocol import Scope
 from router.prompting.encode import read_routing_fields
 from router.prompting.sessions import MAX_NAME_CHARS, NAME_SOURCES, NameSource, Session, SessionNames
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "sessions.md"
 SCOPE = Scope("m")
 
 

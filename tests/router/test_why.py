@@ -555,7 +555,7 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
 
 
 def test_every_reason_is_in_the_manual() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "how-to" / "explain-a-miss.md").read_text()
     rows = [line.split("|") for line in manual.splitlines() if line.startswith("| `")]
     documented_reasons = {(name.strip("` "), row[2].strip()) for row in rows for name in row[1].split(",")}
     assert {*GROUPS.items(), *((reason, "none") for reason in NO_LOSS)} <= documented_reasons

@@ -121,5 +121,5 @@ def test_cache_of_a_hybrid_model() -> None:
 
 def test_the_family_that_the_docs_show_is_the_one_that_runs() -> None:
     root = Path(__file__).resolve().parents[3]
-    page = (root / "docs" / "adding-a-model.md").read_text()
+    page = (root / "docs" / "how-to" / "add-a-model.md").read_text()
     assert f"```python\n{(root / 'engine/models/families/granite.py').read_text()}```" in page

@@ -37,7 +37,7 @@ GROUPED = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
 OF_PROMETHEUS = {"instance", "le"}
 NOT_SEEN_YET = {"blockcast_router_crashes_total", "blockcast_router_attempt_failures_total",
                 "blockcast_router_broken_streams_total"}  # fmt: skip
-"""Counters that have no series before something went wrong; their labels are those of docs/operations.md."""
+"""Counters that have no series before something went wrong; their labels are those of docs/reference/metrics.md."""
 
 
 def expressions() -> Iterator[str]:

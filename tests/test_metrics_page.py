@@ -1,0 +1,96 @@
+"""The tables of docs/reference/metrics.md are what the router's and the engine's `/metrics` declare.
+
+python tests/test_metrics_page.py       # writes them anew
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from engine.http.metrics import MetricsPage, ServerMetrics
+from router.app.metrics_page import PREFIX, CacheCounts, MetricsReport, build_page_families
+from router.decide.registry import CoreSnapshot
+from router.fleet.worker_stream import StreamCounters
+from router.index.protocol import IndexStats
+from router.metrics import Metrics
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
+HEAD = "| metric (labels) | meaning |\n|---|---|\n"
+
+
+class AnyValues:
+    """Stand-in for reports of the engine: every attribute is a number."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 1
+
+
+def declare_router_metrics() -> list[Metric]:
+    """Return the families of a router without traffic."""
+    no_cache = CacheCounts(0, 0, 0)
+    report = MetricsReport(
+        tokenize_cpu_s=0.0, conversation_cache=no_cache, conversation_checks=0, conversation_differences=0, segments={},
+        large_bodies={}, waiting_bytes=0, event_faults=0, events_ignored=0, peer_messages={},
+    )  # fmt: skip
+    snapshot = CoreSnapshot([], 0, 0, {})
+    return list(build_page_families(Metrics(), report, snapshot, IndexStats(0, 0, 0, 0, 0), (), {}, {}))
+
+
+def declare_engine_metrics() -> list[Metric]:
+    """Return the families of an engine with events and a simulation."""
+    core_report: Any = SimpleNamespace(stats=AnyValues(), publisher_stats=AnyValues(), simulation_lag=AnyValues())
+    info: Any = AnyValues()
+    return list(MetricsPage(ServerMetrics(), core_report, info, "m").collect())
+
+
+def render_table(families: Iterable[Metric], *, prefix: str = "") -> str:
+    """Return a Markdown table with one row for each family."""
+    lines = []
+    for family in sorted(families, key=lambda family: family.name):
+        name = family.name.removeprefix(prefix) + ("_total" if isinstance(family, CounterMetricFamily) else "")
+        labels = [label for label in family._labelnames if label not in ("model_name", "engine")]  # type: ignore[attr-defined]
+        shown_labels = f" ({', '.join(labels)})" if labels else ""
+        kind = " (histogram)" if isinstance(family, HistogramMetricFamily) else ""
+        lines.append(f"| `{name}`{shown_labels} | {family.documentation}{kind} |\n")
+    return HEAD + "".join(lines)
+
+
+def render_router_table() -> str:
+    """Return the table of the router. One row has the counters of event streams."""
+    names = ", ".join(StreamCounters.__slots__)
+    table = render_table(declare_router_metrics(), prefix=PREFIX)
+    return table + f"| `events_NAME_total` (worker) | Counters of a worker's event streams. NAME: {names}. |\n"
+
+
+def with_tables(page: str) -> str:
+    """Return the page with both tables as the programs declare them."""
+    for mark, table in (
+        ("router-metrics", render_router_table()),
+        ("engine-metrics", render_table(declare_engine_metrics())),
+    ):
+        before, _, rest = page.partition(f"<!-- {mark} -->\n")
+        after = rest.partition(f"<!-- /{mark} -->")[2]
+        page = f"{before}<!-- {mark} -->\n{table}<!-- /{mark} -->{after}"
+    return page
+
+
+def test_the_tables_are_what_the_programs_declare() -> None:
+    page = PAGE.read_text()
+    assert len(re.findall(r"^\| `", page, re.MULTILINE)) > 60
+    assert page == with_tables(page), "run python tests/test_metrics_page.py"
+
+
+def test_every_counter_of_event_streams_is_explained() -> None:
+    explanation = PAGE.read_text().partition("* `NAME` of `events_NAME_total`")[2].partition("\n\n")[0]
+    for name in StreamCounters.__slots__:
+        assert re.search(rf"`{name}`", explanation), name
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
