@@ -1,6 +1,6 @@
 """What the byte path counts: plain numbers, whose update costs a dict access and an addition; and what must not happen.
 
-Refuses to know Prometheus' form (router/app/metrics_page.py).
+Refuses to know Prometheus' form (router/admin/metrics_page.py).
 """
 
 from __future__ import annotations

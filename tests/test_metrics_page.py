@@ -14,7 +14,8 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from engine.http.metrics import MetricsPage, ServerMetrics
-from router.app.metrics_page import PREFIX, CacheCounts, MetricsReport, build_page_families
+from router.admin.metrics_page import NAME_PREFIX, build_page_families
+from router.admin.metrics_report import CacheCounts, MetricsReport
 from router.decide.registry import CoreSnapshot
 from router.fleet.worker_stream import StreamCounters
 from router.index.protocol import IndexStats
@@ -35,11 +36,12 @@ def declare_router_metrics() -> list[Metric]:
     """Return the families of a router without traffic."""
     no_cache = CacheCounts(0, 0, 0)
     report = MetricsReport(
+        metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), index=IndexStats(0, 0, 0, 0, 0), starting_workers=(),
+        failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0, peer_messages={},
         tokenize_cpu_s=0.0, conversation_cache=no_cache, conversation_checks=0, conversation_differences=0, segments={},
-        large_bodies={}, waiting_bytes=0, event_faults=0, events_ignored=0, peer_messages={},
+        large_bodies={}, waiting_bytes=0,
     )  # fmt: skip
-    snapshot = CoreSnapshot([], 0, 0, {})
-    return list(build_page_families(Metrics(), report, snapshot, IndexStats(0, 0, 0, 0, 0), (), {}, {}))
+    return list(build_page_families(report))
 
 
 def declare_engine_metrics() -> list[Metric]:
@@ -64,7 +66,7 @@ def render_table(families: Iterable[Metric], *, prefix: str = "") -> str:
 def render_router_table() -> str:
     """Return the table of the router. One row has the counters of event streams."""
     names = ", ".join(StreamCounters.__slots__)
-    table = render_table(declare_router_metrics(), prefix=PREFIX)
+    table = render_table(declare_router_metrics(), prefix=NAME_PREFIX)
     return table + f"| `events_NAME_total` (worker) | Counters of a worker's event streams. NAME: {names}. |\n"
 
 

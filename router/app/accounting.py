@@ -1,89 +1,95 @@
-"""What is said of a request that ended: counters for `/metrics`, fields for the log."""
+"""What is counted and logged of a request when it ends."""
 
 from __future__ import annotations
 
 import logging
+import random
+from typing import Any
 
 from prompts.routing import API_KIND_BY_PATH
-from router.decide.core import RouterCore
-from router.decide.workers import Worker, WorkerState
+from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
-from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
 
-def count_ended_request(core: RouterCore, metrics: Metrics, context: RequestContext, now: float) -> None:
-    """Add a request that ended to the counters."""
-    path = context.request.path if context.request.path in API_KIND_BY_PATH else "other"
+class RequestAccounting:
+    """Counts ended requests in the metrics of a proxy, and logs a share of them."""
+
+    def __init__(self, proxy: Proxy, *, has_keys: bool = False, log_share: float = 0.0) -> None:
+        """`has_keys`: tokens are counted by the API key. `log_share`: share of requests that are logged."""
+        self._proxy = proxy
+        self._has_keys = has_keys
+        self._log_share = log_share
+
+    def record_ended_request(self, context: RequestContext) -> None:
+        """Count a request that ended, and log it if it is drawn."""
+        now = self._proxy.now()
+        if self._has_keys:
+            self._count_tokens_of_key(context)
+        self._count_request(context, now)
+        if self._log_share and (self._log_share >= 1 or random.random() < self._log_share):
+            fields = _make_log_fields(context, now)
+            log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
+
+    def _count_request(self, context: RequestContext, now: float) -> None:
+        core, metrics = self._proxy.core, self._proxy.metrics
+        path = context.request.path if context.request.path in API_KIND_BY_PATH else "other"
+        route, decision, usage = context.route, context.decision, context.usage
+        worker = "" if decision is None else decision.worker
+        # Names that clients make up must not become labels.
+        is_model_known = route is not None and (worker or core.resolve_model(route.model) is not None)
+        model = route.model if route is not None and is_model_known else "unknown"
+        is_streaming = "true" if context.is_streaming else "false"
+        ended_requests = metrics.get_ended(path, model, context.outcome, worker, is_streaming)
+        ended_requests.count += 1
+        ended_requests.request_s.observe(now - context.started_at_s)
+        if context.ttft_s is not None:
+            ended_requests.ttft_s.observe(context.ttft_s)
+        if context.outcome == "client_gone":
+            metrics.client_disconnects += 1
+        if route is None or decision is None:
+            return
+        metrics.routing_s.observe(decision.decided_s - context.started_at_s)
+        if route.token_ids is not None:
+            metrics.prompt_tokens += route.prompt_tokens
+            metrics.predicted_cached_tokens += decision.predicted_cached_tokens
+        if usage is not None:
+            metrics.reported_prompt_tokens += usage.prompt_tokens or 0
+            metrics.reported_cached_tokens += usage.cached_tokens or 0
+
+    def _count_tokens_of_key(self, context: RequestContext) -> None:
+        """Count the tokens of an answered request for its API key; the router's own where the worker reports none."""
+        route, decision, usage = context.route, context.decision, context.usage
+        if route is None or decision is None or context.ttft_s is None:
+            return
+        if context.outcome.startswith("status_") and context.outcome != "status_200":
+            return
+        if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
+            prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
+            output_tokens = context.progress.read_count if route.is_streaming else 0
+        else:
+            prompt_tokens = usage.prompt_tokens
+            cached_tokens = usage.cached_tokens or 0
+            output_tokens = usage.completion_tokens
+        key, tokens = context.tenant, self._proxy.metrics.key_tokens
+        self._proxy.metrics.key_requests[key] += 1
+        tokens[key, "prompt"] += prompt_tokens
+        tokens[key, "cached"] += cached_tokens
+        tokens[key, "computed"] += max(0, prompt_tokens - cached_tokens)
+        tokens[key, "output"] += output_tokens
+
+
+def _make_log_fields(context: RequestContext, now: float) -> dict[str, Any]:
     route, decision, usage = context.route, context.decision, context.usage
-    # Names that clients make up must not become labels.
-    model, worker = "unknown", ""
-    if decision is not None:
-        worker = decision.worker
-    if route is not None and (worker or core.resolve_model(route.model) is not None):
-        model = route.model
-    stream = "true" if route is not None and route.is_streaming else "false"
-    ended_requests = metrics.get_ended(path, model, context.outcome, worker, stream)
-    ended_requests.count += 1
-    ended_requests.request_s.observe(now - context.started_at_s)
-    if context.progress.first_byte_at_s is not None:
-        ended_requests.ttft_s.observe(context.progress.first_byte_at_s - context.started_at_s)
-    if context.outcome == "client_gone":
-        metrics.client_disconnects += 1
-    if route is None or decision is None:
-        return
-    metrics.routing_s.observe(decision.decided_s - context.started_at_s)
-    if route.token_ids is not None:
-        metrics.prompt_tokens += route.prompt_tokens
-        metrics.predicted_cached_tokens += decision.predicted_cached_tokens
-    if usage is not None:
-        metrics.reported_prompt_tokens += usage.prompt_tokens or 0
-        metrics.reported_cached_tokens += usage.cached_tokens or 0
-
-
-def count_tokens_of_key(metrics: Metrics, context: RequestContext) -> None:
-    """Add the tokens of a request that a worker answered to the counters of its API key. Where the worker does not say
-    how many it used, the router's own figures count."""
-    route, decision, usage = context.route, context.decision, context.usage
-    if route is None or decision is None or context.progress.first_byte_at_s is None:
-        return
-    if context.outcome.startswith("status_") and context.outcome != "status_200":
-        return
-    if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
-        prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
-        output_tokens = context.progress.read_count if route.is_streaming else 0
-    else:
-        prompt_tokens = usage.prompt_tokens
-        cached_tokens = usage.cached_tokens or 0
-        output_tokens = usage.completion_tokens
-    key, tokens = context.tenant, metrics.key_tokens
-    metrics.key_requests[key] += 1
-    tokens[key, "prompt"] += prompt_tokens
-    tokens[key, "cached"] += cached_tokens
-    tokens[key, "computed"] += max(0, prompt_tokens - cached_tokens)
-    tokens[key, "output"] += output_tokens
-
-
-def log_state_change(worker: Worker, previous_state: WorkerState | None) -> None:
-    """One line for each change of a worker's state."""
-    level = logging.WARNING if worker.state is WorkerState.DOWN else logging.INFO
-    previous_name = "new" if previous_state is None else previous_state.value
-    why = f": {worker.state_reason}" if worker.state_reason else ""
-    log.log(level, "worker %s: %s -> %s%s", worker.worker_id, previous_name, worker.state.value, why)
-
-
-def make_log_fields(context: RequestContext, now: float) -> dict[str, object]:
-    """What the log says of a request."""
-    route, decision, usage = context.route, context.decision, context.usage
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "request_id": context.name,
         "path": context.request.path,
         "outcome": context.outcome,
         "seconds": round(now - context.started_at_s, 4),
     }
-    if context.progress.first_byte_at_s is not None:
-        fields["first_byte_seconds"] = round(context.progress.first_byte_at_s - context.started_at_s, 4)
+    if context.ttft_s is not None:
+        fields["first_byte_seconds"] = round(context.ttft_s, 4)
     if route is not None:
         fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.is_streaming}
     if decision is not None:

@@ -13,11 +13,11 @@ from typing import Any, Final, Protocol
 
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
-from router.app.request_reader import RequestReader
 from router.app.tenant_limits import TenantLimits
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
+from router.edge.request_reader import RequestReader
 from router.http.connection import Client
 from router.http.request import HttpRequest
 
@@ -39,7 +39,6 @@ class RequestPlacer:
     def __init__(
         self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
     ) -> None:
-        reader.allowed_fields = proxy.passed_fields
         self._reader = reader
         self._limits = limits
         self._metrics = proxy.metrics

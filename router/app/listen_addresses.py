@@ -77,6 +77,11 @@ class ListenAddresses:
         """A request is being answered."""
         return any(flagged.listener.is_busy for flagged in self._listeners)
 
+    def expire_connections(self, now: float) -> None:
+        """Close connections whose clients take too long. Call a few times a second."""
+        for flagged in self._listeners:
+            flagged.listener.expire_connections(now)
+
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """`step` on every listener."""
         for flagged in self._listeners:

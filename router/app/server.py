@@ -1,7 +1,7 @@
 """The router's HTTP application: what each path means, and whose request it is.
 
 Under `/v1/`, and for `/tokenize`, requests go to workers (router/app/dispatch.py). What looks at or changes the router
-itself is in router/app/admin.py.
+itself is in router/admin.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final, Protocol
 from prompts.paths import make_unknown_path_error
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
-from router.app.request_reader import TOKENIZE_PATHS, is_worker_path
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.edge.request_reader import TOKENIZE_PATHS, is_worker_path
 from router.http.connection import ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
@@ -39,8 +39,6 @@ FORWARDED_PATHS = {
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
 """What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
-TIMER_INTERVAL_S: Final = 0.02
-"""How often the core's pending work is looked at."""
 
 
 class WorkerRoutes(Protocol):

@@ -1,50 +1,28 @@
-"""`router shadow`: a router that decides nothing. The same reading, index, prices and reasons as `router run`.
-
-Owns when the window of seen requests is compared with what `router run` would have made of it, in a process of its own,
-and who gets to read the outcome.
-"""
+"""`router shadow`: a router that decides nothing. Reads, prices and explains copies of requests, or a log of them."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
-import multiprocessing
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
 from urllib.parse import urlsplit
-
-import msgspec
 
 from options import ConfigError
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
-from router.app.dashboard import HTML, make_security_headers
 from router.app.dispatch import RequestDispatcher
 from router.app.process import RouterProcess, run_process
-from router.app.request_reader import RequestReader
 from router.app.server import ForwardedRoutes, WorkerRoutes
-from router.decide.config import ServiceModel
+from router.app.shadow_reporter import ShadowReporter
 from router.edge.mirrored_exchange import MirroredExchange
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
+from router.edge.request_reader import RequestReader
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
-from router.http.routes import Response
 from router.shadow.recorder import Recorder
-from router.shadow.replay import Comparison, compare
-from router.shadow.report import ShadowReport, render_page
-from router.shadow.request_log import read_log
-
-log = logging.getLogger("router")
-
-HISTORY_INTERVAL_S: Final = 10.0
-"""Of the report's course of time."""
-NEW_REQUESTS_MIN: Final = 20
-"""Requests that have to be new for another comparison."""
+from router.shadow.request_log import LogLine, read_log
 
 
 class CopyPlacer:
@@ -55,7 +33,7 @@ class CopyPlacer:
         self._metrics = proxy.metrics
 
     def place(self, exchange: Exchange) -> None:
-        """Note where the request would go."""
+        """Record where the request would go."""
         context = exchange.context
         assert context.body is not None
         self._metrics.tokenize_s.observe(context.body.prompt.seconds)
@@ -65,7 +43,7 @@ class CopyPlacer:
 
 
 class CopiedRoutes:
-    """Routes to which a balancer sends copies of whatever it may know what to do with."""
+    """Takes copies of requests on every path, and answers 204 to each."""
 
     def __init__(self, dispatcher: RequestDispatcher, forwarded_routes: ForwardedRoutes) -> None:
         self._dispatcher = dispatcher
@@ -76,13 +54,13 @@ class CopiedRoutes:
         return connection.peer
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer 204, now or once the copy was read."""
+        """Answer 204, at once or when the copy was read."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
                 self._dispatcher.dispatch(connection, request, MirroredExchange)
                 return
             except RequestError:
-                pass  # whoever answers it will say so
+                pass  # the worker that answers the original says what is wrong with it
         exchange = connection.responder
         if not isinstance(exchange, MirroredExchange):
             context = RequestContext(request, connection.tenant, self._dispatcher.proxy.now())
@@ -92,198 +70,98 @@ class CopiedRoutes:
 
 
 class ShadowProcess(RouterProcess):
-    """`await ShadowProcess(config, version).run()` watches until SIGTERM or SIGINT."""
+    """`await ShadowProcess(config, version).run()` watches until SIGTERM or SIGINT, or to the end of the log."""
 
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:
-        self._router_config = config.core
-        """What `router run` would be told. Here nothing is learned as requests pass: no answer comes by. It is learned
-        from the window instead."""
+        # No answer passes from which to learn a worker's speed: the reporter finds it out.
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
         super().__init__(replace(config, core=core, miss_reasons=replace(config.miss_reasons, share=1.0)), version)
-        self._shadow = config.shadow
-        self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
-        self._proxy.on_end.append(self._recorder.record_copy)
-        self._comparison: Comparison | None = None
-        self._problem: str | None = None
-        """Why there is no comparison."""
-        self._miss_tokens_by_time: list[tuple[float, dict[str, int]]] = []
-        self._started_at = time.time()
-        self._compared_request_count, self._compared_at_s = 0, self._now()
-        self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
-        self._compare_task: asyncio.Task[None] | None = None
-        self._log_task: asyncio.Task[None] | None = None
+        proxy = self.pipeline.proxy
+        self._log_path = None if config.shadow.log is None else Path(config.shadow.log)
+        self._recorder = Recorder(proxy.core, config.shadow, proxy.now, self.pipeline.reasons.note)
+        proxy.on_end.append(self._recorder.record_copy)
+        self._reporter = ShadowReporter(config.shadow, config.core, proxy, self._recorder, version)
+        self._reporter.register(self._local_routes)
+        self._timers.add_tick_step("shadow", self._recorder.place_open_requests)
+        self._timers.add_tick_step("shadow", self._reporter.tick)
 
     async def run(self) -> None:
-        """Raises OSError where an address or the report's file cannot be had."""
+        """Watch, then write the report. Raises OSError for an unusable address or file, and ConfigError."""
+        log_task = None if self._log_path is None else asyncio.ensure_future(self._replay_log(self._log_path))
         try:
             await super().run()
         finally:
-            if self._compare_process is not None:
-                self._compare_process.shutdown(wait=False, cancel_futures=True)
-        if self._log_task is not None and self._log_task.done():
-            self._log_task.result()
-        self._compare_at_end()
-        self._write_report()
+            self._reporter.close()
+        if log_task is not None and log_task.done():
+            log_task.result()
+        self._reporter.finish()
 
     def _make_dispatcher(self) -> RequestDispatcher:
-        placer = CopyPlacer(self._request_reader, self._proxy)
-        return RequestDispatcher(self._proxy, self._request_reader, self._tenant_limits, placer)
+        proxy, reader = self.pipeline.proxy, self.pipeline.request_reader
+        return RequestDispatcher(proxy, reader, self.pipeline.tenant_limits, CopyPlacer(reader, proxy))
 
     def _make_worker_routes(self) -> WorkerRoutes:
-        return CopiedRoutes(self._dispatcher, ForwardedRoutes(self._dispatcher, self._admin.routes, self._config.edge))
+        forwarded_routes = ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge)
+        return CopiedRoutes(self._dispatcher, forwarded_routes)
 
-    def _serve_report_page(self, request: HttpRequest, _: str) -> Response:
-        report = render_page(self._make_report())
-        return Response(report, content_type=HTML, headers=make_security_headers(report))
-
-    def _start_fleet(self) -> None:
-        routes = self._admin.routes
-        routes.add("GET", "/shadow", lambda *_: Response(msgspec.json.encode(self._make_report())), public=False)
-        routes.add("GET", "/shadow/report", self._serve_report_page, public=False)
-        super()._start_fleet()
-        if self._shadow.log is not None:
-            self._log_task = self._loop.create_task(self._replay_log(Path(self._shadow.log)))
+    # A log instead of copies --------------------------------------------------------------------------------------
 
     async def _replay_log(self, log_path: Path) -> None:
-        """Then the process ends. ConfigError is raised by `run`."""
+        """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""
         try:
             await self._wait_for_workers()
-            worker_names = sorted(self._core.workers)
             with log_path.open("rb") as log_file:
                 for logged_request, request in read_log(log_file, str(log_path)):
-                    try:
-                        context = RequestContext(request, "", 0.0)
-                        await self._request_reader.read(context, request.path)
-                    except RequestError:
-                        self._recorder.counts["unread"] += 1
-                        continue
-                    route = self._request_reader.build_route_request(context)
-                    if logged_request.worker is not None:
-                        worker_id = self._find_worker(logged_request.worker) or ""
-                    else:
-                        worker_id = worker_names[self._recorder.counts["dealt"] % len(worker_names)]
-                        self._recorder.counts["dealt"] += 1
-                    if route.token_ids is None or not worker_id:
-                        self._recorder.counts["unread" if worker_id else "unplaced"] += 1
-                        continue
-                    self._recorder.record_logged(logged_request, route, worker_id)
+                    await self._record_logged_request(logged_request, request)
         finally:
-            self._stop_requested.set()
+            self._shutdown.request()
+
+    async def _record_logged_request(self, logged_request: LogLine, request: HttpRequest) -> None:
+        recorder, reader = self._recorder, self.pipeline.request_reader
+        context = RequestContext(request, "", 0.0)
+        try:
+            await reader.read(context, request.path)
+        except RequestError:
+            recorder.counts["unread"] += 1
+            return
+        route = reader.build_route_request(context)
+        worker_id = self._find_logged_worker(logged_request)
+        if route.token_ids is None or worker_id is None:
+            recorder.counts["unplaced" if worker_id is None else "unread"] += 1
+            return
+        recorder.record_logged(logged_request, route, worker_id)
+
+    def _find_logged_worker(self, logged_request: LogLine) -> str | None:
+        """Return the id of the worker that answered; where the log does not tell, the workers take turns."""
+        workers, name = self.pipeline.proxy.core.workers, logged_request.worker
+        if name is None:
+            turn = self._recorder.counts["dealt"]
+            self._recorder.counts["dealt"] += 1
+            return sorted(workers)[turn % len(workers)]
+        if name in workers:
+            return name
+        address = urlsplit(name).netloc or name
+        matches = (worker.worker_id for worker in workers.values() if urlsplit(worker.spec.url).netloc == address)
+        return next(matches, None)
 
     async def _wait_for_workers(self) -> None:
-        """Raises ConfigError where none comes, or none whose prompts can be read here."""
-        deadline_s = self._now() + self._config.edge.ready_s
-        while self._admin.find_unready_reason() is not None or not self._has_tokenizer():
-            if self._now() > deadline_s:
-                unready_reason = self._admin.find_unready_reason() or "no tokenizer: give --tokenizer FOLDER"
+        """Wait for a worker whose prompts can be read here. Raises ConfigError where none comes in time."""
+        now = self.pipeline.proxy.now
+        deadline_s = now() + self._config.edge.ready_s
+        while (unready_reason := self._find_unready_reason()) is not None:
+            if now() > deadline_s:
                 raise ConfigError(f"--log: prompts cannot be read: {unready_reason}")
             await asyncio.sleep(0.05)
 
-    def _has_tokenizer(self) -> bool:
-        bases = {model.base for worker in self._core.workers.values() for model in worker.models.values()}
-        return any(self._prompt_reader.tokenizer_of(base) is not None for base in bases)
-
-    def _on_timer(self) -> None:
-        super()._on_timer()
-        now = self._now()
-        self._run_guarded("shadow", self._recorder.place_open_requests, now)
-        self._run_guarded("shadow", self._tick_shadow, now)
-
-    def _find_worker(self, worker_name: str) -> str | None:
-        """Its id, from itself, HOST:PORT or a URL."""
-        if worker_name in self._core.workers:
-            return worker_name
-        address = urlsplit(worker_name).netloc or worker_name
-        workers = self._core.workers.values()
-        return next((w.worker_id for w in workers if urlsplit(w.spec.url).netloc == address), None)
-
-    # What comes of it -----------------------------------------------------------------------------------------------
-
-    def _tick_shadow(self, now: float) -> None:
-        if not self._miss_tokens_by_time or now - self._miss_tokens_by_time[-1][0] >= HISTORY_INTERVAL_S:
-            self._miss_tokens_by_time.append((now, dict(self._metrics.cache_miss_tokens)))
-            del self._miss_tokens_by_time[:-5_000]
-        placed_request_count = self._recorder.counts["placed"]
-        is_due = (
-            now - self._compared_at_s >= self._shadow.every_s
-            and placed_request_count - self._compared_request_count >= NEW_REQUESTS_MIN
-        )
-        if is_due and (self._compare_task is None or self._compare_task.done()):
-            self._compared_request_count, self._compared_at_s = placed_request_count, now
-            self._compare_task = self._loop.create_task(self._compare())
-
-    async def _compare(self) -> None:
-        """In another process: it takes seconds."""
-        if self._compare_process is None:
-            spawn = multiprocessing.get_context("spawn")
-            self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
-        recorder = self._recorder
-        requests, engines, core = list(recorder.requests), recorder.engines(), self._router_config
-        try:
-            self._comparison = await self._loop.run_in_executor(
-                self._compare_process,
-                compare,
-                requests,
-                engines,
-                recorder.block,
-                core,
-                self._count_warmup_requests(len(requests)),
-            )
-        except Exception as error:  # noqa: BLE001  a boundary: what was seen is kept, and compared again
-            self._problem, self._compare_process = f"{type(error).__name__}: {error}", None
-            log.warning("comparing %d requests failed: %s", len(requests), self._problem)
-        else:
-            self._problem = None
-            self._adopt_speeds(self._comparison)
-            self._write_report()
-
-    def _adopt_speeds(self, comparison: Comparison) -> None:
-        for target in self._core.tracker.targets.values():
-            steps = comparison.steps.get(target.worker_id)
-            if steps is not None:
-                parameters = asdict(steps)
-                del parameters["load_s_per_token"]
-                target.set_service_model(ServiceModel(**parameters))
-
-    def _compare_at_end(self) -> None:
-        """At the end."""
-        recorder = self._recorder
-        if not recorder.requests:
-            return
-        requests = recorder.requests
-        warmup_request_count = self._count_warmup_requests(len(requests))
-        self._comparison = compare(
-            requests, recorder.engines(), recorder.block, self._router_config, warmup_request_count
-        )
-
-    def _count_warmup_requests(self, count: int) -> int:
-        return min(int(count * self._shadow.warm_share), count - 1)
-
-    def _make_report(self) -> ShadowReport:
-        """What is known now."""
-        return ShadowReport(
-            version=self._version,
-            since=self._started_at,
-            until=time.time(),
-            requests=dict(self._recorder.counts),
-            comparison=self._comparison,
-            problem=self._problem,
-            tokens=dict(self._metrics.cache_miss_tokens),
-            turns=dict(self._metrics.cache_miss_requests),
-            course=[(time_s - self._miss_tokens_by_time[0][0], tokens) for time_s, tokens in self._miss_tokens_by_time],
-            workers=self._recorder.engines(),
-            seen=len(self._recorder.requests),
-        )
-
-    def _write_report(self) -> None:
-        if self._shadow.report is not None:
-            report_path = Path(self._shadow.report)
-            report = self._make_report()
-            report_path.write_bytes(
-                msgspec.json.encode(report) if report_path.suffix == ".json" else render_page(report)
-            )
+    def _find_unready_reason(self) -> str | None:
+        models = {
+            model.base for worker in self.pipeline.proxy.core.workers.values() for model in worker.models.values()
+        }
+        has_tokenizer = any(self.pipeline.prompt_reader.tokenizer_of(model) is not None for model in models)
+        no_tokenizer = None if has_tokenizer else "no tokenizer: give --tokenizer FOLDER"
+        return self._health.find_unready_reason() or no_tokenizer
 
 
 def run_shadow(config: ShadowProcessConfig, version: str) -> None:
-    """Until it is told to end. Raises as `run_process`."""
+    """Run `router shadow` until it ends. Raises what `run_process` raises."""
     run_process(config, version, ShadowProcess)

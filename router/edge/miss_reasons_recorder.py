@@ -26,7 +26,6 @@ from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
-from router.metrics import Metrics
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
 from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
@@ -51,17 +50,16 @@ class MissReasonsRecorder:
     def __init__(
         self,
         config: MissReasonsConfig,
-        core: RouterCore,
         proxy: Proxy,
-        prompts: PromptReader,
+        prompt_reader: PromptReader,
         worker_pool: PromptWorkerPool,
-        metrics: Metrics,
     ) -> None:
+        core, metrics = proxy.core, proxy.metrics
         self.analyzer = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = FactsAdapter(core, prompts.tokenizer_of)
+        self._facts = FactsAdapter(core, prompt_reader.tokenizer_of)
         self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         self._operator_watches = WatchedConversations(config.ttl_s)

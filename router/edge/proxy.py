@@ -181,6 +181,12 @@ class Proxy:
         except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
             exchange.crash(error)
 
+    def tick_core(self, now: float) -> None:
+        """Do what the core has to do by now. Call every few milliseconds."""
+        due_at_s = self.core.next_tick()
+        if due_at_s is not None and due_at_s <= now:
+            self.perform(self.core.tick(now))
+
     # What the core is told ----------------------------------------------------------------------------------------
 
     def is_in_core(self, context: RequestContext) -> bool:

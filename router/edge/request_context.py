@@ -83,6 +83,12 @@ class RequestContext:
         """The comparison of its prompt before the first byte, the reasons of its miss from then on; None where the
         request is not compared."""
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the complete request to the first byte of its answer; None before that byte."""
+        first_byte_at_s = self.progress.first_byte_at_s
+        return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
+
     def is_wanted(self) -> bool:
         """Whether somebody waits for the answer."""
         return not self.is_done

@@ -220,15 +220,14 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         config: ProcessConfig = SCHEMA.build_config({})
         process = RouterProcess(config, "test")
-        assert process._request_reader.model_names is None
-        assert not process._tenant_limits._share_by_tenant
-        core = process._core
+        pipeline = process.pipeline
+        assert pipeline.request_reader.model_names is None
+        assert not pipeline.tenant_limits._share_by_tenant
+        core = pipeline.proxy.core
         assert not core._queues_when_busy
         assert core._background_priority == float("inf")
         assert core.config.queue.ttft_s_max is None
-        process._index_feed.close()
-        process._worker_pool.processes.close()
-        process._executor.shutdown()
+        await process._resources.aclose()
 
     asyncio.run(scenario())
 

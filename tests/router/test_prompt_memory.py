@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
 from prompts.routing import RoutingRequest
-from router.app.request_reader import RequestReader
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.edge.request_reader import RequestReader
 from router.edge.routing_headers import ResolvedModel
 from router.index import make_index
 from router.index.protocol import Scope
@@ -92,7 +92,7 @@ def test_a_cached_conversation_keeps_the_memory_of_its_prompt() -> None:
     core = RouterCore(make_index(), CoreConfig())
     core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
     prompts = PromptReader(cast(Any, None), conversation_bytes=1 << 20)
-    reading, cache = RequestReader(core, prompts, cast(Any, None)), prompts.conversations.cache
+    reading, cache = RequestReader(core, prompts), prompts.conversations.cache
     for number, is_borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))

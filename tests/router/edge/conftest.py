@@ -7,30 +7,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import uvloop
 from reference.tally import NaiveTally
 
 from options import Schema, load_config
-from router.app.admin import AdminRoutes
+from router.admin.description import DescriptionRoutes, ModelRoutes
+from router.admin.explanations import ExplanationRoutes
+from router.admin.health import HealthRoutes
+from router.admin.metrics_page import MetricsRoutes
+from router.admin.metrics_report import MetricsCollector
+from router.admin.workers import WorkerListRoutes
 from router.app.dispatch import RequestDispatcher, RequestPlacer
 from router.app.guard import Guard, allow_all
-from router.app.request_reader import RequestReader
 from router.app.server import ForwardedRoutes, RouterApp
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig, Timeouts
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Proxy
+from router.edge.request_reader import RequestReader
 from router.edge.upstream import UpstreamPool
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
+from router.http.routes import Routes
 from router.index import make_index
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 from router.metrics import Metrics
+from router.miss_reasons.config import MissReasonsConfig
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
@@ -123,6 +132,21 @@ class NoFleet:
 
     def starting_reasons(self) -> dict[str, str]:
         return self.waiting
+
+
+class NoFeed:
+    """No worker publishes events."""
+
+    def __init__(self) -> None:
+        self.synced: set[str] | None = None
+        """Workers whose caches are known; None: all."""
+        self.events = SimpleNamespace(describe_fault=lambda: None, fault_count=0, ignored_message_count=0)
+
+    def is_synced(self, worker_id: str) -> bool:
+        return self.synced is None or worker_id in self.synced
+
+    def sum_counters(self) -> dict[str, dict[str, int]]:
+        return {}
 
 
 class Received:
@@ -297,21 +321,38 @@ class Edge:
         self.prompts = PromptReader(self.executor)
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None, cache_bytes=1 << 20)
         self.prompts.worker_pool = self.worker_pool
-        reading = RequestReader(self.core, self.prompts, self.worker_pool)
-        self.fleet = NoFleet(self.core, self.now)
-        self.admin = AdminRoutes(
-            self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test"
-        )
+        reading = RequestReader(self.core, self.prompts, allowed_fields=self.proxy.passed_fields)
+        self._add_local_routes(reading)
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(self.tenants.remove_request)
         self.proxy.on_end.append(reading.stored_responses.record_ended_request)
         self.placer = RequestPlacer(reading, self.tenants, self.proxy)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.placer)
-        worker_routes = ForwardedRoutes(self.dispatcher, self.admin.routes, config)
-        self.app = RouterApp(self.proxy, worker_routes, self.admin.routes, guard or allow_all)
+        worker_routes = ForwardedRoutes(self.dispatcher, self.routes, config)
+        self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or allow_all)
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))
+
+    def _add_local_routes(self, reader: RequestReader) -> None:
+        """All routes that `router run` answers itself, but for the dashboard and those of other routers."""
+        self.fleet, self.feed = NoFleet(self.core, self.now), NoFeed()
+        fleet, feed = cast(Any, self.fleet), cast(Any, self.feed)
+        reasons = MissReasonsRecorder(MissReasonsConfig(enabled=False), self.proxy, self.prompts, self.worker_pool)
+        self.health = HealthRoutes(self.core, fleet, feed, self.now, 0.0)
+        self.worker_list = WorkerListRoutes(self.proxy, fleet, self.prompts)
+        self.explanations = ExplanationRoutes(self.proxy, reader, reasons)
+        self.collect_metrics = MetricsCollector(self.proxy, self.prompts, self.worker_pool, fleet, feed).collect
+        self.routes = Routes()
+        for group in (
+            DescriptionRoutes("test", ()),
+            self.health,
+            ModelRoutes(self.core, {}, self.now),
+            MetricsRoutes(self.collect_metrics, self.now),
+            self.worker_list,
+            self.explanations,
+        ):
+            group.register(self.routes)
 
     def tick(self) -> None:
         """What the timer of `router run` does."""

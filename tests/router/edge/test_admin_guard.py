@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.app.admin import AdminRoutes
 from router.app.guard import AdminGuard, allow_all
+from router.http.routes import Routes
 
 KEY = b"Authorization: Bearer secret"
 JSON = b"Content-Type: application/json"
@@ -27,8 +27,8 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ")[1])
 
 
-def routes_of(admin: AdminRoutes) -> list[tuple[str, str, bool]]:
-    return [(method, path, public) for (method, path), (_, public) in admin.routes._route_by_method_and_path.items()]
+def routes_of(routes: Routes) -> list[tuple[str, str, bool]]:
+    return [(method, path, public) for (method, path), (_, public) in routes._route_by_method_and_path.items()]
 
 
 PUBLIC = {"/", "/health", "/v1/models", "/v1/models/**", "/metrics", "/version", "/livez", "/readyz"}
@@ -39,7 +39,7 @@ def test_every_route_but_a_few_needs_the_key(edge: Any) -> None:
 
     async def scenario() -> None:
         await edge.start(guard=AdminGuard("secret", ()).check_on_loopback)
-        found = routes_of(edge.admin)
+        found = routes_of(edge.routes)
         assert len(found) >= 10
         for method, path, _ in found:
             answer = await edge.exchange(build_request(method.encode(), path.replace("*", "x").encode()))
@@ -162,31 +162,30 @@ def test_a_route_has_its_methods_and_no_others(edge: Any, path: str, allowed: st
 def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start()
-        admin, now, synced = edge.admin, [0.0], set()
-        admin._now = lambda: now[0]
-        admin._is_synced = synced.__contains__
-        admin._ready_s = 10.0
-        admin._started_s = 0.0
+        health, now, synced = edge.health, [0.0], set()
+        health._now = lambda: now[0]
+        edge.feed.synced = synced
+        health._ready_until_s = 10.0
 
         async def ready() -> int:
             assert status(await edge.exchange(build_request(b"GET", b"/livez"))) == 200
             return status(await edge.exchange(build_request(b"GET", b"/readyz")))
 
-        assert admin.find_unready_reason() == "no worker is up"
+        assert health.find_unready_reason() == "no worker is up"
         await edge.worker(edge.reply(), "a")
         await edge.worker(edge.reply(), "b")
         assert await ready() == 503
         synced.add("a")
-        assert admin.find_unready_reason() == "not known yet: b"
+        assert health.find_unready_reason() == "not known yet: b"
         synced.add("b")
         edge.fleet.waiting["c"] = "refused"
-        assert admin.find_unready_reason() == "not known yet: c"
+        assert health.find_unready_reason() == "not known yet: c"
         now[0] = 10.0
         assert await ready() == 200
         synced.clear()
         now[0] = 10.5
         assert await ready() == 200, "what it once knew counts: a gap later is no reason to send requests elsewhere"
-        admin.draining = True
+        health.is_draining = True
         assert await ready() == 503
 
     edge.run(scenario())

@@ -12,8 +12,8 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.app.accounting import count_ended_request
-from router.app.dashboard import Dashboard
+from router.admin.dashboard import Dashboard
+from router.app.accounting import RequestAccounting
 from router.decide import cache_state
 
 CACHE_BYTES = 40_000
@@ -78,11 +78,9 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.worker(edge.reply(b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'))
         await edge.worker(edge.reply(status=b"500 Oops"))
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path, cache_bytes=CACHE_BYTES)
-        dashboard = Dashboard(edge.core, edge.proxy, edge.admin.describe_workers)
-        edge.admin.add_dashboard(dashboard)
-        edge.proxy.on_end.append(
-            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
-        )
+        dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
+        dashboard.register(edge.routes)
+        edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)
         kept.append(dashboard)
         before: Counter[str] = Counter()
         for number in range(WARM + MORE):
@@ -125,9 +123,7 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any, monke
 
     async def scenario() -> None:
         await edge.start(policy="kv")
-        edge.proxy.on_end.append(
-            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
-        )
+        edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)
         upstream = await edge.worker(edge.reply())
         body = json.dumps({"model": "tiny", "prompt": [1, 2, 3]}).encode()
 

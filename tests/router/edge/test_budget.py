@@ -198,7 +198,7 @@ async def connect_deaf(edge: Any) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def add_page(edge: Any, size: int) -> None:
-    edge.admin.routes.add("GET", "/page", lambda *_: Response(bytes(size)), public=True)
+    edge.routes.add("GET", "/page", lambda *_: Response(bytes(size)), public=True)
 
 
 PAGE = b"GET /page HTTP/1.1\r\nHost: r\r\n\r\n"

@@ -78,9 +78,9 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         assert (conversations.check_count, conversations.difference_count) == (1, 1)
         assert conversations.renderer_of("tiny") is None
         assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
-        (row,) = edge.admin.describe_workers()["workers"]
+        (row,) = edge.worker_list.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
-        report = edge.admin.make_metrics_report()
+        report = edge.collect_metrics()
         assert (report.conversation_checks, report.conversation_differences) == (1, 1)
 
     edge.run(scenario())
@@ -96,7 +96,7 @@ def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> No
         await edge.prompts._load("tiny", str(tmp_path))
         await edge.worker(edge.reply())
         assert edge.prompts.conversations.renderer_of("tiny") is None
-        (row,) = edge.admin.describe_workers()["workers"]
+        (row,) = edge.worker_list.describe_workers()["workers"]
         assert row["conversation_cache"]["tiny"] == "no prompt of a conversation begins with an earlier one"
 
     edge.run(scenario())

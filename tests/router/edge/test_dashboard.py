@@ -9,7 +9,7 @@ from base64 import b64encode
 from hashlib import sha256
 from typing import Any
 
-from router.app.dashboard import Dashboard
+from router.admin.dashboard import Dashboard
 
 SHARED = list(range(1000, 1192))
 
@@ -36,8 +36,8 @@ async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
 
 
 def make(edge: Any) -> Dashboard:
-    dashboard = Dashboard(edge.core, edge.proxy, edge.admin.describe_workers)
-    edge.admin.add_dashboard(dashboard)
+    dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
+    dashboard.register(edge.routes)
     return dashboard
 
 

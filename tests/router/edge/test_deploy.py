@@ -19,10 +19,10 @@ import yaml
 
 from engine.cli import cli as engine
 from options.command import load_from_command_line
-from router.app.accounting import count_ended_request
+from router.admin.metrics_page import build_feed_families, render_metrics
+from router.app.accounting import RequestAccounting
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
-from router.app.metrics_page import build_feed_families, render_metrics
 from router.fleet.kubernetes_objects import read_pool
 from router.fleet.worker_stream import StreamCounters
 
@@ -62,9 +62,7 @@ def labels_of(page: str) -> dict[str, set[str]]:
 def test_alerts_and_panels_ask_for_what_there_is(edge: Any, make_post: Any) -> None:
     async def scenario() -> str:
         await edge.start()
-        edge.proxy.on_end.append(
-            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
-        )
+        edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)
         await edge.worker(edge.reply())
         await edge.exchange(make_post(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()))
         answer: bytes = await edge.exchange(b"GET /metrics HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")

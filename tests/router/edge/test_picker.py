@@ -98,7 +98,7 @@ async def picker(
     for number in range(workers):
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
     picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
-    server = PickerServer(PickerApp(edge.dispatcher), picking, ready=edge.admin.find_unready_reason)
+    server = PickerServer(PickerApp(edge.dispatcher), picking, ready=edge.health.find_unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
     port = server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()

@@ -15,7 +15,7 @@ import xxhash
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.app.metrics_page import build_page_families, render_metrics
+from router.admin.metrics_page import build_page_families, render_metrics
 from router.decide.workers import ServedModel
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.miss_reasons.analyzer import MissAnalyzer
@@ -94,15 +94,13 @@ def router(edge: Any, tmp_path: Path) -> Any:
         edge.prompts._folders["tiny"] = str(tmp_path)
         reasons = MissReasonsRecorder(
             MissReasonsConfig(**{"share": 1.0, **settings}),
-            edge.core,
             edge.proxy,
             edge.prompts,
             edge.worker_pool,
-            edge.metrics,
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
-        edge.placer.reasons = edge.admin._reasons = reasons
+        edge.placer.reasons = edge.explanations._reasons = reasons
         return reasons
 
     return start
@@ -127,17 +125,7 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         part = next(part for part in edited["uncached_ranges"] if part["reason"] == "edited")
         assert part["message"] == 1
         assert part["group"] == "workload"
-        page = render_metrics(
-            build_page_families(
-                edge.metrics,
-                edge.admin.make_metrics_report(),
-                edge.core.snapshot(0.0),
-                edge.core.index.stats(),
-                (),
-                {},
-                {},
-            )
-        )
+        page = render_metrics(build_page_families(edge.collect_metrics()))
         assert b'blockcast_router_cache_miss_requests_total{reason="new_session"} 1.0' in page
         assert b'blockcast_router_cache_miss_tokens_total{group="workload",reason="edited"}' in page
         assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
@@ -154,9 +142,8 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         await router()
         talk = Talk(edge, make_post)
         for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
-            edge.admin._reasons = MissReasonsRecorder(
-                MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.worker_pool,
-                edge.metrics,
+            edge.explanations._reasons = MissReasonsRecorder(
+                MissReasonsConfig(**{"share": 1.0, **settings}), edge.proxy, edge.prompts, edge.worker_pool,
             )  # fmt: skip
             status, refused = await talk.ask("nobody")
             assert status == 404

@@ -19,7 +19,7 @@ def test_every_route_of_the_router_is_listed(edge: Any) -> None:
 
     async def scenario() -> None:
         await edge.start()
-        paths = {path for _, path in edge.admin.routes._route_by_method_and_path} | set(API_KIND_BY_PATH)
+        paths = {path for _, path in edge.routes._route_by_method_and_path} | set(API_KIND_BY_PATH)
         assert len(paths) > 12
         for path in paths:
             assert f"{written.get(path, path.replace('*', 'ID'))}`" in ROUTER_PART, path

@@ -12,7 +12,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.app.accounting import count_ended_request
+from router.app.accounting import RequestAccounting
 from router.app.guard import AdminGuard
 from router.decide.workers import ServedModel
 from router.http.config import ClientTimeouts, HttpLimits
@@ -86,9 +86,7 @@ def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: 
 def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
-        edge.proxy.on_end.append(
-            lambda exchange: count_ended_request(edge.core, edge.metrics, exchange, edge.proxy.now())
-        )
+        edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)
         assert parts(await edge.exchange(get("/health")))[0] == 503
         await edge.worker(edge.reply())
         status, _, body = parts(await edge.exchange(get("/health")))

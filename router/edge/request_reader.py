@@ -25,7 +25,6 @@ from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
-from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
 from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
@@ -67,19 +66,19 @@ class RequestReader:
     def __init__(
         self,
         core: RouterCore,
-        prompts: PromptReader,
-        worker_pool: PromptWorkerPool,
-        names: SessionNames | None = None,
+        prompt_reader: PromptReader,
+        session_names: SessionNames | None = None,
+        *,
+        allowed_fields: frozenset[str] = frozenset(),
     ) -> None:
+        """`allowed_fields`: fields of prompts/worker_fields.py that clients may set."""
         self._core = core
-        self._prompt_reader = prompts
-        self.worker_pool = worker_pool
-        self._session_names = names or SessionNames()
+        self._prompt_reader = prompt_reader
+        self._session_names = session_names or SessionNames()
+        self._allowed_fields = allowed_fields
         self.stored_responses = StoredResponses()
         self.model_names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
-        self.allowed_fields: frozenset[str] = frozenset()
-        """Fields of prompts/worker_fields.py that clients may set."""
         self.model_header: bytes | None = None
         """A header whose model counts instead of the body's: a gateway's."""
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
@@ -127,7 +126,7 @@ class RequestReader:
         JSON nor a form stays. Raises RequestError where the body holds a field twice."""
         request, body = context.request, context.body
         assert body is not None
-        spans, allowed_fields = body.spans, self.allowed_fields
+        spans, allowed_fields = body.spans, self._allowed_fields
         if spans is None:
             if not (fields or body.request.has_worker_fields) or _JSON_OBJECT_START.match(request.pieces[0]) is None:
                 return

@@ -1,0 +1,287 @@
+"""`/dashboard`: one self-contained page, and the stream of server-sent events that keeps it up to date.
+
+Owns what the page shows beside `/workers`: the latest decisions with the terms of every candidate, and five minutes of
+totals. Slows nothing down: candidates' terms are recorded only while somebody watches, and a viewer that reads too
+slowly misses updates.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from base64 import b64encode
+from collections import deque
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from router.decide.messages import Decision, RouteRequest
+from router.edge.proxy import Proxy
+from router.edge.request_context import RequestContext
+from router.http.connection import ClientConnection
+from router.http.local_replies import Header
+from router.http.request import HttpRequest
+from router.http.routes import Response, Routes, Stream
+from router.miss_reasons.explanation import NO_LOSS, MissExplanation
+
+UPDATE_INTERVAL_S: Final = 1.0
+POINT_INTERVAL_S: Final = 2.0
+POINTS_MAX: Final = 150
+DECISIONS_MAX: Final = 60
+"""Decisions that are kept for new viewers, and most decisions of one update."""
+TTFTS_MAX: Final = 10_000
+"""Most times to first token of which a point shows the percentiles."""
+PAGE_PATH: Final = Path(__file__).with_name("dashboard.html")
+HTML: Final = b"text/html; charset=utf-8"
+_INLINE_PATTERN = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def make_security_headers(page: bytes) -> tuple[Header, ...]:
+    """Return headers that let a page run its own scripts only, and that forbid other pages to show it in a frame."""
+    hashes_by_tag: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
+    for tag, text in _INLINE_PATTERN.findall(page):
+        hashes_by_tag[tag].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
+    policy = b"; ".join(
+        (
+            b"default-src 'none'",
+            *(b"%b-src %b" % (tag, b" ".join(hashes)) for tag, hashes in hashes_by_tag.items()),
+            b"img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        )
+    )
+    return (
+        (b"content-security-policy", policy),
+        (b"x-frame-options", b"DENY"),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+    )
+
+
+class Viewer:
+    """One open page: the `Responder` of its connection."""
+
+    def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
+        self._connection = connection
+        self._on_leave = on_leave
+        self._is_paused = False
+        connection.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
+            b"x-accel-buffering: no\r\nconnection: close\r\n\r\nretry: 2000\n\n"
+        )
+
+    def send(self, event_name: str, data: bytes) -> None:
+        """Send one event, unless the page reads too slowly."""
+        if not self._is_paused:
+            self._connection.write(b"event: %b\ndata: %b\n\n" % (event_name.encode(), data))
+
+    def on_client_gone(self) -> None:
+        self._on_leave(self)
+
+    def on_client_paused(self) -> None:
+        self._is_paused = True
+
+    def on_client_resumed(self) -> None:
+        self._is_paused = False
+
+
+class _EndedRequest:
+    """What the page shows of a request that ended. Holds neither its body nor its prompt."""
+
+    def __init__(
+        self, context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
+    ) -> None:
+        self._ended_at = time.time()
+        self._trace_id = context.trace_id
+        self._outcome = context.outcome
+        self._ttft_s = context.ttft_s
+        self._model = route.model
+        self._is_streaming = route.is_streaming
+        self._is_tokenized = route.token_ids is not None
+        self._decision = decision
+        self._cached_tokens = cached_tokens
+
+    @property
+    def name(self) -> str:
+        """The id that clients and logs know the request by."""
+        return self._trace_id.decode("latin-1")
+
+    def make_row(self, explanation: MissExplanation | None) -> dict[str, Any]:
+        """Return the fields of the row in the page's list of decisions."""
+        decision = self._decision
+        uncached_ranges = () if explanation is None else explanation.uncached_ranges
+        return {
+            "id": self.name,
+            "why": [
+                [uncached_range.reason, uncached_range.tokens]
+                for uncached_range in uncached_ranges
+                if uncached_range.reason not in NO_LOSS
+            ],
+            "at": self._ended_at,
+            "model": self._model,
+            "worker": decision.worker,
+            "outcome": self._outcome,
+            "attempt": decision.attempt,
+            "stream": self._is_streaming,
+            "prompt_tokens": decision.prompt_tokens,
+            "tokenized": self._is_tokenized,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "cached_tokens": self._cached_tokens,
+            "predicted_ttft_s": decision.predicted_ttft_s,
+            "ttft_s": self._ttft_s,
+            "queued_s": decision.queued_s,
+            "candidates": decision.candidates or [decision.terms],
+            "not_eligible": decision.not_eligible,
+        }
+
+
+class _IntervalTotals:
+    """Sums over the requests that ended in one interval of the page's history."""
+
+    def __init__(self) -> None:
+        self.request_count = 0
+        self.failure_count = 0
+        self.prompt_tokens = 0
+        """Tokens of all prompts that were tokenised here."""
+        self.predicted_tokens = 0
+        """Tokens of these prompts that were predicted to be cached."""
+        self.reported_prompt_tokens = 0
+        """Tokens of the prompts whose workers reported how much was cached."""
+        self.reported_cached_tokens = 0
+        self.ttfts_s: list[float] = []
+
+    def add(self, context: RequestContext, cached_tokens: int | None) -> None:
+        """Add a request that ended. `cached_tokens`: as the worker reported them; None where it did not."""
+        route, decision = context.route, context.decision
+        self.request_count += 1
+        self.failure_count += context.outcome != "status_200"
+        if route is None or decision is None:
+            return
+        if context.ttft_s is not None and len(self.ttfts_s) < TTFTS_MAX:
+            self.ttfts_s.append(context.ttft_s)
+        if route.token_ids is None:
+            return
+        self.prompt_tokens += route.prompt_tokens
+        self.predicted_tokens += decision.predicted_cached_tokens
+        if cached_tokens is not None:
+            self.reported_prompt_tokens += route.prompt_tokens
+            self.reported_cached_tokens += cached_tokens
+
+    def make_point(self, retry_count: int) -> dict[str, float | None]:
+        """Return the point of the page's history. `retry_count`: attempts repeated in the interval."""
+        ttfts_sorted = sorted(self.ttfts_s)
+        return {
+            "at": round(time.time(), 1),
+            "requests_per_s": self.request_count / POINT_INTERVAL_S,
+            "failed": self.failure_count,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_tokens": self.predicted_tokens,
+            "reported_prompt_tokens": self.reported_prompt_tokens,
+            "actual_tokens": self.reported_cached_tokens,
+            "retried": retry_count,
+            "ttft_p50_ms": 1e3 * ttfts_sorted[len(ttfts_sorted) // 2] if ttfts_sorted else None,
+            "ttft_p99_ms": 1e3 * ttfts_sorted[99 * len(ttfts_sorted) // 100] if ttfts_sorted else None,
+        }
+
+
+class Dashboard:
+    """Sums up requests as they end, and updates the viewers once a second."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        describe_workers: Callable[[], dict[str, Any]],
+        *,
+        version: str = "",
+        get_explanation: Callable[[str], MissExplanation | None] = lambda request_name: None,
+    ) -> None:
+        """`describe_workers` returns the body of `/workers`. `get_explanation` returns why a request's prompt was not
+        cached."""
+        self._proxy = proxy
+        self._describe_workers = describe_workers
+        self._version = version
+        self._get_explanation = get_explanation
+        self._viewers: set[Viewer] = set()
+        self._decisions: deque[_EndedRequest] = deque(maxlen=DECISIONS_MAX)
+        self._unsent_decisions: deque[_EndedRequest] = deque(maxlen=DECISIONS_MAX)
+        self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
+        self._totals = _IntervalTotals()
+        self._retry_count = 0
+        """Attempts repeated until the last point."""
+        self._next_point_at_s = 0.0
+        self._next_update_at_s = 0.0
+        proxy.on_end.append(self._on_request_end)
+
+    def register(self, routes: Routes) -> None:
+        """Serve the page, which is for everybody, and its events, which are not."""
+        page = PAGE_PATH.read_bytes()
+        response = Response(page, content_type=HTML, headers=make_security_headers(page))
+        routes.add("GET", "/dashboard", lambda *_: response, public=True)
+        routes.add("GET", "/dashboard/events", self._start_stream, public=False)
+
+    def _start_stream(self, request: HttpRequest, _: str) -> Stream:
+        return self.watch
+
+    def watch(self, connection: ClientConnection) -> Viewer:
+        """Start a stream of events on `connection`."""
+        viewer = Viewer(connection, self._remove_viewer)
+        self._viewers.add(viewer)
+        self._proxy.explains_decisions = True
+        viewer.send("state", self._encode_state())
+        viewer.send("history", msgspec.json.encode(list(self._points)))
+        viewer.send("decisions", self._encode_decisions(self._decisions))
+        return viewer
+
+    def _remove_viewer(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+        self._proxy.explains_decisions = bool(self._viewers)
+
+    def tick(self, now: float) -> None:
+        """Add a point to the history and update the viewers when it is time. Call a few times a second."""
+        if now >= self._next_point_at_s:
+            self._next_point_at_s = now + POINT_INTERVAL_S
+            self._add_point()
+        if now >= self._next_update_at_s and self._viewers:
+            self._next_update_at_s = now + UPDATE_INTERVAL_S
+            self._send_update()
+
+    def _add_point(self) -> None:
+        retry_count = self._proxy.core.counters["retried"]
+        self._points.append(self._totals.make_point(retry_count - self._retry_count))
+        self._retry_count = retry_count
+        self._totals = _IntervalTotals()
+
+    def _send_update(self) -> None:
+        events = [("state", self._encode_state())]
+        if self._unsent_decisions:
+            events.append(("decisions", self._encode_decisions(self._unsent_decisions)))
+            self._unsent_decisions.clear()
+        if self._points:
+            events.append(("point", msgspec.json.encode(self._points[-1])))
+        for viewer in list(self._viewers):
+            for event_name, data in events:
+                viewer.send(event_name, data)
+
+    def _encode_state(self) -> bytes:
+        state = self._describe_workers() | {
+            "now": time.time(),
+            "cache_miss_tokens": dict(self._proxy.metrics.cache_miss_tokens),
+            "version": self._version,
+        }
+        return msgspec.json.encode(state)
+
+    def _encode_decisions(self, requests: Iterable[_EndedRequest]) -> bytes:
+        return msgspec.json.encode([request.make_row(self._get_explanation(request.name)) for request in requests])
+
+    def _on_request_end(self, context: RequestContext) -> None:
+        """Add a request to the totals, and its decision to the list."""
+        route, decision, usage = context.route, context.decision, context.usage
+        cached_tokens = None if usage is None else usage.cached_tokens
+        self._totals.add(context, cached_tokens)
+        if route is None or decision is None:
+            return
+        ended_request = _EndedRequest(context, route, decision, cached_tokens)
+        self._decisions.append(ended_request)
+        if self._viewers:
+            self._unsent_decisions.append(ended_request)

@@ -1,0 +1,90 @@
+"""Why a request goes where it goes, and why its prompt was not cached: `/route` and `/requests`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from prompts.errors import RequestError, bad_value
+from prompts.routing import API_KIND_BY_PATH
+from router.admin.json_body import decode_object
+from router.decide.messages import Refuse
+from router.edge.miss_reasons_recorder import MissReasonsRecorder, render_explanation
+from router.edge.proxy import Proxy
+from router.edge.request_context import RequestContext
+from router.edge.request_reader import RequestReader
+from router.http.request import HttpRequest
+from router.http.routes import Response, Routes
+
+_RESPONSE_ID_PREFIX_PATTERN = re.compile("^(?:chatcmpl-|cmpl-|msg_|resp_)")
+"""Prefix that engines put before the request's id to name their response."""
+
+
+class ExplanationRoutes:
+    """Explains decisions and cache misses."""
+
+    def __init__(self, proxy: Proxy, request_reader: RequestReader, reasons: MissReasonsRecorder) -> None:
+        self._core = proxy.core
+        self._now = proxy.now
+        self._request_reader = request_reader
+        self._reasons = reasons
+
+    def register(self, routes: Routes) -> None:
+        """Serve the routes of this class."""
+        routes.add("POST", "/route", self._explain_route, public=False)
+        routes.add("GET", "/requests/*", self._explain_request, public=False)
+        routes.add("POST", "/requests/watch", self._watch_session, public=False)
+
+    async def _explain_route(self, request: HttpRequest, _: str) -> Response:
+        """Explain where a request with these headers and this body, sent to `?path=`, would go now.
+
+        Without a path the body tells whether it is a chat or a completion. Sends and changes nothing.
+        """
+        path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
+        if path and not path[0].startswith("/v1/"):
+            message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
+            raise RequestError(message, param="path")
+        context = RequestContext(request, "", self._now(), "explained")
+        await self._request_reader.read(context, path[0] if path else None)
+        assert context.body is not None
+        route, prompt = self._request_reader.build_route_request(context), context.body.prompt
+        decision = self._core.explain(route, self._now())
+        if isinstance(decision, Refuse):
+            raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
+        context.route, context.decision = route, decision
+        body: dict[str, Any] = decision.to_json_fields()
+        del body["request_id"], body["decided_s"]
+        body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
+        body["why"] = await self._reasons.explain(context)
+        return Response(msgspec.json.encode(body))
+
+    def _explain_request(self, request: HttpRequest, name: str) -> Response:
+        """Explain why the prompt of an earlier request was not cached.
+
+        `name`: the request's x-request-id, or the id of its response, which ends with it.
+        """
+        for request_id in (name, _RESPONSE_ID_PREFIX_PATTERN.sub("", name)):
+            explanation = self._reasons.get_explanation(request_id)
+            if explanation is not None:
+                return Response(msgspec.json.encode(render_explanation(explanation)))
+        message = f"request {name[:200]!r}: {self._describe_missing_explanation()}"
+        raise RequestError(message, param=None, code="unknown_request", status=404)
+
+    def _describe_missing_explanation(self) -> str:
+        if not self._reasons.is_enabled:
+            return "why prompts were not cached is not found out here (--reasons)"
+        return "expected the x-request-id of one of the last that were answered with a prompt"
+
+    def _watch_session(self, request: HttpRequest, _: str) -> Response:
+        """Compare each prompt of a session with the one before, from its next request on."""
+        session_name = decode_object(request.body).get("session")
+        if not isinstance(session_name, str) or not session_name:
+            raise bad_value("session", session_name, "the name of a session, as GET /requests/ID tells it")
+        if not self._reasons.is_enabled:
+            message = f"session: {self._describe_missing_explanation()}"
+            raise RequestError(message, param=None, code="reasons_off", status=409)
+        self._reasons.watch(session_name)
+        return Response(msgspec.json.encode({"session": session_name, "watched": self._reasons.watched_session_count}))

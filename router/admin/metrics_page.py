@@ -1,0 +1,230 @@
+"""What `/metrics` says, in Prometheus' text format. docs/reference/metrics.md lists the names, which are stable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from router.admin.metrics_report import MetricsReport
+from router.decide.workers import WorkerState
+from router.http.routes import CachedPage, Response, Routes
+from router.metrics import Histogram, Metrics
+from router.miss_reasons.explanation import GROUPS
+
+NAME_PREFIX: Final = "blockcast_router_"
+TEXT_FORMAT: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Row(NamedTuple):
+    """One counter or gauge: its name, its help text, and a figure for each combination of labels."""
+
+    name: str
+    help_text: str
+    values: Mapping[Any, float]
+    """Values of the labels -> figure. The key is a tuple, or a string where there is one label."""
+    labels: tuple[str, ...] = ()
+
+
+class MetricsRoutes:
+    """Serves the page of one router."""
+
+    def __init__(self, collect: Callable[[], MetricsReport], now: Callable[[], float]) -> None:
+        self._collect = collect
+        self._now = now
+
+    def register(self, routes: Routes) -> None:
+        """Serve the route of this class."""
+        routes.add("GET", "/metrics", CachedPage(self._render, self._now), public=True)
+
+    def _render(self) -> Response:
+        return Response(render_metrics(build_page_families(self._collect())), content_type=TEXT_FORMAT)
+
+
+def build_page_families(report: MetricsReport) -> Iterator[Family]:
+    """Build all families of the page."""
+    metrics = report.metrics
+    yield from _build_families(CounterMetricFamily, _iter_request_counters(metrics))
+    yield from _build_families(CounterMetricFamily, _iter_part_counters(report))
+    yield from build_feed_families(report.feed_counters)
+    yield from _build_families(GaugeMetricFamily, _iter_gauges(report))
+    yield from _build_families(GaugeMetricFamily, _iter_worker_gauges(report))
+    for name, help_text, histograms in (
+        ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
+        ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
+    ):
+        yield _build_histogram_family(name, help_text, histograms.by_labels, ["worker", "model", "stream"])
+    for name, help_text, histogram in (
+        ("routing_seconds", "From a complete request to its dispatch, tokenising included.", metrics.routing_s),
+        ("tokenize_seconds", "Time to render and encode a prompt.", metrics.tokenize_s),
+    ):
+        yield _build_histogram_family(name, help_text, {(): histogram}, [])
+
+
+def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
+    """Build the families of the workers' event streams. `feed_counters`: worker id -> counters by their names."""
+    names = sorted({name for counters in feed_counters.values() for name in counters})
+    rows = (
+        Row(
+            f"events_{name}",
+            f"{name} of a worker's event streams.",
+            {worker_id: counters[name] for worker_id, counters in feed_counters.items()},
+            ("worker",),
+        )
+        for name in names
+    )
+    return _build_families(CounterMetricFamily, rows)
+
+
+def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
+    """Yield the counters of requests, attempts and their tokens."""
+    yield Row("requests", "Requests that ended, by route, model and outcome.", metrics.requests,
+              ("route", "model", "outcome"))  # fmt: skip
+    yield Row("decisions", "Attempts sent to each worker.", metrics.decisions, ("worker",))
+    yield Row("attempt_failures", "Attempts that failed, by worker and kind.", metrics.failures, ("worker", "kind"))
+    yield Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
+              metrics.broken_streams, ("outcome",))  # fmt: skip
+    yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
+    yield Row("crashes", "Exceptions that ended a request they should not have.", metrics.crashes, ("where", "kind"))
+    yield Row("refused_bytes", "Requests refused because too many bytes are kept.", metrics.refused_bytes, ("bound",))
+    yield Row("refused_by_key", "Requests refused because their API key has too much in flight.",
+              metrics.refused_by_key, ("bound",))  # fmt: skip
+    yield Row("key_requests", "Requests of each API key that workers answered.", metrics.key_requests, ("key",))
+    yield Row("key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.",
+              metrics.key_tokens, ("key", "kind"))  # fmt: skip
+    yield Row("cache_miss_requests",
+              "Requests of the share that is compared, by the reason for most of their lost tokens.",
+              metrics.cache_miss_requests, ("reason",))  # fmt: skip
+    tokens_by_group = {
+        (reason, GROUPS.get(reason, "none")): tokens for reason, tokens in metrics.cache_miss_tokens.items()
+    }
+    yield Row("cache_miss_tokens",
+              "Prompt tokens of the same that had to be computed, by reason and whose doing it is.",
+              tokens_by_group, ("reason", "group"))  # fmt: skip
+    yield Row("reused_tokens",
+              "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, "
+              "reported.", metrics.reused_tokens, ("point",))  # fmt: skip
+    for name, help_text, count in (
+        ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
+        ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
+        ("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
+        ("reported_cached_tokens", "Cached prompt tokens as the workers report them.", metrics.reported_cached_tokens),
+        ("client_disconnects", "Requests given up by their client.", metrics.client_disconnects),
+    ):
+        yield Row(name, help_text, {(): count})
+
+
+def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
+    """Yield the counters that the core, the fleet and the prompt reader keep."""
+    yield Row("core", "Events in the core: routed, queued, refused, retried ...", report.core.counters, ("event",))
+    yield Row("worker_check_failures",
+              "Probes and checks of a worker that failed, or whose answer could not be used.",
+              report.failed_checks, ("worker",))  # fmt: skip
+    yield Row("large_bodies",
+              "bodies given to worker processes: read, unread (load decided), refused (no JSON), full, failed.",
+              report.large_bodies, ("outcome",))  # fmt: skip
+    yield Row("peer_messages",
+              "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired.",
+              report.peer_messages, ("outcome",))  # fmt: skip
+    segments = report.segments.items()
+    yield Row("segment_cache_hit_tokens", "Prompt tokens found encoded.",
+              {model: counts.hits for model, counts in segments}, ("model",))  # fmt: skip
+    yield Row("segment_cache_miss_tokens", "Prompt tokens encoded anew.",
+              {model: counts.misses for model, counts in segments}, ("model",))  # fmt: skip
+    for name, help_text, count in (
+        ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
+         report.tokenize_cpu_s),
+        ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
+         report.conversation_cache.hits),
+        ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
+         report.conversation_cache.misses),
+        ("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
+         report.conversation_checks),
+        ("conversation_cache_differences", "Checks that found other ids: from then on a model's chats are read whole.",
+         report.conversation_differences),
+        ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
+         report.feed_fault_count),
+        ("event_messages_ignored", "Event messages of topics that nobody follows.", report.ignored_event_count),
+    ):  # fmt: skip
+        yield Row(name, help_text, {(): count})
+
+
+def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
+    """Yield the gauges of the whole router."""
+    yield Row("segment_cache_bytes", "Memory of encoded segments.",
+              {model: counts.memory_bytes for model, counts in report.segments.items()}, ("model",))  # fmt: skip
+    index = report.index
+    for name, help_text, value in (
+        ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", report.metrics.request_buffer_bytes),
+        ("in_flight", "Requests forwarded and not answered to the end.", report.core.in_flight),
+        ("queued", "Requests that wait in the router.", report.core.queued_requests),
+        ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
+        ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache.memory_bytes),
+        ("index_holders", "Event streams in the index.", index.holders),
+        ("index_entries", "(holder, group, block) presences in the index.", index.entries),
+        ("index_parked", "Events waiting for their parent block.", index.parked),
+        ("index_pins", "Requests counted as cached until their events come.", index.pins),
+        ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
+    ):
+        yield Row(name, help_text, {(): value})
+
+
+def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
+    """Yield the gauges of each worker."""
+    rows = report.core.workers
+    state_by_worker = dict.fromkeys(report.starting_workers, "starting") | {row.target: row.state for row in rows}
+    yield Row("worker_up", "1 where the worker takes requests.",
+              {worker: float(state == "up") for worker, state in state_by_worker.items()}, ("worker",))  # fmt: skip
+    states = {
+        (worker, possible_state.value): float(possible_state == state)
+        for worker, state in state_by_worker.items()
+        for possible_state in WorkerState
+    }
+    yield Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state"))
+    for name, help_text, values in (
+        ("prefilling", "Requests without a first token.", {row.target: row.prefilling for row in rows}),
+        ("decoding", "Requests past their first token.", {row.target: row.decoding for row in rows}),
+        ("queue_seconds", "Estimated prefill routed there and to come.", {row.target: row.queue_s for row in rows}),
+        ("utilisation", "Prefill seconds routed there per second.", {row.target: row.utilisation for row in rows}),
+        ("alarms", "Alarms of the drift watchdog that are raised.", {row.target: len(row.alarms) for row in rows}),
+    ):
+        yield Row(f"worker_{name}", help_text, values, ("worker",))
+
+
+def _build_families(
+    family_type: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[Row]
+) -> Iterator[Family]:
+    for row in rows:
+        family = family_type(NAME_PREFIX + row.name, row.help_text, labels=row.labels)
+        for label_values, value in row.values.items():
+            family.add_metric((label_values,) if isinstance(label_values, str) else label_values, value)
+        yield family
+
+
+def _build_histogram_family(
+    name: str, help_text: str, histogram_by_labels: Mapping[tuple[str, ...], Histogram], labels: list[str]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(NAME_PREFIX + name, help_text, labels=labels)
+    for label_values, histogram in histogram_by_labels.items():
+        family.add_metric(label_values, histogram.buckets(), histogram.total)
+    return family
+
+
+class _Registry:
+    """Registry of prometheus_client, as far as its text writer uses one."""
+
+    def __init__(self, families: Iterator[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Any]:
+        return self._families
+
+
+def render_metrics(families: Iterator[Family]) -> bytes:
+    """Write families in Prometheus' text format."""
+    registry: Any = _Registry(families)
+    return generate_latest(registry)

@@ -1,0 +1,148 @@
+"""The list of workers, and changes of it: `/workers`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from prompts.errors import RequestError, bad_value
+from router.admin.json_body import decode_object
+from router.decide.registry import WorkerSnapshot
+from router.decide.workers import WorkerState
+from router.edge.proxy import Proxy
+from router.fleet.members import Fleet
+from router.http.request import HttpRequest
+from router.http.routes import Response, Routes
+from router.index.protocol import IndexStats
+from router.prompting.reader import PromptReader
+
+log = logging.getLogger("router")
+
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class _NewWorker(Struct, forbid_unknown_fields=True):
+    """Types of the fields in the body of `POST /workers`. The fleet checks their values afterwards."""
+
+    url: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    events: str | UnsetType = UNSET
+    replay: str | UnsetType = UNSET
+    topic: str | UnsetType = UNSET
+    roles: str | UnsetType = UNSET
+    cache_tokens: _Positive | UnsetType = UNSET
+    max_num_seqs: _Positive | UnsetType = UNSET
+    prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET
+    reannounce: Literal[0, 1] | UnsetType = UNSET
+    send_key: Literal[0, 1] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+    block_size: _Positive | UnsetType = UNSET
+
+
+class WorkerListRoutes:
+    """Shows the workers of the fleet, and adds, removes and drains them."""
+
+    def __init__(self, proxy: Proxy, fleet: Fleet, prompt_reader: PromptReader) -> None:
+        self._core = proxy.core
+        self._now = proxy.now
+        self._fleet = fleet
+        self._prompt_reader = prompt_reader
+
+    def register(self, routes: Routes) -> None:
+        """Serve the routes of this class."""
+        routes.add("GET", "/workers", self._list_workers, public=False)
+        routes.add("POST", "/workers", self._add_worker, public=False)
+        routes.add("DELETE", "/workers", self._remove_worker, public=False)
+        routes.add("DELETE", "/workers/*", self._remove_worker, public=False)
+        routes.add("POST", "/workers/*/drain", self._drain_worker, public=False)
+
+    def describe_workers(self) -> dict[str, Any]:
+        """Return the body of `GET /workers`."""
+        snapshot = self._core.snapshot(self._now())
+        rows = [self._describe_worker(row) for row in snapshot.workers]
+        for worker_id, reason in self._fleet.starting_reasons().items():
+            rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": reason})
+        stats = self._core.index.stats()
+        return {
+            "workers": rows,
+            "in_flight": snapshot.in_flight,
+            "queued": snapshot.queued_requests,
+            "counters": snapshot.counters,
+            "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
+        }
+
+    def _describe_worker(self, row: WorkerSnapshot) -> dict[str, Any]:
+        """Return the figures of one rank, with the state of its event streams and of its models' tokenizers."""
+        worker = self._core.workers.get(row.worker_id)
+        base_models = sorted({model.base for model in worker.models.values()}) if worker is not None else []
+        reader = self._prompt_reader
+        tokenized_models = [model for model in base_models if reader.tokenizer_of(model) is not None]
+        return dataclasses.asdict(row) | {
+            "events": self._fleet.details(row.worker_id),
+            "conversation_cache": {
+                model: reader.conversations.problems.get(model, "used") for model in tokenized_models
+            },
+            "tokenizer": {
+                model: "loaded" if model in tokenized_models else reader.problems.get(model, "none")
+                for model in base_models
+            },
+        }
+
+    def _list_workers(self, request: HttpRequest, _: str) -> Response:
+        return Response(msgspec.json.encode(self.describe_workers()))
+
+    async def _add_worker(self, request: HttpRequest, _: str) -> Response:
+        settings = {key: _convert_whole_float(value) for key, value in decode_object(request.body).items()}
+        try:
+            msgspec.convert(settings, _NewWorker, strict=False)
+            worker_id = await self._fleet.add(settings)
+        except ValueError as error:
+            raise RequestError(str(error), param="url") from None
+        log.info("admin: worker %s added", worker_id)
+        return Response(msgspec.json.encode({"worker_id": worker_id}), 201)
+
+    async def _remove_worker(self, request: HttpRequest, path_name: str) -> Response:
+        """Remove the worker that the path names, or else the field `worker_id` or `url` of the body."""
+        settings = {} if path_name else decode_object(request.body)
+        name = path_name or str(settings.get("worker_id") or settings.get("url") or "")
+        worker_id = self._find_worker(name, *self._fleet.starting_reasons())
+        await self._fleet.remove(worker_id)
+        log.info("admin: worker %s removed", worker_id)
+        return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
+
+    async def _drain_worker(self, request: HttpRequest, name: str) -> Response:
+        """Give a worker no further requests, or requests again where the body is `{"on": false}`."""
+        is_draining = decode_object(request.body).get("on", True) if request.body else True
+        if not isinstance(is_draining, bool):
+            raise bad_value("on", is_draining, "true or false")
+        worker_id = self._find_worker(name)
+        await self._fleet.drain(worker_id, on=is_draining)
+        log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
+        return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
+
+    def _find_worker(self, name: str, *starting_ids: str) -> str:
+        """Return the id of the worker with this id or URL. Raises RequestError where there is none.
+
+        `starting_ids`: ids of workers that were never reached, which the core does not know.
+        """
+        for worker_id, worker in self._core.workers.items():
+            if name and name in (worker_id, worker.spec.url):
+                return worker_id
+        for worker_id in starting_ids:
+            if name in (worker_id, f"http://{worker_id}"):
+                return worker_id
+        worker_names = ", ".join([*self._core.workers, *starting_ids])
+        raise RequestError(
+            f"worker {name!r}: not known, expected one of {worker_names or 'none at all'}",
+            param="worker_id", code="unknown_worker", status=404,
+        )  # fmt: skip
+
+
+def _convert_whole_float(value: Any) -> Any:
+    """Convert 5.0 to 5: JSON does not tell integers and floats apart."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

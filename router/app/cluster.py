@@ -1,0 +1,177 @@
+"""What the router hears of its workers and of other routers, while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from options.system import raise_file_limit
+from prompts.errors import RequestError
+from router.app.config import ProcessConfig
+from router.app.request_pipeline import RequestPipeline
+from router.app.system import event_streams_max, name_flag_in_errors
+from router.decide.messages import Decision, FailureKind
+from router.decide.workers import Worker, WorkerState
+from router.fleet.discovery import Prober, parse_worker_flag
+from router.fleet.fact_queue import FactQueue, WorkerFact
+from router.fleet.feed import IndexFeed
+from router.fleet.kubernetes import KubernetesSource
+from router.fleet.members import Fleet
+from router.fleet.peer_snapshots import PeerClient, PeerRoutes
+from router.fleet.peers import PeerLoads, PeerSockets
+from router.http.request import HttpRequest
+from router.http.routes import Response, Routes
+from router.index.protocol import PrefixIndex
+from router.prompting.remote import RemoteTokenizer
+
+log = logging.getLogger("router")
+
+FIRST_WORKER_WAIT_S: Final = 5.0
+"""Longest wait at the start for an answer of any configured worker."""
+OTHER_WORKERS_WAIT_S: Final = 1.0
+"""Longest wait for the other workers once one has answered."""
+
+
+class Cluster:
+    """Event streams and health of the workers, and the load that other routers share with this one."""
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        pipeline: RequestPipeline,
+        index: PrefixIndex,
+        session: aiohttp.ClientSession,
+        peer_client: PeerClient,
+    ) -> None:
+        """`session`: for health checks. `peer_client`: asks other routers what they know of workers' caches."""
+        proxy, worker_api_key = pipeline.proxy, config.worker_api_key
+        headers = None if worker_api_key is None else {"Authorization": f"Bearer {worker_api_key}"}
+        self._config = config
+        self._proxy = proxy
+        self._index = index
+        self._peer_client = peer_client
+        self._peer_sockets: PeerSockets | None = None
+        self.feed = IndexFeed(
+            index,
+            report=FactQueue(asyncio.get_running_loop(), self._apply_fact).put,
+            streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
+            index_bytes_max=config.fleet.index_mb << 20,
+        )
+        self.fleet = Fleet(
+            proxy.core,
+            Prober(session, headers=headers, trusts_endpoints=config.fleet.trust_event_endpoints),
+            self.feed,
+            pipeline.prompt_reader,
+            proxy.perform,
+            config.fleet,
+            now=proxy.now,
+            peers=peer_client,
+        )
+        pipeline.prompt_reader.remote = RemoteTokenizer(session, headers)
+        proxy.core.registry.on_state_change = _log_state_change
+        proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks
+        proxy.workers.may_send_key = self.fleet.may_receive_api_key
+        proxy.on_worker_lost.append(self.feed.restart_streams)
+        proxy.on_failure.append(self._on_attempt_failed)
+
+    def register(self, routes: Routes) -> None:
+        """Serve the routes by which other routers copy this one's index, and by which an operator names them."""
+        peer_routes = PeerRoutes(self._index.seed, self.feed.make_snapshot, self._peer_client.outcomes)
+        routes.add("GET", "/peer", peer_routes.get_seed, public=False)
+        routes.add("GET", "/peer/*", peer_routes.get_snapshot, public=False)
+        routes.add("PUT", "/peers", self._set_peers, public=False)
+
+    def start_feed(self) -> None:
+        """Read event streams from now on. Raises OSError where a `--bind-events` endpoint cannot be bound."""
+        self.feed.start()
+        for endpoint in self._config.bind_events:
+            with name_flag_in_errors("--bind-events", endpoint):
+                log.info("publishers may connect to %s", self.feed.bind(endpoint))
+
+    def connect_peers(self) -> None:
+        """Share load with other routers where the operator named any. Raises OSError."""
+        if not self._config.peers and self._config.peer_bind is None:
+            return
+        sockets = PeerSockets(PeerLoads(self._proxy.core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
+        self._peer_sockets = sockets
+        if self._config.peer_bind is not None:
+            with name_flag_in_errors("--peer-bind", self._config.peer_bind):
+                sockets.bind(self._config.peer_bind)
+        for peer in self._config.peers:
+            with name_flag_in_errors("--peer", peer):
+                sockets.connect(peer)
+        if sockets.address is not None:
+            log.info("other routers may follow this one's load with --peer %s", sockets.address)
+
+    def follow_workers(self) -> None:
+        """Begin to probe the configured workers. Raises ConfigError for a bad workers file."""
+        config = self._config
+        for flag in config.worker_flags:
+            self.fleet.watch(flag, origin="operator")
+        for url in config.worker_dns:
+            self.fleet.follow_name(parse_worker_flag(url))
+        for spec in config.kubernetes:
+            self.fleet.follow_kubernetes(KubernetesSource.parse(spec))
+        if config.workers_file is not None:
+            self.fleet.follow_file(Path(config.workers_file))
+
+    async def wait_for_workers(self) -> None:
+        """Wait a little for the configured workers: the first request would find none."""
+        now = self._proxy.now
+        end_s = now() + min(FIRST_WORKER_WAIT_S, self._config.edge.ready_s)
+        while self.fleet.has_untried() and now() < end_s:
+            if self._proxy.core.workers:
+                end_s = min(end_s, now() + OTHER_WORKERS_WAIT_S)
+            await asyncio.sleep(0.01)
+
+    def exchange_loads(self, now: float) -> None:
+        """Exchange load with other routers. Call every tick."""
+        if self._peer_sockets is not None:
+            self._peer_sockets.exchange_loads(now)
+
+    def sweep(self, now: float) -> None:
+        """Drop the counters of workers that left, and restart the thread that reads events where it ended."""
+        self._proxy.metrics.retain_workers(self._proxy.core.workers)
+        self.feed.events.restart_thread()
+
+    def count_peer_messages(self) -> dict[str, int]:
+        """Return the messages to and from other routers, by outcome."""
+        load_messages = {} if self._peer_sockets is None else self._peer_sockets.counts()
+        return load_messages | self._peer_client.outcomes
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        self.feed.close()
+        if self._peer_sockets is not None:
+            self._peer_sockets.close()
+
+    def _set_peers(self, request: HttpRequest, _: str) -> Response:
+        """Replace the routers whose load counts."""
+        if self._peer_sockets is None:
+            raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
+        return Response(msgspec.json.encode({"peers": self._peer_sockets.follow(request.body)}))
+
+    def _apply_fact(self, fact: WorkerFact) -> None:
+        try:
+            self.fleet.apply_fact(fact)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._proxy.metrics.record_crash("feed", error)
+
+    def _on_attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
+        if decision is not None and kind is not FailureKind.OVERLOADED:
+            self.fleet.check_soon(decision.worker)
+
+
+def _log_state_change(worker: Worker, previous_state: WorkerState | None) -> None:
+    level = logging.WARNING if worker.state is WorkerState.DOWN else logging.INFO
+    previous_name = "new" if previous_state is None else previous_state.value
+    reason = f": {worker.state_reason}" if worker.state_reason else ""
+    log.log(level, "worker %s: %s -> %s%s", worker.worker_id, previous_name, worker.state.value, reason)

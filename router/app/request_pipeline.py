@@ -1,0 +1,80 @@
+"""The parts that a request for workers passes, from its body to the end of its answer, built from the configuration."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from router.app.accounting import RequestAccounting
+from router.app.config import ProcessConfig
+from router.app.tenant_limits import TenantLimits
+from router.decide.core import RouterCore
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
+from router.edge.proxy import Proxy
+from router.edge.request_reader import RequestReader
+from router.edge.upstream import UpstreamPool
+from router.index.protocol import PrefixIndex
+from router.metrics import Metrics
+from router.prompting.prompt_worker_pool import PromptWorkerPool
+from router.prompting.reader import PromptReader
+from router.prompting.sessions import SessionNames
+from router.tenancy.model_names import ModelNames
+
+
+class RequestPipeline:
+    """Reads requests, decides about them, and passes them to workers. One a process."""
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        index: PrefixIndex,
+        worker_tls: ssl.SSLContext | None,
+        now: Callable[[], float],
+    ) -> None:
+        worker_api_key, cache_bytes = config.worker_api_key, config.segment_cache_mb << 20
+        self.executor = ThreadPoolExecutor(
+            config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
+        )
+        self.proxy = Proxy(
+            RouterCore(index, config.core, seed=config.seed),
+            UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
+            Metrics(),
+            config.edge,
+            now=now,
+            worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
+        )
+        self.proxy.log_share = config.log_decisions
+        self.worker_pool = PromptWorkerPool(
+            config.prompt_workers, chat_template=config.chat_template, cache_bytes=cache_bytes
+        )
+        self.prompt_reader = PromptReader(
+            self.executor,
+            override=config.tokenizer,
+            chat_template=config.chat_template,
+            cache_bytes=cache_bytes,
+            conversation_bytes=config.conversation_cache_mb << 20,
+        )
+        self.prompt_reader.worker_pool = self.worker_pool
+        self.request_reader = RequestReader(
+            self.proxy.core,
+            self.prompt_reader,
+            SessionNames(config.edge.session_headers),
+            allowed_fields=self.proxy.passed_fields,
+        )
+        model_names = ModelNames(config.tenancy)
+        self.request_reader.model_names = model_names if model_names.has_renames else None
+        self.proxy.on_end.append(self.request_reader.stored_responses.record_ended_request)
+        self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
+        self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader, self.worker_pool)
+        self.proxy.on_end.append(self.tenant_limits.remove_request)
+        accounting = RequestAccounting(self.proxy, has_keys=bool(config.edge.api_keys), log_share=config.log_requests)
+        self.proxy.on_end.append(accounting.record_ended_request)
+
+    def close(self) -> None:
+        """Close connections to workers, worker processes and threads."""
+        self.proxy.pool.close()
+        self.prompt_reader.close()
+        self.worker_pool.processes.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)

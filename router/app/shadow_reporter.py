@@ -1,0 +1,162 @@
+"""The report of `router shadow`: the requests that were seen, and what `router run` would have made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import multiprocessing
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from router.admin.dashboard import HTML, make_security_headers
+from router.decide.config import CoreConfig, ServiceModel
+from router.edge.proxy import Proxy
+from router.http.request import HttpRequest
+from router.http.routes import Response, Routes
+from router.shadow.config import ShadowConfig
+from router.shadow.recorder import Recorder
+from router.shadow.replay import Comparison, compare
+from router.shadow.report import ShadowReport, render_page
+
+log = logging.getLogger("router")
+
+HISTORY_INTERVAL_S: Final = 10.0
+"""Time between two points of the report's history."""
+HISTORY_POINTS_MAX: Final = 5_000
+NEW_REQUESTS_MIN: Final = 20
+"""New requests that are needed for another comparison."""
+
+
+class _HistoryPoint(NamedTuple):
+    at_s: float
+    tokens_by_reason: dict[str, int]
+    """Reason -> tokens that had to be computed since the start."""
+
+
+class ShadowReporter:
+    """Compares the recorded requests with what the router would have done, in another process, and reports."""
+
+    def __init__(
+        self, config: ShadowConfig, router_config: CoreConfig, proxy: Proxy, recorder: Recorder, version: str
+    ) -> None:
+        """`router_config`: of the `router run` that is compared."""
+        self._config = config
+        self._router_config = router_config
+        self._proxy = proxy
+        self._recorder = recorder
+        self._version = version
+        self._comparison: Comparison | None = None
+        self._problem: str | None = None
+        """Why the last comparison failed; None where it did not."""
+        self._history: list[_HistoryPoint] = []
+        self._started_at = time.time()
+        self._compared_request_count = 0
+        self._compared_at_s = proxy.now()
+        self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
+        self._compare_task: asyncio.Task[None] | None = None
+
+    def register(self, routes: Routes) -> None:
+        """Serve the report as JSON and as a page."""
+        routes.add("GET", "/shadow", self._serve_report, public=False)
+        routes.add("GET", "/shadow/report", self._serve_page, public=False)
+
+    def _serve_report(self, request: HttpRequest, _: str) -> Response:
+        return Response(msgspec.json.encode(self._make_report()))
+
+    def _serve_page(self, request: HttpRequest, _: str) -> Response:
+        page = render_page(self._make_report())
+        return Response(page, content_type=HTML, headers=make_security_headers(page))
+
+    def tick(self, now: float) -> None:
+        """Add a point to the history and begin a comparison when it is time. Call often."""
+        if not self._history or now - self._history[-1].at_s >= HISTORY_INTERVAL_S:
+            self._history.append(_HistoryPoint(now, dict(self._proxy.metrics.cache_miss_tokens)))
+            del self._history[:-HISTORY_POINTS_MAX]
+        placed_request_count = self._recorder.counts["placed"]
+        is_due = (
+            now - self._compared_at_s >= self._config.every_s
+            and placed_request_count - self._compared_request_count >= NEW_REQUESTS_MIN
+        )
+        if is_due and (self._compare_task is None or self._compare_task.done()):
+            self._compared_request_count, self._compared_at_s = placed_request_count, now
+            self._compare_task = asyncio.ensure_future(self._compare())
+
+    async def _compare(self) -> None:
+        """Compare in another process, as it takes seconds."""
+        if self._compare_process is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
+        recorder = self._recorder
+        requests = list(recorder.requests)
+        try:
+            self._comparison = await asyncio.get_running_loop().run_in_executor(
+                self._compare_process,
+                compare,
+                requests,
+                recorder.engines(),
+                recorder.block,
+                self._router_config,
+                self._count_warmup_requests(len(requests)),
+            )
+        except Exception as error:  # noqa: BLE001  a boundary: the requests are kept, and compared again
+            self._problem, self._compare_process = f"{type(error).__name__}: {error}", None
+            log.warning("comparing %d requests failed: %s", len(requests), self._problem)
+        else:
+            self._problem = None
+            self._adopt_speeds(self._comparison)
+            self.write_file()
+
+    def _adopt_speeds(self, comparison: Comparison) -> None:
+        """Predict from now on by the speeds that the comparison found: no answer passes from which to learn them."""
+        for target in self._proxy.core.tracker.targets.values():
+            steps = comparison.steps.get(target.worker_id)
+            if steps is not None:
+                parameters = asdict(steps)
+                del parameters["load_s_per_token"]
+                target.set_service_model(ServiceModel(**parameters))
+
+    def finish(self) -> None:
+        """Compare all requests once more, here, and write the report's file."""
+        requests = self._recorder.requests
+        if requests:
+            warmup_count = self._count_warmup_requests(len(requests))
+            self._comparison = compare(
+                requests, self._recorder.engines(), self._recorder.block, self._router_config, warmup_count
+            )
+        self.write_file()
+
+    def _count_warmup_requests(self, request_count: int) -> int:
+        """Return how many requests only fill the caches."""
+        return min(int(request_count * self._config.warm_share), request_count - 1)
+
+    def _make_report(self) -> ShadowReport:
+        metrics, recorder = self._proxy.metrics, self._recorder
+        return ShadowReport(
+            version=self._version,
+            since=self._started_at,
+            until=time.time(),
+            requests=dict(recorder.counts),
+            comparison=self._comparison,
+            problem=self._problem,
+            tokens=dict(metrics.cache_miss_tokens),
+            turns=dict(metrics.cache_miss_requests),
+            course=[(point.at_s - self._history[0].at_s, point.tokens_by_reason) for point in self._history],
+            workers=recorder.engines(),
+            seen=len(recorder.requests),
+        )
+
+    def write_file(self) -> None:
+        """Write the file of `--report`, JSON or a page by its name. Raises OSError."""
+        if self._config.report is not None:
+            path, report = Path(self._config.report), self._make_report()
+            path.write_bytes(msgspec.json.encode(report) if path.suffix == ".json" else render_page(report))
+
+    def close(self) -> None:
+        """End the process that compares."""
+        if self._compare_process is not None:
+            self._compare_process.shutdown(wait=False, cancel_futures=True)
