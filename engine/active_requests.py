@@ -1,7 +1,7 @@
-"""The requests that wait, run, or have ended while a step with them is out.
+"""The requests that wait, that run, or that have ended while a step with them is in flight.
 
-A request that ends while a step with it is out keeps its blocks, which other requests of the step may share, until the
-last of these steps is applied. Refuses to know budgets, and which request runs next.
+A request that ends while a step with it is in flight keeps its blocks, which other requests of the step may share,
+until the last of these steps is applied. Refuses to know budgets, and which request runs next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
-from engine.types import FinishReason, Sequence, SequenceOutput
+from engine.step_draft import StepInFlight
+from engine.types import FinishReason, Sequence, SequenceOutput, StepResult
 
 
 @dataclass(slots=True)
@@ -24,13 +25,13 @@ class SchedulerTotals:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     host_hit_tokens: int = 0
-    """Of these, from host memory."""
+    """Tokens of `prefix_hit_tokens` that came from host memory."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
 
     def add_prompt(self, seq: Sequence, sign: int = 1) -> None:
-        """A prompt was admitted for the first time, or (`sign` -1) was not after all."""
+        """Count a prompt that was admitted for the first time; with `sign` -1, take that back."""
         self.prefix_queried_tokens += sign * seq.prompt_len
         self.prefix_hit_tokens += sign * seq.cached_tokens
         self.host_hit_tokens += sign * seq.host_tokens
@@ -38,20 +39,22 @@ class SchedulerTotals:
 
 
 class ActiveRequests:
-    """Requests by their state. A request is in the queue of those that wait, or in `running` while it holds blocks."""
+    """Requests by their state: a request is in the waiting queue, or in `running` while it holds blocks."""
 
-    def __init__(self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals) -> None:
+    def __init__(
+        self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
+    ) -> None:
         self._cache = cache
         self._waiting = waiting
-        self.totals = totals
+        self._totals = totals
+        self._steps_in_flight = steps_in_flight
+        """The scheduler's own list, which the scheduler changes."""
         self.running: list[RequestEntry] = []
         """Ordered by (priority, arrival)."""
         self.ended_sequences: set[Sequence] = set()
-        """Sequences of the entries that have ended and are not gone."""
+        """Sequences of requests that have ended and still hold blocks."""
         self._entry_by_id: dict[str, RequestEntry] = {}
-        """Requests that have not ended."""
-        self._entries_in_flight: deque[list[RequestEntry]] = deque()
-        """Requests of each step that is out, oldest first."""
+        """Request id -> request, of all that have not ended."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entry_by_id
@@ -60,54 +63,53 @@ class ActiveRequests:
         """Number of requests that have not ended."""
         return len(self._entry_by_id)
 
-    def is_out(self, entry: RequestEntry) -> bool:
-        """Whether a step with the request is out."""
-        return any(entry in entries for entries in self._entries_in_flight)
-
     # ------------------------------------------------------------------ between waiting and running
 
     def add(self, entry: RequestEntry) -> None:
-        """A request comes: it waits."""
+        """Queue a request that has just arrived."""
         self._entry_by_id[entry.request_id] = entry
         self._waiting.add_arrival(entry)
 
     def start(self, entry: RequestEntry) -> None:
-        """A waiting request was admitted to the cache: it runs."""
+        """Move a request from the waiting queue to `running`, after the cache has admitted it."""
         self._waiting.remove(entry)
         insort(self.running, entry)
         if not entry.seq.preemptions:
             entry.seq.cached_tokens = entry.seq.computed_tokens
-            self.totals.add_prompt(entry.seq)
+            self._totals.add_prompt(entry.seq)
 
     def preempt(self, entry: RequestEntry) -> None:
-        """A running request gives up its blocks, most of which stay cached, and waits again."""
+        """Move a running request back to the waiting queue. It gives up its blocks, most of which stay cached."""
         self.running.remove(entry)
         self._cache.release(entry.seq)
         entry.seq.preemptions += 1
         entry.next_check_position = 0
         entry.prompt_logprobs.clear()
-        self.totals.preemptions += 1
+        self._totals.preemptions += 1
         self._waiting.add(entry)
 
     def undo_unexecuted_step(self, entry: RequestEntry, start: int) -> None:
-        """A step from position `start` was planned and never computed: as if it had not been, if it was the first."""
+        """Preempt a request because a step that begins at position `start` was planned and never computed.
+
+        If that was its first step, the request is as new again: neither a preemption nor a prompt is counted.
+        """
         seq = entry.seq
         is_first_admission = not seq.preemptions and start == seq.cached_tokens
         self.preempt(entry)
         if is_first_admission:
-            self.totals.preemptions -= 1
+            self._totals.preemptions -= 1
             seq.preemptions = 0
-            self.totals.add_prompt(seq, -1)
+            self._totals.add_prompt(seq, -1)
 
     # ------------------------------------------------------------------ the end of a request
 
     def take(self, request_id: str) -> RequestEntry | None:
-        """Forget the id of a request that ends; None where it is not known (any more)."""
+        """Forget the id of a request that ends, and return the request; None if there is none (any more)."""
         return self._entry_by_id.pop(request_id, None)
 
     def end(self, entry: RequestEntry) -> None:
-        """Take a request out, once no step with it is out."""
-        if self.is_out(entry):
+        """Remove a request now, or mark it as ended while a step with it is in flight."""
+        if any(step.has_request(entry) for step in self._steps_in_flight):
             entry.has_ended, entry.next_check_position = True, 0
             self.ended_sequences.add(entry.seq)
             self._cache.cancel_loads(entry.seq)
@@ -115,7 +117,7 @@ class ActiveRequests:
             self.remove(entry)
 
     def remove(self, entry: RequestEntry) -> None:
-        """Take a request out of the queue it is in and give its blocks back."""
+        """Remove a request from `running` or from the waiting queue, and release its blocks."""
         self.ended_sequences.discard(entry.seq)
         if entry.seq in self._cache:
             self.running.remove(entry)
@@ -131,19 +133,41 @@ class ActiveRequests:
             request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message
         )
 
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ tokens of a step
 
-    def mark_planned(self, entries: list[RequestEntry]) -> None:
-        """A step with these requests is out."""
-        self._entries_in_flight.append(entries)
-
-    def mark_applied(self) -> None:
-        """The oldest step that is out was applied."""
-        self._entries_in_flight.popleft()
-
-    def mark_all_failed(self) -> None:
-        """None of the steps that are out will be applied."""
-        self._entries_in_flight.clear()
+    def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
+        """Append the token of each chunk that samples one, and end the requests that it finishes."""
+        outputs: list[SequenceOutput] = []
+        failure_by_chunk, all_logprobs, index = result.failure_by_chunk, result.logprobs_by_chunk, -1
+        for entry, chunk, token_id in zip(step.entries, step.plan.chunks, result.sampled_tokens):  # the hot loop
+            index += 1
+            if entry.has_ended:
+                self.end(entry)
+                continue
+            if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
+                entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
+            if not chunk.should_sample:
+                continue
+            if failure_by_chunk and (failure_message := failure_by_chunk.get(index)) is not None:
+                self.end(entry)
+                outputs.append(self.make_error_output(entry, failure_message))
+                outputs[-1].is_client_error = True
+                continue
+            assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
+            token_ids = entry.seq.token_ids
+            token_ids.append(token_id)
+            output = SequenceOutput(request_id=entry.request_id, token_ids=[token_id])
+            if not entry.has_reported_prompt:
+                entry.add_prompt_results(output)
+            may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
+            if may_end and entry.set_finish_reason(token_id, output):
+                self.end(entry)
+                self.take(entry.request_id)
+                self._totals.finished_requests += 1
+            outputs.append(output)
+            if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
+                output.logprobs = [logprobs]
+        return outputs
 
     # ------------------------------------------------------------------ proof
 
@@ -154,3 +178,5 @@ class ActiveRequests:
             assert entry.seq in self._cache
             assert (entry.seq in self.ended_sequences) == entry.has_ended
             assert entry.next_check_position < len(entry.seq.block_tables[0]) * self._cache.block_size
+            steps_with_entry = sum(step.has_request(entry) for step in self._steps_in_flight)
+            assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

@@ -9,34 +9,37 @@ from engine.types import FinishReason, Request, Sequence, SequenceOutput, TokenL
 
 @dataclass(slots=True, eq=False)
 class RequestEntry:
-    """A request's place in the order, and when it next needs more than a token."""
+    """A request as the scheduler keeps it, from its arrival to its last output."""
 
     seq: Sequence
     request_id: str
-    """The id of its request."""
     arrival_order: tuple[int, float, int]
     """(priority, arrival time, number of arrival)."""
     stop_token_ids: frozenset[int]
-    """Tokens that end it."""
+    """Token ids that end the answer."""
     length_max: int
-    """Tokens, prompt and output together, at which it ends."""
+    """Number of tokens, prompt and output together, at which the request ends."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's own ends of an answer, which no output reports as a `stop_token_id`."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_reported_prompt: bool = False
-    """Its first output, which carries the facts about the prompt, has been made."""
+    """Whether the first output, which carries the facts about the prompt, has been made."""
     has_ended: bool = False
-    """Aborted or finished while a step with it is out: it goes when the last of these is applied."""
+    """Whether the request was aborted or has finished while a step with it is in flight."""
     next_check_position: int = 0
     """Decodes of positions before this one need no memory, finish no block and do not end the request."""
     arrival_work: int = 0
+    """Prompt tokens that the engine had computed when the request arrived: see `engine.prefill_queue`."""
     tokens_remaining: int = 0
+    """Expected number of tokens to compute: see `engine.prefill_queue`."""
     sort_key: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
-    """Of its prompt, these three, as `engine.prefill_queue` has them."""
+    """Place in the waiting queue: see `engine.prefill_queue`."""
 
     @staticmethod
     def from_request(
         request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
     ) -> RequestEntry:
-        """Make the entry of a request that comes `now`. `token_limit`: tokens that one sequence can have at most."""
+        """Make the entry of a request that arrives at `now`. `token_limit`: the longest sequence, in tokens."""
         params, prompt_len = request.params, len(request.token_ids) - request.resumed_output_len
         stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         length_max = token_limit if params.max_tokens is None else prompt_len + params.max_tokens
@@ -46,14 +49,15 @@ class RequestEntry:
             arrival_order=(request.priority, now, arrival_number),
             stop_token_ids=stop_token_ids,
             length_max=min(token_limit, length_max),
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
         )
 
     def __lt__(self, other: RequestEntry) -> bool:
         return self.arrival_order < other.arrival_order
 
-    def set_next_check(self, start: int, block_size: int) -> None:
-        """It has memory for the position `start`."""
-        self.next_check_position = min((start // block_size + 1) * block_size, self.length_max) - 1
+    def set_next_check(self, position: int, block_size: int) -> None:
+        """Set `next_check_position` of a request that has memory for `position`."""
+        self.next_check_position = min((position // block_size + 1) * block_size, self.length_max) - 1
 
     def add_prompt_results(self, output: SequenceOutput) -> None:
         """Put the facts about the prompt into the request's first output."""
@@ -62,12 +66,14 @@ class RequestEntry:
         if self.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *self.prompt_logprobs]
 
-    def set_finish_reason(self, token_id: int, output: SequenceOutput, eos_token_ids: frozenset[int]) -> bool:
-        """Whether the last token ends the request, and why. A token to stop at comes before the length."""
-        params = self.seq.request.params
-        if token_id in self.stop_token_ids and self.seq.output_len >= params.min_tokens:
+    def set_finish_reason(self, token_id: int, output: SequenceOutput) -> bool:
+        """Return whether the last token ends the request; if so, the output gets the reason.
+
+        A stop token is a reason before the length is.
+        """
+        if token_id in self.stop_token_ids and self.seq.output_len >= self.seq.request.params.min_tokens:
             output.finish_reason = FinishReason.STOP
-            if params.ignore_eos or token_id not in eos_token_ids:
+            if token_id not in self.eos_token_ids:
                 output.stop_token_id = token_id
         elif len(self.seq.token_ids) >= self.length_max:
             output.finish_reason = FinishReason.LENGTH

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from collections.abc import Sequence as Items
 from typing import cast
 
 from engine.active_requests import ActiveRequests, SchedulerTotals
@@ -32,19 +33,20 @@ from engine.types import Chunk, FinishReason, Request, SequenceOutput, StepPlan,
 __all__ = ["RequestRefusedError", "Scheduler", "SchedulerConfig"]
 
 _WAITING_SCAN_MAX = 32
-"""Waiting requests that are looked at for a common prefix: worth a checkpoint, or being computed right now."""
+"""Number of waiting requests that a step compares with others for a common prefix."""
 
 
 class _MustDrain(Exception):
-    """The next step cannot be planned before the steps that are out are applied: it would preempt a sequence."""
+    """The next step would preempt a sequence, so the steps in flight must be applied before it is planned."""
 
 
 class Scheduler:
-    """Pure: requests and results in, plans and outputs out.
+    """Plans steps and takes in their results. Pure: no sockets, no clock, no tensors.
 
-    Plans are applied (or failed) in their order. A plan may be made while another is out, so that steps overlap. It
-    assumes that no sequence of the plan that is out ends with it. A sequence that does is computed once more in vain:
-    nothing of that gets a name, an event or an output. No sequence is preempted while a plan is out.
+    Plans are applied (or failed) in their order. A plan may be made while another step is in flight, so that steps
+    overlap. Such a plan assumes that no sequence ends with the step in flight. A sequence that does end is computed
+    once more in vain: nothing of that gets a name, an event or an output. No sequence is preempted while a step is in
+    flight.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
@@ -54,16 +56,17 @@ class Scheduler:
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
         self._waiting_queue = PrefillQueue(config.prefill_order, cache)
-        self._requests = ActiveRequests(cache, self._waiting_queue, self.totals)
+        self._steps_in_flight: deque[StepInFlight] = deque()
+        """Steps that are planned and not yet applied, oldest first."""
+        self._requests = ActiveRequests(cache, self._waiting_queue, self.totals, self._steps_in_flight)
         self._uses_shared_prefixes = self._waiting_queue.is_shortest_first or cache.has_states
-        """Whether it matters what prompts have in common."""
+        """Whether the common prefix of two prompts changes any decision."""
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
-        self._steps_in_flight: deque[StepInFlight] = deque()
         self._last_decoding_entries: list[RequestEntry] = []
-        """Requests of the last plan, where all that run decode in it."""
+        """Requests of the last plan if that plan decodes every running request, else empty."""
         self._decode_batch: DecodeBatch | None = None
-        """Requests of the last plan, where the last two plans have the same requests and all of them decode."""
+        """Requests of the last plan, if the last two plans decode exactly the same running requests."""
 
     # ------------------------------------------------------------------ questions
 
@@ -97,9 +100,10 @@ class Scheduler:
         self._requests.add(entry)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request at any time; None where it is not known (any more).
+        """End a request at any time; None if there is no such request (any more).
 
-        While a step with it is out its blocks stay (others of the step may share them); `apply` frees them.
+        While a step with the request is in flight its blocks stay, because others of the step may share them; `apply`
+        releases the blocks.
         """
         entry = self._requests.take(request_id)
         if entry is None:
@@ -110,27 +114,31 @@ class Scheduler:
     # ------------------------------------------------------------------ planning a step
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing.
+        """Plan the next step: decodes first, then prompts that were begun, then waiting requests.
 
-        None: not before the plan that is out is applied.
+        A plan with chunks must be applied or failed; an empty plan needs neither. None: nothing can be planned before
+        the step in flight is applied.
         """
-        assert len(self._steps_in_flight) < 2, "schedule() with two plans out"
+        assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
-        draft = StepDraft()
-        if self._decode_batch is None or not self._repeat_decodes(self._decode_batch, draft):
+        if self._decode_batch is not None:
+            plan = self._repeat_decodes(self._decode_batch)
+            if plan is not None:
+                return plan
             self._decode_batch = None
-            try:
-                self._plan_prefills(self._plan_decodes(draft), draft)
-            except _MustDrain:
-                return None
-            self._admit_waiting(draft)
+        draft = StepDraft()
+        try:
+            prefills = self._plan_decodes(draft)
+            self._plan_prefills(prefills, draft)
+        except _MustDrain:
+            return None
+        self._admit_waiting(draft)
         self._register_blocks(draft)
-        if self._waiting_queue or draft.decode_batch is None:
-            self._count_prefill_work(draft)
-        return self._issue_plan(draft)
+        self._count_prefill_work(draft)
+        return self._finish_draft(draft)
 
     def _share_prefixes_with_arrivals(self) -> None:
-        """Let prefills under way stop where a request that came meanwhile can resume."""
+        """Let prefills under way take a checkpoint where a request that came meanwhile can resume."""
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
@@ -138,6 +146,35 @@ class Scheduler:
         for entry in self._requests.running:
             if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
+
+    def _repeat_decodes(self, decode_batch: DecodeBatch) -> StepPlan | None:
+        """Plan one more token for each request of the batch; None if each request must be planned by itself.
+
+        Without a plan nothing has changed, except that some sequences already have the block for their next token.
+        """
+        if (
+            self._requests.ended_sequences
+            or self.cache.has_unplanned_loads
+            or self._can_admit
+            or self._requests.running != decode_batch.entries
+        ):
+            return None
+        for entry in decode_batch.entries_to_grow:
+            position = entry.seq.computed_tokens
+            if position == entry.length_max - 1 or not self.cache.grow(entry.seq, position + 1):
+                return None
+            entry.set_next_check(position, self.cache.block_size)
+        entries_to_check = decode_batch.finish_growing()
+        for entry in entries_to_check:
+            if entry.seq.computed_tokens == entry.length_max - 1:
+                return None
+        self.cache.plan_loads(has_decodes=True)
+        for entry in entries_to_check:
+            self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
+        if self._waiting_queue:
+            self._waiting_queue.add_work(self.config.count_full_prefill_work(len(decode_batch.entries)))
+        chunks = decode_batch.make_chunks(token_on_device=bool(self._steps_in_flight))
+        return self._begin_step(chunks, decode_batch.entries, [], decode_batch)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
         """Add a chunk for each sequence that decodes. Returns the running requests that do not decode yet."""
@@ -149,49 +186,25 @@ class Scheduler:
             if start < entry.next_check_position:
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
             elif entry.has_ended or start == token_count == entry.length_max - 1:
-                pass  # nothing is left to do but to apply what is out
+                pass  # the request ends when the step in flight is applied
             elif token_count - start > 1 or self.cache.is_loading(seq):
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
                 entry.set_next_check(start, block_size)
                 draft.unregistered_entries.append(entry)
-        self._set_budget(draft, len(chunk_by_entry))
+        draft.set_budget(self.config)
+        self.cache.plan_loads(has_decodes=draft.decode_count > 0)
         return prefills
-
-    def _repeat_decodes(self, decode_batch: DecodeBatch, draft: StepDraft) -> bool:
-        """Plan the same decodes again. False where planning request by request may find something else.
-
-        False changes nothing but what that would change too: some sequences have memory for their next token.
-        """
-        if (
-            self._requests.ended_sequences
-            or self.cache.has_unplanned_loads
-            or self._can_admit
-            or self._requests.running != decode_batch.entries
-        ):
-            return False
-        for entry in decode_batch.entries_to_grow:
-            position = entry.seq.computed_tokens
-            if position == entry.length_max - 1 or not self.cache.grow(entry.seq, position + 1):
-                return False
-            entry.set_next_check(position, self.cache.block_size)
-        entries_to_check = decode_batch.finish_growing()
-        if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in entries_to_check):
-            return False
-        draft.decode_batch = decode_batch
-        draft.unregistered_entries = entries_to_check
-        self._set_budget(draft, len(decode_batch.entries))
-        return True
 
     @property
     def _can_admit(self) -> bool:
         return bool(self._waiting_queue) and len(self._requests.running) < self.config.max_num_seqs
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Find memory for `entry` up to `end`, preempting from the end of the order. Raises _MustDrain.
+        """Find memory for the positions of `entry` before `end`, by preemption if need be. Raises _MustDrain.
 
-        False if `entry` itself was preempted, or if a request was just admitted: then no other may be preempted.
+        False if `entry` itself was preempted, or if the step has admitted a request: then no other may be preempted.
         """
         while True:
             if entry.seq not in self.cache:
@@ -209,14 +222,6 @@ class Scheduler:
             if victim is entry:
                 return False
 
-    def _set_budget(self, draft: StepDraft, decode_count: int) -> None:
-        """What the decodes leave is for prompts and for loads from host memory."""
-        draft.decode_count = decode_count
-        draft.token_budget = budget = self.config.max_num_batched_tokens - decode_count
-        if self.config.target_prefill_tokens is not None:
-            draft.admission_min_tokens = max(1, budget - self.config.target_prefill_tokens + 1)
-        self.cache.plan_loads(has_decodes=decode_count > 0)
-
     def _plan_prefills(self, prefills: list[RequestEntry], draft: StepDraft) -> None:
         """Add chunks of prompts that were begun, and admit waiting requests whose turn is before theirs."""
         is_shortest_first = self._waiting_queue.is_shortest_first
@@ -225,21 +230,22 @@ class Scheduler:
                 self._admit_waiting(draft, entry)
             if draft.token_budget >= (draft.admission_min_tokens if is_shortest_first else 1):
                 self._continue_prefill(entry, draft)
-        draft.skipped_count = 0  # what they waited for may be in this step
+        draft.skipped_count = 0  # this step may compute the prefixes for which requests were skipped
 
     def _continue_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Add a chunk of a prompt that was begun."""
         seq = entry.seq
-        if seq not in self.cache or self.cache.is_loading(seq):  # preempted meanwhile, or waits
+        if seq not in self.cache or self.cache.is_loading(seq):  # preempted meanwhile, or waits for host memory
             return
         end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
         if self._grow_or_preempt(entry, end, draft):
             draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
-        """Start waiting requests whose turn is before that of `started_entry`, while budget, seats and memory last.
+        """Start waiting requests while budget, seats and memory last.
 
-        A request is passed over, for now, only if a running sequence is about to compute what it would compute again.
+        With `started_entry`, a prompt that was begun: only those whose turn comes before it. A request is skipped, for
+        now, only if a running sequence is about to compute what the request would compute again.
         """
         waiting_queue = self._waiting_queue
         while (
@@ -253,7 +259,7 @@ class Scheduler:
             entry = waiting_queue[draft.skipped_count]
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:
                 return
-            # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
+            # Running requests keep some room to grow into, else the new request would be preempted at once.
             reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0
             if not self.cache.has_room_for_blocks(reserve_blocks + 1):
                 draft.is_admission_closed = True
@@ -283,49 +289,49 @@ class Scheduler:
     def _register_blocks(self, draft: StepDraft) -> None:
         """Name the blocks that the planned chunks finish: requests that are admitted from now on share them."""
         entries, draft.unregistered_entries = draft.unregistered_entries, []
-        register_full_blocks, chunk_by_entry = self.cache.register_full_blocks, draft.chunk_by_entry
-        if draft.decode_batch is not None:
-            for entry in entries:
-                register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
-        else:
-            for entry in filter(chunk_by_entry.__contains__, entries):  # the others were preempted meanwhile
-                register_full_blocks(entry.seq, chunk_by_entry[entry].end)
+        for entry in entries:
+            if entry in draft.chunk_by_entry:  # the others were preempted meanwhile
+                self.cache.register_full_blocks(entry.seq, draft.chunk_by_entry[entry].end)
 
     def _count_prefill_work(self, draft: StepDraft) -> None:
-        """Tell the queue what the step computes of prompts, or could have if there were a seat."""
-        budget = self.config.max_num_batched_tokens - draft.decode_count
-        work_tokens = max(0, budget - draft.token_budget)
+        """Tell the queue how many prompt tokens the step computes, or could compute if a seat were free."""
+        work_tokens = max(0, self.config.max_num_batched_tokens - draft.decode_count - draft.token_budget)
         if self._waiting_queue and len(self._requests.running) >= self.config.max_num_seqs:
-            work_tokens = max(work_tokens, min(budget, self.config.target_prefill_tokens or budget))
+            work_tokens = max(work_tokens, self.config.count_full_prefill_work(draft.decode_count))
         self._waiting_queue.add_work(work_tokens)
 
-    def _issue_plan(self, draft: StepDraft) -> StepPlan:
-        """Make the plan of the draft. If it has chunks it is out from now on."""
-        if not draft.chunk_count:
+    def _finish_draft(self, draft: StepDraft) -> StepPlan:
+        """Make the plan of the draft. If the plan has chunks, its step is in flight from now on."""
+        if not draft.chunk_by_entry:
             assert self._requests.running or not self._waiting_queue, "requests wait, and nothing runs"
             return StepPlan(chunks=[])
-        entries, chunks = draft.make_chunks(token_on_device=bool(self._steps_in_flight))
-        loading_entries = [] if draft.decode_batch is not None else self._find_loading_entries(draft)
-        continues_previous = draft.decode_batch is not None and chunks[0].token_on_device
-        plan = StepPlan(chunks=chunks, continues_previous=continues_previous)
+        entries, chunks = list(draft.chunk_by_entry), list(draft.chunk_by_entry.values())
+        plan = self._begin_step(chunks, entries, self._find_loading_entries(draft))
+        self._find_decode_batch(entries, chunks)
+        return plan
+
+    def _begin_step(
+        self,
+        chunks: Items[Chunk],
+        entries: list[RequestEntry],
+        loading_entries: list[RequestEntry],
+        decode_batch: DecodeBatch | None = None,
+    ) -> StepPlan:
+        """Make the plan of these chunks. Its step is in flight from now on, and may repeat a batch of decodes."""
+        plan = StepPlan(chunks, continues_previous=decode_batch is not None and chunks[0].token_on_device)
         self.cache.fill_plan(plan)
-        self._requests.mark_planned(entries + loading_entries if loading_entries else entries)
-        self._steps_in_flight.append(StepInFlight(plan, entries, loading_entries, draft.decode_batch))
-        if draft.decode_batch is None:
-            self._find_decode_batch(draft, entries)
+        self._steps_in_flight.append(StepInFlight(plan, entries, loading_entries, decode_batch))
         return plan
 
     def _find_loading_entries(self, draft: StepDraft) -> list[RequestEntry]:
-        """Running requests that the plan loads blocks for from host memory, and computes nothing of."""
-        if not (sequences := self.cache.list_loading_sequences()):
-            return []
-        loading_entries = [entry for entry in self._requests.running if entry.seq in sequences]
-        return [entry for entry in loading_entries if entry not in draft.chunk_by_entry]
+        """Return the running requests for which the step only loads blocks from host memory."""
+        sequences = self.cache.list_loading_sequences()
+        return [e for e in self._requests.running if e.seq in sequences and e not in draft.chunk_by_entry]
 
-    def _find_decode_batch(self, draft: StepDraft, entries: list[RequestEntry]) -> None:
-        """Where all running requests have decoded in two plans in a row, the next plan may repeat them as a batch."""
+    def _find_decode_batch(self, entries: list[RequestEntry], chunks: list[Chunk]) -> None:
+        """Let the next plan repeat this one, if this plan and the one before decode exactly the running requests."""
         is_all_decode = len(entries) == len(self._requests.running) and all(
-            chunk.should_sample and chunk.end - chunk.start == 1 for chunk in draft.chunk_by_entry.values()
+            chunk.should_sample and chunk.end - chunk.start == 1 for chunk in chunks
         )
         previous_entries, self._last_decoding_entries = self._last_decoding_entries, entries if is_all_decode else []
         if is_all_decode and previous_entries == entries and not self._can_admit:
@@ -334,11 +340,10 @@ class Scheduler:
     # ------------------------------------------------------------------ results of a step
 
     def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
-        """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
+        """Take in the result of the oldest step: commit its blocks, append tokens, end what is finished."""
         step = self._steps_in_flight.popleft()
         assert plan is step.plan
         assert len(result.sampled_tokens) == len(plan.chunks)
-        self._requests.mark_applied()
         self.cache.commit(plan.chunks, self._requests.ended_sequences)
         if (
             step.decode_batch is not None
@@ -350,7 +355,7 @@ class Scheduler:
             if decoded_outputs is not None:
                 self.totals.generated_tokens += len(decoded_outputs)
                 return decoded_outputs
-        outputs = step.append_tokens(result, self._requests, self.config.eos_token_ids)
+        outputs = self._requests.append_tokens(step, result)
         for entry in step.loading_entries:
             if entry.has_ended:
                 self._requests.end(entry)
@@ -358,15 +363,14 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
-        """The oldest plan was not computed: end its requests with an error. Nothing of it is announced.
+        """End the requests of the oldest step, which was not computed, with an error. Nothing of it is announced.
 
-        Nor was the plan after it, if there is one: requests that only the later plan has wait again.
+        The step after it, if there is one, was not computed either: requests that only the later step has wait again.
         """
         steps = list(self._steps_in_flight)
         oldest_step = steps[0]
         assert plan is oldest_step.plan
         self._steps_in_flight.clear()
-        self._requests.mark_all_failed()
         for _ in steps:
             self.cache.rollback()
         start_by_entry = find_unexecuted_starts(steps)
@@ -393,7 +397,3 @@ class Scheduler:
         self._waiting_queue.check_invariants()
         self._requests.check_invariants()
         assert len(self._requests.running) <= self.config.max_num_seqs
-        for entry in self._requests.running:
-            steps_with_entry = sum(entry in (*step.entries, *step.loading_entries) for step in self._steps_in_flight)
-            assert self._requests.is_out(entry) == (steps_with_entry > 0)
-            assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

@@ -10,14 +10,16 @@ from engine.types import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """Limits of a step, and the order of prompts. Raises ValueError for limits that cannot be kept."""
+
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
     target_prefill_tokens: int | None = None
-    """A step that computes so many prompt tokens takes in no further request; None: only the budget ends it.
+    """A step that computes so many prompt tokens admits no further request; None: only the budget limits a step.
 
-    Where a step of so many tokens is as efficient as a larger one, those who came first get their first token sooner.
+    If a larger step is not more efficient, a limit gives the requests that came first their first token sooner.
     """
     prefill_order: PrefillOrder = "shortest"
 
@@ -31,15 +33,20 @@ class SchedulerConfig:
                 f"(one token for every running sequence), got {self.max_num_batched_tokens}"
             )
 
+    def count_full_prefill_work(self, decode_count: int) -> int:
+        """Return the prompt tokens that a step with so many decodes computes when enough requests wait."""
+        prefill_budget = self.max_num_batched_tokens - decode_count
+        return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
+
 
 class RequestRefusedError(ValueError):
-    """The request can never be served here; the message says which limit it breaks."""
+    """A request that can never be served here; the message says which limit it breaks."""
 
 
 def check_prompt_length(request: Request, max_model_len: int, token_limit: int) -> None:
-    """Raise RequestRefusedError for a prompt that is empty, or leaves no room for a token.
+    """Raise RequestRefusedError for a prompt that is empty, or leaves no room for an answer.
 
-    `token_limit`: tokens of one sequence that the model and the cache can hold.
+    `token_limit`: the longest sequence, in tokens, that model and cache can hold.
     """
     prompt_tokens = len(request.token_ids)
     if not prompt_tokens:

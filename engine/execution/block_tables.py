@@ -1,8 +1,8 @@
 """The block tables of running sequences where the kernels read them, kept from step to step.
 
-A sequence has a row (`RowAllocator`) as long as it is in every step. What its table gained is written there when a
-step needs it, on the host and on the device; all of it where something else of it changed (`Sequence.table_version`).
-So a step costs what is new, however long the contexts are, and nobody is looked at one by one who has nothing new.
+A sequence has a row (`RowAllocator`) as long as it is in every step. Blocks that its table gained are written there
+when a step needs them, on the host and on the device. The whole table is written again after any other change of it
+(`Sequence.table_version`). So a step costs only what is new, however long the contexts are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.interface import DeviceBlockTable, IntArray, PagedKV
 from kernels.transfer import upload
 
 INITIAL_ROWS = 16
-"""Initial rows of the tables, doubled when more sequences come."""
+"""Rows of the tables at first. Their number is doubled when more sequences come."""
 
 
 class RowAllocator:
@@ -25,17 +25,15 @@ class RowAllocator:
 
     def __init__(self) -> None:
         self.row_count = INITIAL_ROWS
-        self._last_sequences: list[Sequence] = []
         self._row_by_sequence: dict[Sequence, int] = {}
         self._free_rows = list(range(INITIAL_ROWS))[::-1]
-        self._last_rows = np.zeros(0, np.int64)
 
-    def assign(self, chunks: Items[Chunk]) -> tuple[IntArray, list[int]]:
-        """([chunks]: the row of each chunk's sequence, those rows that are new to it). Who is not there loses his."""
-        if self.has_same_sequences(chunks):
-            return self._last_rows, []
-        sequences = [chunk.seq for chunk in chunks]
-        previous_rows, self._last_sequences = self._row_by_sequence, sequences
+    def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
+        """Return the row of each sequence of a step, and those of the rows that are new to their sequences.
+
+        A sequence that is not in the step loses its row.
+        """
+        previous_rows = self._row_by_sequence
         self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
         self._free_rows += previous_rows.values()
         while len(self._free_rows) < len(sequences) - len(self._row_by_sequence):
@@ -46,16 +44,11 @@ class RowAllocator:
             if seq not in self._row_by_sequence:
                 self._row_by_sequence[seq] = self._free_rows.pop()
                 new_rows.append(self._row_by_sequence[seq])
-        self._last_rows = np.array([self._row_by_sequence[seq] for seq in sequences], np.int64)
-        return self._last_rows, new_rows
-
-    def has_same_sequences(self, chunks: Items[Chunk]) -> bool:
-        """Whether these are the sequences of the last step, in its order. They are compared by identity."""
-        return len(chunks) == len(self._last_sequences) and [chunk.seq for chunk in chunks] == self._last_sequences
+        return np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows
 
     def clear(self) -> None:
-        """Nothing that is kept may be trusted: a step has failed."""
-        self._last_sequences, self._row_by_sequence = [], {}
+        """Take all rows back: what is kept in them may not be trusted after a step has failed."""
+        self._row_by_sequence = {}
         self._free_rows = list(range(self.row_count))[::-1]
 
 
@@ -63,7 +56,7 @@ class BlockTables:
     """Block tables of one attention group, a row for each running sequence."""
 
     def __init__(self, group: int, kv: PagedKV, blocks_max: int, device: torch.device | None) -> None:
-        """`blocks_max`: blocks of the longest sequence. `device`: where kernels read the tables; None: the host."""
+        """`blocks_max`: blocks of the longest sequence. `device`: where kernels read the tables; None: on the host."""
         self._group = group
         self._kv = kv
         self._device = device
@@ -72,7 +65,7 @@ class BlockTables:
             None if device is None else torch.zeros(blocks_max, INITIAL_ROWS, dtype=torch.int32, device=device)
         )
         self._table_states = np.zeros((2, INITIAL_ROWS), np.int64)
-        """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was written."""
+        """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was last written."""
         self._last_table_version: int | None = None
 
     def update(
@@ -84,9 +77,10 @@ class BlockTables:
         row_count: int,
         table_version: int | None = None,
     ) -> None:
-        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new_rows`.
+        """Write the blocks that the tables of a step's sequences gained; in `new_rows`, the whole tables.
 
-        `table_version`: as StepPlan has it; where it is what it was, only what tables gained is looked for.
+        chunks, ends, rows: a sequence's chunk, the end of its context and its row, for each sequence of the step.
+        `table_version`: as in StepPlan; as long as it stays the same, tables have only gained blocks.
         """
         self._extend(row_count)
         if new_rows:
@@ -102,7 +96,7 @@ class BlockTables:
             return
         stride, outdated_rows = self._host_tables.shape[0], rows[outdated_indices]
         table_indices: list[int] = []
-        """In a table [blocks, rows]."""
+        """Indices of the new blocks in a flat table [blocks, rows]."""
         new_blocks: list[BlockId] = []
         block_counts: list[int] = []
         for i, row, length in zip(
@@ -128,12 +122,12 @@ class BlockTables:
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
     def device_table(self, rows: IntArray) -> DeviceBlockTable:
-        """The tables in these rows, for kernels that read them on the device."""
+        """Return the tables in these rows, for kernels that read them on the device."""
         assert self._device_tables is not None
         return DeviceBlockTable(self._host_tables, self._device_tables, rows)
 
     def host_table(self, ends: IntArray, rows: IntArray) -> IntArray:
-        """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""
+        """Return a copy of the tables in these rows, [rows, blocks]. Entries past the end of a context mean nothing."""
         return self._host_tables[rows, : -(-int(ends.max()) // self._kv.block_size)]
 
     def _extend(self, row_count: int) -> None:

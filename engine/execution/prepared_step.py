@@ -1,4 +1,4 @@
-"""A step as the device needs it: what the host decides of it before anything is sent."""
+"""A step as the device needs it: all that the host decides before anything is sent."""
 
 from __future__ import annotations
 
@@ -7,45 +7,56 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.execution.sampler import SamplingInputs
+from engine.execution.sampler import SamplingBatch, SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
 from kernels.interface import IntArray
-from kernels.transfer import copy_to_device
 
 Order = Items[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchState:
-    """Inputs that stay the same while consecutive steps have the same sequences."""
+    """Everything that stays the same while steps have the same sequences, and sample for the same ones."""
 
     sequences: list[Sequence]
+    """Sequences of the step, in the order of the kernels."""
+    sampled_chunks: Order
+    """Indices of the sequences for which a token is drawn."""
     rows: IntArray
-    """[sequences]: row of the per-sequence tables of each; see `RowAllocator`."""
-    row_list: list[int]
+    """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
     device_rows: Tensor
     """`rows` on the device."""
+    sampled_rows: list[int]
+    """Rows of the `sampled_chunks`."""
+    sampled_device_rows: Tensor
+    """`sampled_rows` on the device."""
+    sampling_batch: SamplingBatch | None
+    """Sampling parameters of the `sampled_chunks`; None if this rank samples nothing."""
     has_prompt_logprobs: bool
-    """Whether logprobs of any prompt are wanted."""
-
-    @staticmethod
-    def from_chunks(chunks: Items[Chunk], rows: IntArray, device: torch.device) -> BatchState:
-        sequences = [chunk.seq for chunk in chunks]
-        has_prompt_logprobs = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
-        return BatchState(sequences, rows, rows.tolist(), copy_to_device(rows, device), has_prompt_logprobs)
+    """Whether any request wants logprobs of its prompt."""
+    last_batch: RaggedBatch
+    """Batch of the last step with these sequences."""
 
 
 class OrderedChunks(NamedTuple):
-    """The chunks of a step in the kernels' order."""
+    """The chunks of a step in the kernels' order, and their batch."""
 
     chunks: Items[Chunk]
     order: Order
     """Index of each chunk in the plan."""
     batch: RaggedBatch
+
+
+class DeviceTokens(NamedTuple):
+    """Tokens of a step that the previous step draws."""
+
+    token_indices: Tensor | None
+    """Their indices among the step's tokens; None: all of them."""
+    rows: Tensor
+    """Rows of their sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +70,34 @@ class PreparedStep:
     """Index of each chunk in the plan."""
     batch: RaggedBatch
     token_ids: Tensor
-    """[tokens]"""
+    """[tokens]; a token that only the device knows is 0 here."""
     tables: list[Any]
     """Block table of each group: [chunks, blocks], or a DeviceBlockTable."""
     units: IntArray | None
-    """[chunks]: units of their states."""
+    """[chunks]: units of their recurrent states; None for a model without state."""
     selected_tokens: Tensor | None
-    """Tokens that need hidden states for logits; None: all."""
+    """Indices of the tokens whose hidden states become logits; None: all tokens."""
     selected_starts: IntArray
-    """[chunks + 1]: where each chunk's begin among the selected."""
-    sampled_chunks: Order
-    """Chunks that a token is drawn for."""
-    sampled_rows: list[int]
-    """Table rows of the `sampled_chunks`."""
+    """[chunks + 1]: index of each chunk's first token among the selected tokens."""
+    batch_state: BatchState
     last_token_indices: Tensor | None
-    """Positions of their last tokens among the selected; None: these are all selected tokens."""
+    """Index of the last token of each sampled chunk among the selected tokens; None: each selected token is one."""
     sampling_inputs: SamplingInputs | None
     row_count: int
-    tokens_on_device: tuple[Tensor | None, Tensor] | None
-    """(places among the tokens, None: all; rows) of those that the step before draws."""
+    """Rows of the per-sequence tables."""
+    device_tokens: DeviceTokens | None
+    """Tokens that the previous step draws, which only the device knows."""
     prompt_logprob_chunks: list[int]
-    """Chunks that need logprobs of prompt tokens."""
-    sampled_device_rows: Tensor | None
-    """Table rows that get the drawn tokens, for the next step."""
+    """Indices of the chunks that need logprobs of prompt tokens."""
 
 
 def select_hidden_rows(
     chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
 ) -> tuple[IntArray | None, IntArray]:
-    """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
+    """Return the indices of the tokens whose hidden states become logits, and each chunk's first index among them.
+
+    None instead of the indices: all tokens.
+    """
     if query_starts[-1] == len(chunks) and False not in [chunk.should_sample for chunk in chunks]:
         return None, query_starts  # a decode step
     begins, ends = query_starts[:-1].copy(), query_starts[1:]
@@ -101,19 +111,19 @@ def select_hidden_rows(
 
 
 def wants_prompt_logprobs(chunk: Chunk) -> bool:
-    """Whether logprobs of prompt tokens are wanted that this chunk computes."""
+    """Return whether the request wants logprobs of prompt tokens that this chunk computes."""
     return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
 
 
 def state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """[chunks]: the unit of each chunk's recurrent state."""
+    """Return the unit of each chunk's recurrent state, [chunks]."""
     units = [chunk.seq.state_unit for chunk in chunks]
     assert None not in units, "a sequence without a state unit on a model that has state"
     return np.array(units, np.int64)
 
 
 def sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
-    """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
+    """Put the chunks of more than one token last. A decode step keeps its order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     is_prompt = ends - starts > 1

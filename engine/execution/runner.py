@@ -1,8 +1,11 @@
 """Computes a step: copies what the plan says, runs the model over the chunks, samples where a chunk asks for it.
 
-Decides nothing about who runs or what lies where. Rows of a step are put in the kernels' order (chunks of one token
-first); results are given back in the plan's order. Nothing is read from a block or a state that the plan did not fill
-before.
+Decides nothing about which requests run, or which memory they have. The chunks of a step are put in the kernels' order
+(chunks of one token first); results are returned in the plan's order. No block and no state is read before a plan has
+filled it.
+
+Most steps have the sequences of the step before. `_batch_state` is the one memory of that: all that depends on the
+sequences alone is made when they change.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from torch import Tensor
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.device_pool import DevicePool
-from engine.execution.logprobs import LOGPROB_TENSORS, read_logprobs, token_logprobs
+from engine.execution.logprobs import token_logprobs
 from engine.execution.masks import Masks
 from engine.execution.prepared_step import (
     BatchState,
-    Order,
+    DeviceTokens,
     OrderedChunks,
     PreparedStep,
     select_hidden_rows,
@@ -33,19 +36,20 @@ from engine.execution.prepared_step import (
     state_units,
     wants_prompt_logprobs,
 )
-from engine.execution.sampler import Sampler
+from engine.execution.sampler import Sampler, SamplingInputs
+from engine.execution.step_outputs import build_result
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import ForwardContext
-from engine.types import Chunk, RunnerLostError, StepPlan, StepResult
+from engine.types import Chunk, RunnerLostError, Sequence, StepPlan, StepResult
 from kernels import Kernels, RaggedBatch, select_kernels
-from kernels.interface import FixedPlanKernels
+from kernels.interface import FixedPlanKernels, IntArray
 from kernels.transfer import copy_to_device, start_copy_to_host
 
 Result = TypeVar("Result")
 
 LOGIT_SLAB_BYTES = 64 << 20
-"""Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
+"""Most bytes of fp32 logits of prompt positions that are held at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ class RunnerConfig:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     overlaps_steps: bool = False
-    """Steps may have tokens that the step before draws. Where no device queues steps, a thread does them."""
+    """Whether a step may begin before the tokens of the previous step are known. On a CPU a thread computes steps."""
     mask_threads: int = 1
     """Threads that make the masks of constrained answers."""
 
@@ -74,8 +78,8 @@ class ModelRunner:
         capture: Capture | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`kernels`: None: the device's own. `capture`: how decode steps are recorded, where the kernels allow it;
-        None: they are not. `grammars`: of constrained answers; None: there are none.
+        """`kernels`: None: the device's own. `capture`: records decode steps, if the kernels allow it; None: no steps
+        are recorded. `grammars`: those of constrained answers; None: there are no constrained answers.
         """
         device, spec = pool.device, pool.spec
         self.model = model
@@ -88,17 +92,16 @@ class ModelRunner:
         self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.window_by_group
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if config.overlaps_steps else None
-        """[rows]: the token drawn last for the sequence in each row."""
+        """[rows]: the token that was drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
-        """Waits for the tokens that the newest step draws; returns row -> token."""
+        """Waits for the tokens that the newest step draws, and returns row -> token."""
         self._fixed_plans = self._ops if isinstance(self._ops, FixedPlanKernels) else None
-        # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
+        # Device tables are read when a step is queued on the device: in the order of the steps, on this thread.
         needs_thread = config.overlaps_steps and self._fixed_plans is None
         self._step_thread = ThreadPoolExecutor(1, "step") if needs_thread else None
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
-        self._batch: RaggedBatch | None = None
-        """Batch of the last step, like `_batch_state`."""
+        """State of the last step's sequences; None before the first step, and after a failed one."""
         blocks_max = -(-config.max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
@@ -119,27 +122,27 @@ class ModelRunner:
 
     @property
     def has_recorded_steps(self) -> bool:
-        """Decode steps are recorded: they read and write where the pool and the weights were then."""
+        """Whether decode steps are recorded. They use the addresses that pool and weights had at that time."""
         return self._graphs is not None
 
     def release_pool(self) -> None:
-        """Give the pool's memory back. No step may be out, and none may come before `allocate_pool`."""
-        self._row_allocator.clear()
+        """Give the pool's memory back. No step may be in flight, and none may come before `allocate_pool`."""
+        self._forget_batch()
         self.pool.release()
 
     def allocate_pool(self) -> None:
-        """Have a pool again, in which nothing is. Raises RuntimeError where there is no memory for it."""
+        """Allocate the pool again, empty. Raises RuntimeError if there is no memory for it."""
         self.pool.allocate()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLostError where no step can be done."""
+        """Compute a step. Results are in the order of `plan.chunks`. Raises RunnerLostError if the device is lost."""
         return self.submit(plan)()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin the step, behind those that were begun before; what is returned waits for its result.
+        """Begin a step, after those that were begun before. The function that is returned waits for its result.
 
-        Either may raise, RunnerLostError too. The plan is not read after this returns.
+        Both may raise, RunnerLostError too. The plan is not read after this returns.
         """
         return self._reset_on_error(partial(self._submit, plan))
 
@@ -154,15 +157,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_and_read(self, step: PreparedStep) -> list[list[Any]]:
-        """On the thread that computes."""
+        """Compute a step on the step thread, to its end."""
         return self._compute(step)()
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
         try:
             return call()
         except Exception as error:
-            self._row_allocator.clear()
-            self._batch = None
+            self._forget_batch()
             self._sampler.reset_rows()
             try:
                 self._probe()
@@ -170,42 +172,38 @@ class ModelRunner:
                 raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
             raise
 
+    def _forget_batch(self) -> None:
+        """Write all per-sequence tables anew with the next step."""
+        self._row_allocator.clear()
+        self._batch_state = None
+
     def _probe(self) -> None:
-        """Compute something small: a kernel's error sticks to its CUDA context, and fails whatever comes after it."""
+        """Compute something small. After a kernel's error everything fails that uses the same CUDA context."""
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """Prepare a step on the host: order its chunks, and upload tables, tokens and sampling inputs."""
-        continuation = self._continue_previous(plan)
+        continuation = self._continue_last_batch(plan)
         chunks, order, batch = continuation or sort_for_kernels(plan.chunks)
-        batch_state, new_rows = self._current_batch_state(chunks, is_continuation=continuation is not None)
-        self._batch = batch
-        ends, rows = batch.context_lens, batch_state.rows
-        self._sampler.reset_rows(new_rows)
+        new_rows = [] if continuation is not None else self._update_batch_state(chunks, batch)
+        state = self._batch_state
+        assert state is not None
+        state.last_batch = batch
+        ends, rows, row_count = batch.context_lens, state.rows, self._row_allocator.row_count
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new_rows, self._row_allocator.row_count, plan.table_version)
-        prompt_logprob_chunks = (
-            [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
-            if batch_state.has_prompt_logprobs
-            else []
-        )
-        token_ids, tokens_on_device = self._build_token_ids(
-            chunks, batch.token_count, batch_state, all_on_device=continuation is not None
-        )
+            tables.update(chunks, ends, rows, new_rows, row_count, plan.table_version)
+        prompt_logprob_chunks: list[int] = []
+        if state.has_prompt_logprobs:
+            prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
         selected_tokens, selected_starts = None, batch.query_starts
-        sampled_chunks: Order = range(len(chunks))
         if continuation is None:
             selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
-            sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        sequences, sampled_ends, sampled_rows = batch_state.sequences, ends, batch_state.row_list
-        if len(sampled_chunks) < len(chunks):
-            sequences, sampled_rows = [sequences[i] for i in sampled_chunks], [sampled_rows[i] for i in sampled_chunks]
-            sampled_ends = ends[sampled_chunks]
-        sampling_inputs = None
-        if sampled_chunks and self.model.samples_tokens:
-            sampling_inputs = self._sampler.prepare(
-                sequences, sampled_ends, sampled_rows, self._row_allocator.row_count
-            )
+        last_token_indices = None
+        if len(state.sampled_chunks) < selected_starts[-1]:
+            last_token_indices = copy_to_device(selected_starts[1:][state.sampled_chunks] - 1, self.device)
+        token_ids, device_tokens = self._build_token_ids(
+            chunks, batch.token_count, state, all_on_device=continuation is not None
+        )
         return PreparedStep(
             plan, chunks, order, batch,
             token_ids=token_ids,
@@ -216,74 +214,97 @@ class ModelRunner:
             units=state_units(chunks) if self._states else None,
             selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
             selected_starts=selected_starts,
-            sampled_chunks=sampled_chunks,
-            sampled_rows=sampled_rows,
-            last_token_indices=copy_to_device(selected_starts[1:][sampled_chunks] - 1, self.device)
-            if len(sampled_chunks) < selected_starts[-1] else None,
-            sampling_inputs=sampling_inputs,
-            row_count=self._row_allocator.row_count,
-            tokens_on_device=tokens_on_device,
+            batch_state=state,
+            last_token_indices=last_token_indices,
+            sampling_inputs=self._prepare_sampling(state, ends),
+            row_count=row_count,
+            device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
-            sampled_device_rows=None if self._last_tokens is None or sampling_inputs is None
-            else batch_state.device_rows if len(sampled_chunks) == len(rows)
-            else copy_to_device(rows[sampled_chunks], self.device),
         )  # fmt: skip
 
-    def _current_batch_state(self, chunks: Items[Chunk], *, is_continuation: bool) -> tuple[BatchState, list[int]]:
-        """Return the batch state, and the rows that are new to their sequences.
-
-        `RowAllocator` returns the same array while the same sequences come.
-        """
-        if is_continuation and self._batch_state is not None:
-            return self._batch_state, []
-        rows, new_rows = self._row_allocator.assign(chunks)
-        if self._batch_state is None or self._batch_state.rows is not rows:
-            self._batch_state = BatchState.from_chunks(chunks, rows, self.device)
-        return self._batch_state, new_rows
-
-    def _continue_previous(self, plan: StepPlan) -> OrderedChunks | None:
-        """Return what `sort_for_kernels` would, where each chunk is the token that its chunk of the last step drew."""
-        previous, chunks = self._batch, plan.chunks
-        if previous is None or not plan.continues_previous:
+    def _continue_last_batch(self, plan: StepPlan) -> OrderedChunks | None:
+        """Return the chunks in order if each computes the token that its sequence drew in the last step, else None."""
+        if self._batch_state is None or not plan.continues_previous:
             return None
-        count, previous_lens = len(chunks), previous.context_lens
-        assert (chunks[0].start, chunks[-1].start) == (previous_lens[0], previous_lens[-1])
-        query_starts = previous.query_starts if previous.decode_count == count else np.arange(count + 1)
-        batch = RaggedBatch(query_starts, previous_lens + 1, previous_lens, count)
-        return OrderedChunks(chunks, range(count), batch)
+        chunks, last_batch = plan.chunks, self._batch_state.last_batch
+        count, last_lens = len(chunks), last_batch.context_lens
+        assert (chunks[0].start, chunks[-1].start) == (last_lens[0], last_lens[-1])
+        query_starts = last_batch.query_starts if last_batch.decode_count == count else np.arange(count + 1)
+        return OrderedChunks(chunks, range(count), RaggedBatch(query_starts, last_lens + 1, last_lens, count))
+
+    def _update_batch_state(self, chunks: Items[Chunk], batch: RaggedBatch) -> list[int]:
+        """Make the batch state anew unless it is that of these chunks. Returns the rows that are new to a sequence."""
+        state = self._batch_state
+        sequences = [chunk.seq for chunk in chunks]
+        sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
+        if state is not None and state.sequences == sequences and state.sampled_chunks == sampled_chunks:
+            return []
+        rows, new_rows = self._row_allocator.assign(sequences)
+        self._sampler.reset_rows(new_rows)
+        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows, batch)
+        return new_rows
+
+    def _make_batch_state(
+        self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray, batch: RaggedBatch
+    ) -> BatchState:
+        device_rows = copy_to_device(rows, self.device)
+        sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
+        if len(sampled_chunks) < len(sequences):
+            sampled_rows = rows[sampled_chunks].tolist()
+            sampled_device_rows = copy_to_device(rows[sampled_chunks], self.device)
+        if sampled_chunks and self.model.samples_tokens:
+            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
+        return BatchState(
+            sequences=sequences,
+            sampled_chunks=sampled_chunks,
+            rows=rows,
+            device_rows=device_rows,
+            sampled_rows=sampled_rows,
+            sampled_device_rows=sampled_device_rows,
+            sampling_batch=sampling_batch,
+            has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
+            last_batch=batch,
+        )
+
+    def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
+        """Prepare to draw the token at the end of each sampled chunk. `ends`: those of all chunks."""
+        if state.sampling_batch is None:
+            return None
+        sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
+        return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
 
     def _build_token_ids(
-        self, chunks: Items[Chunk], token_count: int, batch_state: BatchState, *, all_on_device: bool
-    ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
-        """Return the tokens that are known on the host, and `PreparedStep.tokens_on_device`."""
+        self, chunks: Items[Chunk], token_count: int, state: BatchState, *, all_on_device: bool
+    ) -> tuple[Tensor, DeviceTokens | None]:
+        """Return the tokens that the host knows, and where the device puts the others."""
         if all_on_device:
-            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, batch_state.device_rows)
-        chunks_on_device = [
-            i for i, chunk in enumerate(chunks) if chunk.token_on_device
-        ]  # alone, so these are places among the tokens too
+            token_ids = torch.empty(token_count, dtype=torch.int64, device=self.device)
+            return token_ids, DeviceTokens(None, state.device_rows)
+        # A chunk on the device has one token and stands before longer chunks: its index is that of its token, too.
+        chunks_on_device = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
-        device_tokens = copy_to_device(np.array(tokens, np.int64), self.device)
+        token_ids = copy_to_device(np.array(tokens, np.int64), self.device)
         if not chunks_on_device:
-            return device_tokens, None
-        return device_tokens, (
+            return token_ids, None
+        return token_ids, DeviceTokens(
             copy_to_device(np.array(chunks_on_device), self.device),
-            copy_to_device(batch_state.rows[chunks_on_device], self.device),
+            copy_to_device(state.rows[chunks_on_device], self.device),
         )
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
-        """Have the device do it; what waits for what there is to read."""
-        plan = step.plan
+        """Queue a step on the device. The function that is returned waits for the step's outputs, and returns them."""
+        plan, state = step.plan, step.batch_state
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
         self.pool.prepare_step(plan)
         outputs: list[Tensor] = []
         if self._last_tokens is not None and (missing_rows := step.row_count - len(self._last_tokens)) > 0:
             self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
-        if step.tokens_on_device is not None:
+        if step.device_tokens is not None:
             assert self._last_tokens is not None
-            token_indices, rows = step.tokens_on_device
+            token_indices, rows = step.device_tokens
             if token_indices is None:
                 torch.index_select(self._last_tokens, 0, rows, out=step.token_ids)
             else:
@@ -296,17 +317,17 @@ class ModelRunner:
         self.pool.finish_step(plan)
         read = start_copy_to_host(outputs)
         if self._last_tokens is not None:
-            self._read_last_tokens = lambda: dict(zip(step.sampled_rows, read()[0])) if step.sampled_rows else {}
+            self._read_last_tokens = lambda: dict(zip(state.sampled_rows, read()[0])) if state.sampled_rows else {}
         return read
 
     @torch.inference_mode()
     def record_decode_steps(self, sequences_max: int) -> None:
-        """Record now, not when they are first needed, the decode steps of up to so many sequences, where any are."""
+        """Record the decode steps of up to so many sequences now, instead of when they are first needed."""
         if self._graphs is not None:
             self._graphs.record(sequences_max)
 
     def close(self) -> None:
-        """Give up the thread and the recorded steps: NCCL's communicators do not end while a graph holds them."""
+        """End the threads, and drop the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
         if self._step_thread is not None:
             self._step_thread.shutdown()
@@ -314,7 +335,7 @@ class ModelRunner:
             self._masks.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
-        """Hidden states of the selected rows, [selected, hidden]."""
+        """Compute the hidden states of the selected tokens, [selected, hidden]."""
         batch, tables = step.batch, step.tables
         if self._graphs is not None and batch.decode_count == len(step.chunks):
             hidden = self._graphs.forward(step.token_ids, batch, tables, step.units)
@@ -337,8 +358,8 @@ class ModelRunner:
         return self.model.forward(step.token_ids, layers, step.selected_tokens)
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
-        """The tokens drawn, and their logprobs where somebody wants any."""
-        if not step.sampled_chunks:
+        """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
+        if not step.batch_state.sampled_chunks:
             return []
         sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
         if step.sampling_inputs is None:
@@ -346,12 +367,11 @@ class ModelRunner:
             return []
         tokens, logprobs = self._sampler.sample(self.model.compute_logits(sampled_hidden), step.sampling_inputs)
         if self._last_tokens is not None:
-            assert step.sampled_device_rows is not None
-            self._last_tokens.index_copy_(0, step.sampled_device_rows, tokens)
+            self._last_tokens.index_copy_(0, step.batch_state.sampled_device_rows, tokens)
         return [tokens, *logprobs]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
-        """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
+        """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i."""
         end = min(chunk.end + 1, chunk.seq.prompt_len)
         count, slab_rows = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
@@ -366,31 +386,7 @@ class ModelRunner:
         return [torch.cat(parts) for parts in zip(*slabs, strict=True)]
 
     def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
-        """From what was read: the tokens, their logprobs, those of prompts."""
-        result, order = StepResult([None] * len(step.chunks)), step.order
         if not self.model.samples_tokens:
-            return result
-        if step.sampling_inputs is not None:
-            tokens = outputs.pop(0)
-            if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
-                result.sampled_tokens = tokens
-            else:
-                for i, token in zip(step.sampled_chunks, tokens, strict=True):
-                    result.sampled_tokens[order[i]] = token
-            result.failure_by_chunk = {
-                order[step.sampled_chunks[i]]: reason
-                for i, reason in self._sampler.failures(step.sampling_inputs).items()
-            }
-            if rows := step.sampling_inputs.batch.logprob_rows:
-                entries = read_logprobs(outputs[:LOGPROB_TENSORS], step.sampling_inputs.batch.logprob_counts)
-                result.logprobs_by_chunk = {
-                    order[step.sampled_chunks[row]]: entry for row, entry in zip(rows, entries, strict=True)
-                }
-                del outputs[:LOGPROB_TENSORS]
-        for i in step.prompt_logprob_chunks:
-            top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
-            result.prompt_logprobs_by_chunk[order[i]] = read_logprobs(
-                outputs[:LOGPROB_TENSORS], [top_count] * len(outputs[0])
-            )
-            del outputs[:LOGPROB_TENSORS]
-        return result
+            return StepResult([None] * len(step.chunks))
+        failures = {} if step.sampling_inputs is None else self._sampler.failures(step.sampling_inputs)
+        return build_result(step, outputs, failures)

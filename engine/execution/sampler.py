@@ -103,7 +103,11 @@ class SamplingBatch:
     settings: DrawSettings
     """Settings of the draw, without the uniform numbers, which differ in each step."""
     precomputed_uniforms: tuple[IntArray, Tensor] | None = None
-    """(positions, [steps, rows] of these numbers): row i is of the step that is at i more than these positions."""
+    """(positions, [steps, rows] uniform numbers): row i is for the step at these positions plus i."""
+    active_ban_count: int = 0
+    """Number of the `min_token_bans` that `banned_indices` has."""
+    banned_indices: Tensor | None = None
+    """Indices into the flat logits that min_tokens banned in the last step."""
 
 
 @dataclass(slots=True)
@@ -144,46 +148,44 @@ class Sampler:
         self._seed = seed
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
-        self._batch: SamplingBatch | None = None
         self._penalties = Penalties(device, ops.penalise, ops.count_sampled)
         self._masks = masks
-        self._last_ban: tuple[list[int], Tensor | None] = ([], None)
-        """The rows that min_tokens banned tokens of last, and the places of these."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
         """Forget the state of these rows (None: of all), because other sequences get them next."""
         self._penalties.reset_rows(rows)
         if self._masks is not None:
             self._masks.reset_rows(rows)
-        self._batch = None if rows is None else self._batch
 
-    def prepare(self, sequences: list[Sequence], ends: IntArray, rows: list[int], row_count: int) -> SamplingInputs:
-        """The host's part of drawing the token at position `ends[i]` of each sequence, what is kept in row `rows[i]`.
+    def prepare(self, batch: SamplingBatch, ends: IntArray, row_count: int) -> SamplingInputs:
+        """Prepare, on the host, to draw the token at position `ends[i]` of sequence i of the batch.
 
-        Of a sequence that comes in every step the token before may be on the device only.
+        Only the device may know the token before it. `row_count`: rows of the per-sequence tables.
         """
-        batch = self._batch
-        if batch is None or batch.sequences != sequences or batch.state_rows != rows:  # sequences compare by identity
-            batch = self._batch = self._new_batch(list(sequences), list(rows))
-            self._last_ban = ([], None)
         positions = ends - batch.prompt_lens
         uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms
-        banning_rows = [i for i, ban in enumerate(batch.min_token_bans) if positions[ban.row] < ban.min_tokens]
-        if banning_rows != self._last_ban[0]:
-            banned_indices = (
-                copy_to_device(
-                    np.concatenate([batch.min_token_bans[i].banned_indices for i in banning_rows]), self._device
-                )
-                if banning_rows
-                else None
-            )
-            self._last_ban = (banning_rows, banned_indices)
         penalties = None
         if batch.penalised_rows:
-            penalties = self._penalties.prepare(batch.penalty_state_rows, batch.penalised_rows, sequences, row_count)
+            penalties = self._penalties.prepare(
+                batch.penalty_state_rows, batch.penalised_rows, batch.sequences, row_count
+            )
         return SamplingInputs(
-            batch, uniforms, self._last_ban[1], penalties, self._make_mask_requests(batch, ends, positions)
+            batch,
+            uniforms,
+            self._find_banned_indices(batch, positions),
+            penalties,
+            self._make_mask_requests(batch, ends, positions),
         )
+
+    def _find_banned_indices(self, batch: SamplingBatch, positions: IntArray) -> Tensor | None:
+        """Return indices into the flat logits of the tokens that min_tokens bans at these output positions."""
+        active_bans = [ban for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
+        if len(active_bans) != batch.active_ban_count:  # bans only end
+            batch.active_ban_count, batch.banned_indices = len(active_bans), None
+            if active_bans:
+                indices = np.concatenate([ban.banned_indices for ban in active_bans])
+                batch.banned_indices = copy_to_device(indices, self._device)
+        return batch.banned_indices
 
     def _make_mask_requests(
         self, batch: SamplingBatch, ends: IntArray, positions: npt.NDArray[np.int64]
@@ -275,7 +277,8 @@ class Sampler:
         tokens[short_row_indices] = valid_ids.gather(1, positions[:, None])[:, 0]
         return tokens
 
-    def _new_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:
+    def make_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:
+        """Collect the sampling parameters of sequences whose state is kept in these rows."""
         params = [seq.request.params for seq in sequences]
         random_rows = [i for i, p in enumerate(params) if p.temperature > 0.0]
         logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]

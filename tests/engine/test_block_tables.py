@@ -59,7 +59,7 @@ def test_tables_are_those_of_this_step() -> None:
         step_seqs = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
         ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in step_seqs]
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(step_seqs, ends)]
-        rows, new = row_allocator.assign(chunks)
+        rows, new = row_allocator.assign(step_seqs)
         assert len(set(rows.tolist())) == len(chunks)
         passes_orders = rng.random() < 0.8
         for group, tables in enumerate(groups):
@@ -90,7 +90,7 @@ def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) ->
             seqs[1].block_tables[0].append(BlockId(7))
         ends = np.array([20, 20 + (step == 4), 20, 20])
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends.tolist())]
-        rows, new = row_allocator.assign(chunks)
+        rows, new = row_allocator.assign(seqs)
         tables.update(chunks, ends, rows, new, row_allocator.row_count)
     assert sent_sizes == [20, 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from engine.cache.step_log import StepLog
 from engine.decode_batch import DecodeBatch
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.scheduler import Scheduler
+from engine.types import StepPlan
 
 pytestmark = pytest.mark.long
 
@@ -51,7 +53,7 @@ def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
 
 def a_row_is_another_ones(patch: Patch) -> None:
     real = RowAllocator.assign
-    patch.setattr(RowAllocator, "assign", lambda self, chunks: (real(self, chunks)[0], []))
+    patch.setattr(RowAllocator, "assign", lambda self, sequences: (real(self, sequences)[0], []))
 
 
 def tables_are_written_up_to_the_token_before(patch: Patch) -> None:
@@ -63,9 +65,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._requests._entries_in_flight.appendleft([])
+        self._requests._steps_in_flight = deque(self._steps_in_flight)
         outputs = real(self, plan, result)
-        self._requests._entries_in_flight.popleft()
+        self._requests._steps_in_flight = self._steps_in_flight
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
@@ -149,10 +151,10 @@ def decoders_do_not_end(patch: Patch) -> None:
 def decoders_outlive_one_of_them(patch: Patch) -> None:
     real = Scheduler._repeat_decodes
 
-    def repeat_decodes(self: Scheduler, decode_batch: DecodeBatch, draft: Any) -> bool:
+    def repeat_decodes(self: Scheduler, decode_batch: DecodeBatch) -> StepPlan | None:
         running, self._requests.running = self._requests.running, decode_batch.entries
         try:
-            return real(self, decode_batch, draft)
+            return real(self, decode_batch)
         finally:
             self._requests.running = running
 

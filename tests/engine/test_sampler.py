@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from engine.execution.block_tables import RowAllocator
 from engine.execution.logprobs import read_logprobs, token_logprobs
-from engine.execution.sampler import _GOLDEN, Sampler, _mix, uniforms_at
-from engine.types import Chunk, Request, SamplingParams, Sequence, TokenLogprobs
+from engine.execution.sampler import _GOLDEN, Sampler, SamplingBatch, _mix, uniforms_at
+from engine.types import Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
 VOCAB = 97
@@ -29,15 +29,16 @@ class Drawing:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.sampler, self.row_allocator = Sampler(*args, **options), RowAllocator()
+        self.batch: SamplingBatch | None = None
 
     def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """(the next token of each row, row -> logprobs where asked for)."""
         ends = [len(seq.token_ids) for seq in seqs]
-        rows, new = self.row_allocator.assign(
-            [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends)]
-        )
-        self.sampler.reset_rows(new)
-        inputs = self.sampler.prepare(seqs, np.array(ends), rows.tolist(), self.row_allocator.row_count)
+        if self.batch is None or self.batch.sequences != seqs:
+            rows, new = self.row_allocator.assign(seqs)
+            self.sampler.reset_rows(new)
+            self.batch = self.sampler.make_batch(list(seqs), rows.tolist())
+        inputs = self.sampler.prepare(self.batch, np.array(ends), self.row_allocator.row_count)
         tokens, logprobs = self.sampler.sample(logits.clone(), inputs)
         batch = inputs.batch
         entries = read_logprobs([x.tolist() for x in logprobs], batch.logprob_counts) if logprobs else []

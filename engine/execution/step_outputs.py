@@ -1,0 +1,45 @@
+"""A step's result, from the outputs of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.execution.logprobs import LOGPROB_TENSORS, read_logprobs
+from engine.execution.prepared_step import PreparedStep
+from engine.types import StepResult, TokenLogprobs
+
+
+def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> StepResult:
+    """Build the result of a step, in the order of its plan.
+
+    outputs: the drawn tokens, their logprobs, then logprobs of prompts; each kind only if the step has it.
+    failures: index of a sampled chunk -> reason why its answer cannot go on.
+    """
+    result, order = StepResult([None] * len(step.chunks)), step.order
+    sampled_order = [order[i] for i in step.batch_state.sampled_chunks]
+    if step.sampling_inputs is not None:
+        tokens = outputs.pop(0)
+        if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
+            result.sampled_tokens = tokens
+        else:
+            for plan_index, token in zip(sampled_order, tokens, strict=True):
+                result.sampled_tokens[plan_index] = token
+        result.failure_by_chunk = {sampled_order[i]: reason for i, reason in failures.items()}
+        sampling_batch = step.sampling_inputs.batch
+        if sampling_batch.logprob_rows:
+            entries = _take_logprobs(outputs, sampling_batch.logprob_counts)
+            result.logprobs_by_chunk = {
+                sampled_order[row]: entry for row, entry in zip(sampling_batch.logprob_rows, entries, strict=True)
+            }
+    for i in step.prompt_logprob_chunks:
+        top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
+        result.prompt_logprobs_by_chunk[order[i]] = _take_logprobs(outputs, [top_count] * len(outputs[0]))
+    return result
+
+
+def _take_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:
+    """Remove the columns of one call of `token_logprobs` from the outputs, and return the logprobs that they hold."""
+    columns = outputs[:LOGPROB_TENSORS]
+    del outputs[:LOGPROB_TENSORS]
+    return read_logprobs(columns, counts)
