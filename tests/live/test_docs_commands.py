@@ -3,7 +3,7 @@
 A `bash` or `console` block, or one without a language that begins with a program, is taken command by command. Servers
 are started for real and stay up for the rest of the page; their ports are mapped to free ones, and a worker that the
 page has running already (`gpu1:8000`) is one of ours. Of another engine's command what it publishes is read. A command
-that this file does not know how to run fails the test: teach it here. A block of TOML that begins with
+that this file does not know how to run fails the test: teach it here. A block of TOML or Python that begins with
 `# NAME` is that file.
 """
 
@@ -269,7 +269,9 @@ def _ready_line(log: str) -> str:
 def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+    for name, text in re.findall(
+        r"^```(?:toml|python)\n# (\w+\.\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
         (tmp_path / name).write_text(text)
     (tmp_path / "bodies.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
     session = Session(tmp_path)
