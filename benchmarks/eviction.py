@@ -101,7 +101,7 @@ class EngineOrder:
         turn = self.order.begin_turn(names, hit_count)
         parent = self.nodes[names[hit_count - 1]] if hit_count else None
         if parent is not None:
-            self.order.mark_used(parent)
+            self.order.device_queue.remove(parent)
         for depth in range(hit_count, len(names)):
             node = self.nodes[names[depth]] = Node(names[depth], depth, parent)
             if parent is not None:
@@ -115,7 +115,7 @@ class EngineOrder:
 
     def trim(self) -> None:
         """Evict what does not fit, of what nobody holds."""
-        while len(self.nodes) > self.capacity and (leaf := self.order.select_victim()) is not None:
+        while len(self.nodes) > self.capacity and (leaf := self.order.device_queue.select_leaf()) is not None:
             self.evict(leaf)
 
     def evict(self, leaf: Node) -> None:

@@ -1,9 +1,10 @@
 """The engine: requests in, one step at a time, outputs and cache events out.
 
-Start reading here. A step is: the scheduler plans, the runner computes, the scheduler takes the result in, and what
-the cache gained or lost is published. Where steps overlap, the next one is planned and begun before the result of this
-one is waited for. The core is driven by one thread; it knows no sockets and no clock (`now` is an argument). The
-publisher must not block: it is called in the step loop, after the compute.
+Start reading here. In each step the scheduler makes a plan, the runner computes it, and the scheduler applies the
+result. Then the events of the cache are published: the blocks of a step are announced after the step is computed, and
+before its tokens are handed out. With overlapping steps the next step is planned and begun before the result of this
+one is waited for. One thread drives the core, which knows no sockets and no clock (`now` is an argument). The step loop
+calls `publish`, which must not block.
 """
 
 from __future__ import annotations
@@ -28,104 +29,106 @@ from simulation.spec import ScriptTurn
 log = logging.getLogger(__name__)
 
 FAILURES_MAX = 10
-"""Steps that fail one after the other before the engine ends: what no request can mend, a new process may."""
+"""Failed steps in a row after which the engine ends, because only a new process may help."""
 
 GRAMMAR_WAIT_S = 0.01
-"""How long a step waits for a grammar where there is nothing else to do: commands are read between steps."""
+"""Longest wait of a step for a grammar when there is no other work: commands are read between steps."""
 
 PublishEvents = Callable[[Collection[Event]], None]
-"""Takes what a step changed. The events are made when it is iterated, on whatever thread that is."""
+"""Takes the events of a step, which are made when they are iterated."""
 
 
 class Runner(Protocol):
-    """Computes a step on a device. Any exception but RunnerLostError fails that step's requests and nothing else."""
+    """Computes steps on a device. An exception fails the requests of its step; RunnerLostError ends the engine."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
 @runtime_checkable
 class OverlappingRunner(Protocol):
-    """A runner that computes a step while the next one is planned."""
+    """A runner that computes one step while the next one is planned."""
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin the step, behind those that were begun before; what is returned waits for its result.
+        """Begin a step, after those that were begun before. The function that is returned waits for its result.
 
-        Either may raise, as `execute` does. What plan and sequences say is read before this returns. Where one step
-        fails, nothing is asked of those that were begun after it.
+        Both may raise, as `execute` does. Plan and sequences are read before this returns. If a step fails, the results
+        of the steps that were begun after it are never waited for.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
-    """A loaded and measured model that computes steps on its device, or the simulation of one."""
+    """A loaded model, real or simulated: the sizes of its cache, and the operations on it."""
 
     cache_spec: CacheSpec
     unit_count: int
+    """Units of the cache on the device."""
     max_model_len: int
     vocab_size: int
     dtype: str
     device: str
     make_runner: Callable[[tuple[int, ...], GrammarCompiler | None], Runner]
-    """From the token ids that end an answer, and what constrained answers match. Called once, after the cache is made.
-    """
+    """Makes the runner, from the token ids that end an answer and the grammars of constrained answers. Called once."""
     close: Callable[[], None]
-    """End what the steps need besides this process; idempotent."""
+    """Ends the processes and threads that compute steps. Idempotent."""
     watch_for_loss: Callable[[Callable[[str], None]], None]
-    """From now on call back, on any thread, with the reason why no further step can be computed."""
+    """Makes a call, on any thread, with the reason once no further step can be computed."""
     get_simulation_lag: Callable[[], SimulationLag | None]
+    """Returns the lag of simulated steps; None if steps are real."""
     step_tokens_max: int
-    """In one step, at most."""
+    """Most tokens of one step."""
     overlaps_steps: bool = False
     """Whether the runner is an `OverlappingRunner` and steps overlap."""
     host_unit_count: int = 0
-    """Units of host memory under the cache."""
+    """Units of the cache in host memory."""
     load_bytes_max: int | None = None
     """Most bytes that a step with decodes loads from host memory; None: no limit."""
     get_copy_s: Callable[[], float] = lambda: 0.0
-    """Time spent on copies to host memory and back, where the steps wait for them."""
+    """Returns the seconds for which steps have waited for copies to host memory and back."""
     target_prefill_tokens: int | None = None
-    """The field of `SchedulerConfig`."""
+    """See `SchedulerConfig`."""
     script_turns: tuple[ScriptTurn, ...] = ()
-    """Answers turn by turn, where steps are simulated; empty: random text."""
+    """Answers of a simulation, turn by turn; empty: random text."""
     sleep: Callable[[int], None] = lambda level: None
-    """Free memory while nothing runs: level 1 the cache and the weights on the device, level 2 all weights.
-    The cache is lost. Raises ValueError where that is impossible."""
+    """Frees memory while nothing runs: with level 1 the cache and the weights on the device, with level 2 all weights.
+    The cache is lost. Raises ValueError if the executor cannot sleep."""
     wake: Callable[[], None] = lambda: None
-    """Allocate it again and load dropped weights. Raises ValueError, OSError, MemoryError and sleeps on."""
+    """Allocates the cache again and loads dropped weights. Raises ValueError, OSError or MemoryError, and stays asleep.
+    """
     reload_weights: Callable[[str | None], None] = lambda path: None
-    """Compute with the weights of this checkpoint's folder, or None: of the last one, from now on. Raises as `wake`;
-    the weights are then the old ones."""
+    """Loads the weights of a checkpoint's folder; None: of the last one. Raises as `wake` does, and keeps the weights.
+    """
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
-    """How far simulated steps lag behind the times that they should take. Seconds."""
+    """Difference between the times at which simulated steps ended and those at which they should have ended."""
 
     step_count: int = 0
     step_s: float = 0.0
-    """Seconds that the steps should have taken."""
+    """Seconds that all steps should have taken together."""
     lag_s: float = 0.0
     """Sum of the seconds by which steps ended late."""
     lag_s_max: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of now, and totals since the start."""
+    """Gauges at this time, and totals since the start."""
 
     running_requests: int
     waiting_requests: int
     kv_cache_usage: float
-    """Share of the cache's memory that running sequences hold, 0 .. 1, without what could be evicted."""
+    """Share of the cache's memory that running sequences hold, 0 .. 1; cached blocks do not count."""
     token_limit: int
-    """Tokens (prompt and output) that one sequence can have: the model's length or what the cache can hold."""
+    """Most tokens of one sequence, prompt and output together."""
     prefix_cache_queries: int
-    """Prompt tokens looked up."""
+    """Prompt tokens that were looked up in the cache."""
     prefix_cache_hits: int
-    """Prompt tokens found in the cache."""
+    """Prompt tokens that were found in the cache."""
     host_cache_hits: int
-    """Prompt tokens found in host memory, also counted in `prefix_cache_hits`."""
+    """Prompt tokens of `prefix_cache_hits` that were found in host memory."""
     host_cache_usage: float
-    """Used share of the host memory under the cache, 0 .. 1; 0 without host memory."""
+    """Used share of the cache's host memory, 0 .. 1; 0 without host memory."""
     host_stored_bytes: int
     host_loaded_bytes: int
     host_copy_s: float
@@ -158,10 +161,10 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         get_copy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`overlaps_steps`: the runner is `OverlappingRunner`; a step is planned and begun while another is computed.
+        """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
-        `grammars`: what constrained answers match; None: no request may have a constraint.
-        `get_copy_s`: as an Executor's.
+        `grammars`: those of constrained answers; None: no request may have a constraint.
+        `get_copy_s`: see Executor.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -170,26 +173,26 @@ class EngineCore:
             self._submit_step = runner.submit
         self._steps_in_flight_max = 1 + overlaps_steps
         self._steps_in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        """Steps that were begun, oldest first, and what waits for the result of each."""
+        """(plan, function that waits for the result) of each step that was begun, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
         self._get_copy_s = get_copy_s
         self._compiling_requests: dict[str, _CompilingRequest] = {}
-        """Requests that wait for their grammar to be compiled, by id."""
+        """Request id -> request that waits for its grammar to be compiled."""
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
-        """Failed steps since the last one that was computed."""
+        """Failed steps since the last step that was computed."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether any request waits, runs or ends with a step in flight."""
         return self.scheduler.has_work or bool(self._compiling_requests)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
 
-        One whose grammar must be compiled is queued when that is done; no step waits for it.
+        If the request's grammar must be compiled first, the request is queued after that. No step waits for it.
         """
         constraint = request.params.constraint
         if constraint is not None:
@@ -201,7 +204,10 @@ class EngineCore:
         self.scheduler.add(request, now)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
-        """End requests; their last outputs (finish_reason ABORT). Unknown or finished ids are passed over."""
+        """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
+
+        A request in a step in flight keeps its blocks until the step is applied. Its computed blocks stay cached.
+        """
         outputs = (self._abort_request(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
@@ -211,9 +217,9 @@ class EngineCore:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> Collection[SequenceOutput]:
-        """Plan and begin a step, then wait for the oldest in flight, if no further step may begin or there is none.
+        """Plan and begin a step, then finish the oldest step in flight, unless another step may begin before that.
 
-        Returns the outputs of the step that was waited for. Raises RunnerLostError.
+        Returns the outputs of the finished step. Raises RunnerLostError.
         """
         rejected = self._add_compiled() if self._compiling_requests else []
         plan = self.scheduler.schedule()
@@ -227,7 +233,7 @@ class EngineCore:
         return [*rejected, *outputs] if rejected else outputs
 
     def _add_compiled(self) -> list[SequenceOutput]:
-        """Queue the requests that have their grammar; return the last outputs of those that cannot be served."""
+        """Queue the requests with a compiled grammar. Returns the outputs of requests with an invalid grammar."""
         if not self.scheduler.has_work:
             wait({entry.grammar_future for entry in self._compiling_requests.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
         compiled_ids = [
@@ -249,12 +255,12 @@ class EngineCore:
         self._step_count += 1
         try:
             wait_for_result = self._submit_step(plan)
-        except Exception as error:  # noqa: BLE001 - whatever it is: it is told after those of the steps before
+        except Exception as error:  # noqa: BLE001 - any error is raised in turn, after the steps before are finished
             wait_for_result = partial(_raise, error)
         self._steps_in_flight.append((plan, wait_for_result))
 
     def _finish_step(self) -> Collection[SequenceOutput]:
-        """Take in the result of the oldest step that is out."""
+        """Wait for the oldest step in flight and apply its result, or end its requests with an error."""
         plan, wait_for_result = self._steps_in_flight.popleft()
         try:
             result = wait_for_result()
@@ -269,13 +275,13 @@ class EngineCore:
                     f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
                 ) from error
             self._step_count -= len(self._steps_in_flight)
-            self._steps_in_flight.clear()  # what was begun after it stands on it
+            self._steps_in_flight.clear()  # the next step needs the tokens of this one
             return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
         self._consecutive_failures = 0
         return self.scheduler.apply(plan, result)
 
     def reset_prefix_cache(self) -> None:
-        """Forget everything that is cached, and say so at once. Running sequences keep what they hold."""
+        """Empty the prefix cache, and publish that at once. Running sequences keep their blocks."""
         self.scheduler.cache.reset()
         self._publish_events()
 
@@ -289,9 +295,9 @@ class EngineCore:
             prefix_cache_queries=totals.prefix_queried_tokens,
             prefix_cache_hits=totals.prefix_hit_tokens,
             host_cache_hits=totals.host_hit_tokens,
-            host_cache_usage=usage.host_usage,
-            host_stored_bytes=usage.host_stored_bytes,
-            host_loaded_bytes=usage.host_loaded_bytes,
+            host_cache_usage=usage.host.used_share,
+            host_stored_bytes=usage.host.stored_bytes,
+            host_loaded_bytes=usage.host.loaded_bytes,
             host_copy_s=self._get_copy_s(),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,

@@ -1,21 +1,20 @@
-"""Whose prompt is computed next.
+"""The order in which prompts are computed.
 
-`arrival`: what was begun first, then who came first. `shortest`: who has the fewest tokens left to compute, begun or
-not, which makes the mean wait the shortest; that nobody waits for ever, those who come later count more. The smallest
-turn of (priority, tokens_remaining + AGEING * arrival_work) goes first, where
+`arrival`: prompts that were begun go first, then the others in the order of their arrival. `shortest`: the prompt with
+the fewest tokens left goes first, begun or not, which makes the mean wait the shortest. So that no request waits
+forever, later requests count as longer. The request with the smallest (priority, tokens_remaining + AGEING *
+arrival_work) goes first, where
 
     tokens_remaining   tokens of the prompt (and of an answer that is recomputed) that are neither computed nor cached
-    arrival_work       prompt tokens that this engine had computed in all when the request arrived, or could have: a
-                       step in which somebody waits for a seat counts as full
+    arrival_work       prompt tokens that the engine had computed in all when the request arrived, or could have
+                       computed: a step counts as full if a request waits only because `max_num_seqs` are running
 
-A clock is not needed: an engine that computes nothing keeps nobody waiting. What it promises: once
-`tokens_remaining / AGEING` more prompt tokens have been computed, nobody who arrives any more goes before a prompt that
-had `tokens_remaining` tokens left. It waits no longer than if requests were served in the order of their arrival and it
-had come that much work later, whatever else comes. Where all are equally long this is the order of their arrival; where
-seats are short, nearly: to compute a long prompt later makes nobody's wait for one shorter.
+No clock is needed, because an engine that computes nothing lets no request wait. The order keeps a promise: once
+`tokens_remaining / AGEING` more prompt tokens have been computed, no new request goes before a prompt that had
+`tokens_remaining` tokens left. Requests of equal length are served in the order of their arrival.
 
-Owns the order of those who wait, and what is expected to be left of each. That is an estimate, made when a request
-comes and again when it is about to be admitted: it orders, and decides nothing else. Refuses to know budgets and seats.
+Owns the order of waiting requests, and the estimate of what is left of each. The estimate is made when a request
+arrives, and again when it is about to be admitted. It is used for the order alone. Refuses to know budgets and seats.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from engine.request_entry import RequestEntry
 from engine.types import Sequence
 
 AGEING = 0.1
-"""Of a token computed before a request came, in tokens left."""
+"""Tokens left for which a token that was computed before a request's arrival counts."""
 
 PrefillOrder = Literal["shortest", "arrival"]
 
@@ -38,12 +37,12 @@ _sort_key = attrgetter("sort_key")
 
 
 class PrefillQueue:
-    """Requests that wait, those whose turn is earlier before the others."""
+    """Waiting requests in the order in which they are to be admitted."""
 
     def __init__(self, order: PrefillOrder, cache: KVCache) -> None:
         self.is_shortest_first = order == "shortest"
         self._prefill_work_tokens = 0
-        """Since the start: what steps have computed of prompts, or could have."""
+        """Prompt tokens that steps have computed since the start, or could have computed."""
         self._cache = cache
         self._entries: list[RequestEntry] = []
 
@@ -57,41 +56,35 @@ class PrefillQueue:
         return self._entries[index]
 
     def first_entries(self, count: int) -> list[RequestEntry]:
-        """The first so many, or all."""
+        """Return the first `count` requests, or all."""
         return self._entries[:count]
 
     def add_arrival(self, entry: RequestEntry) -> None:
-        """A request comes: it waits."""
+        """Add a request that has just arrived."""
         entry.arrival_work = self._prefill_work_tokens
         self.add(entry)
 
     def add_work(self, tokens: int) -> None:
-        """A step was planned that computes so many tokens of prompts, or could."""
+        """Count the prompt tokens that a step computes, or could compute."""
         self._prefill_work_tokens += tokens
 
     def add(self, entry: RequestEntry) -> None:
-        """A request that has come before waits from now on."""
-        self._insert(
-            entry,
-            len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.is_shortest_first else 0,
-        )
+        """Add a request that arrived earlier."""
+        self._insert(entry, self._estimate_tokens_remaining(entry))
 
     def remove(self, entry: RequestEntry) -> None:
-        """It waits no more."""
         self._entries.remove(entry)
 
     def sort_started(self, entries: Iterable[RequestEntry]) -> list[RequestEntry]:
-        """Prompts that were begun, in their order."""
+        """Return requests with a begun prompt in the order in which they are to be continued."""
         entries = list(entries)
         for entry in entries:
             self._set_sort_key(entry, len(entry.seq.token_ids) - entry.seq.computed_tokens)
         return sorted(entries, key=_sort_key)
 
     def requeue_if_longer(self, entry: RequestEntry) -> bool:
-        """Whether more is left of it than was expected; it has then got its place anew."""
-        tokens_remaining = (
-            len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.is_shortest_first else 0
-        )
+        """Give a request a new place if more of it is left than expected. Returns whether that was so."""
+        tokens_remaining = self._estimate_tokens_remaining(entry)
         if tokens_remaining <= entry.tokens_remaining:
             return False
         self.remove(entry)
@@ -99,13 +92,16 @@ class PrefillQueue:
         return True
 
     def discount_shared_prefix(self, seq: Sequence, entries: list[RequestEntry]) -> None:
-        """What the running `seq` is going to compute need not be computed for those of `entries` that have it too."""
+        """Give `entries` an earlier place if the running `seq` is going to compute a prefix of their prompts."""
         for entry in entries:
             shared_tokens = self._cache.plan_shared_prefix(seq, entry.seq)
             tokens_remaining = len(entry.seq.token_ids) - shared_tokens
             if self.is_shortest_first and shared_tokens and tokens_remaining < entry.tokens_remaining:
                 self.remove(entry)
                 self._insert(entry, tokens_remaining)
+
+    def _estimate_tokens_remaining(self, entry: RequestEntry) -> int:
+        return len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.is_shortest_first else 0
 
     def _insert(self, entry: RequestEntry, tokens_remaining: int) -> None:
         self._set_sort_key(entry, tokens_remaining)

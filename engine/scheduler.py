@@ -223,7 +223,7 @@ class Scheduler:
                 return False
 
     def _plan_prefills(self, prefills: list[RequestEntry], draft: StepDraft) -> None:
-        """Add chunks of prompts that were begun, and admit waiting requests whose turn is before theirs."""
+        """Add chunks of prompts that were begun, and admit waiting requests that come before them."""
         is_shortest_first = self._waiting_queue.is_shortest_first
         for entry in self._waiting_queue.sort_started(entry for entry in prefills if entry.seq in self.cache):
             if is_shortest_first:

@@ -16,7 +16,7 @@ class StepDraft:
 
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
-    """Requests whose finished blocks have no names yet. Until they have, a request can be preempted."""
+    """Requests that finish blocks without a name so far. Such a request can still be preempted."""
     decode_count: int = 0
     token_budget: int = 0
     """Prompt tokens that may be added."""
@@ -53,7 +53,7 @@ class StepDraft:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that is planned, and whose result is not applied yet."""
+    """A planned step, until its result is applied."""
 
     plan: StepPlan
     entries: list[RequestEntry]

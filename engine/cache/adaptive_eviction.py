@@ -1,4 +1,4 @@
-"""Order in which cached prefixes are evicted from the device and from host memory, learned by `ReuseStats`."""
+"""Cached prefixes of the device and of host memory in the order of eviction, learned by `ReuseStats`."""
 
 from __future__ import annotations
 
@@ -10,104 +10,68 @@ from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 
 
 class AdaptiveEviction(Generic[EvictableT]):
-    """The order of eviction of one cache of `capacity_blocks` blocks of `block_tokens` tokens.
+    """One queue for each memory, and the conversations from which both learn.
 
-    Invariant: the places that are cached, and that nothing hangs from, are those that it can choose.
+    Invariant: the device's queue holds exactly the cached nodes that have no cached child.
     """
 
     def __init__(
         self, capacity_blocks: int, block_tokens: int, *, state_valuation: StateValuation[EvictableT] | None = None
     ) -> None:
+        """`capacity_blocks`: blocks of both memories. `block_tokens`: tokens of a block."""
         self._reuse_stats = ReuseStats(capacity_blocks, block_tokens)
-        self._device_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
-        self._host_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
-        """Of host memory: what the cache evicts goes there, where that is kept."""
+        self.device_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
+        self.host_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
         self._last_turn = ConversationTurn(0, 0)
+        """The turn that ended last: the owner of nodes that become cached next."""
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
-        """Record a request whose prompt has these blocks, of which the first `hit_blocks` were cached."""
+        """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
         return self._reuse_stats.begin_turn(block_hashes, hit_blocks)
 
     def end_turn(self, turn: ConversationTurn) -> None:
-        """It is over, and its path is about to be cached."""
+        """Record that a request is over; its blocks are about to become cached."""
         self._reuse_stats.end_turn(turn)
         if turn.previous is not None:
-            self._device_queue.mark_abandoned(turn.previous)
-            self._host_queue.mark_abandoned(turn.previous)
+            self.device_queue.mark_abandoned(turn.previous)
+            self.host_queue.mark_abandoned(turn.previous)
             turn.previous = None
         self._last_turn = turn
 
     def mark_cached(self, node: EvictableT) -> None:
-        """Record that no request uses `node` any more."""
+        """Record that the device still has `node`, and no request uses it any more."""
         if not node.cached_child_count:
-            self._device_queue.add(node, self._last_turn)
-
-    def mark_used(self, node: EvictableT) -> None:
-        """A cached place is in use again."""
-        self._device_queue.remove(node)
+            self.device_queue.add(node, self._last_turn)
 
     def remove_leaf(self, leaf: EvictableT, parent: EvictableT | None) -> None:
-        """`leaf` was evicted; `parent` is cached and what it hung from. None: that is in use, or there is none."""
+        """Record that the device has evicted `leaf`. `parent`: its parent, if that is cached."""
         if parent is None or parent.cached_child_count:
-            self._device_queue.remove(leaf)
+            self.device_queue.remove(leaf)
         else:
-            self._device_queue.shorten_path(leaf, parent)
+            self.device_queue.shorten_path(leaf, parent)
 
     def add_host_leaf(self, node: EvictableT) -> None:
-        """Add `node`, the end of a path that goes to host memory, or is not read there any more."""
-        self._host_queue.add(node, self._device_queue.find_turn(node) or self._last_turn)
+        """Add `node`, which has no children, to host memory; the turn is that of its path on the device."""
+        self.host_queue.add(node, self.device_queue.find_turn(node) or self._last_turn)
 
-    def remove_host_leaf(self, leaf: EvictableT, parent: EvictableT | None) -> None:
-        """`leaf` has left host memory, or is read; of `parent`, which is there, nothing is left below it."""
-        if parent is None:
-            self._host_queue.remove(leaf)
-        elif self._host_queue.find_turn(leaf) is not None:
-            self._host_queue.shorten_path(leaf, parent)
+    def replace_host_leaf(self, leaf: EvictableT, parent: EvictableT) -> None:
+        """Record that `leaf` is gone and that `parent`, which host memory has, is the end of its path now."""
+        if self.host_queue.find_turn(leaf) is not None:
+            self.host_queue.shorten_path(leaf, parent)
         else:
-            self._host_queue.add(parent, self._last_turn)
+            self.host_queue.add(parent, self._last_turn)
 
-    def add_superseded_state(self, node: EvictableT, value_per_block: float) -> None:
-        """Add a state that a deeper one of its path continues. `value_per_block`: blocks saved for each of its room."""
-        self._device_queue.add_superseded_state(node, value_per_block)
-
-    def add_superseded_host_state(self, node: EvictableT, value_per_block: float) -> None:
-        """The same in host memory, or its blocks of attention are not there."""
-        self._host_queue.add_superseded_state(node, value_per_block)
-
-    def mark_state_used(self, node: EvictableT) -> None:
-        """Its state is in use."""
-        self._device_queue.requeue(node)
-        self._host_queue.requeue(node)
-
-    mark_state_removed = mark_state_used
-
-    def select_victim(self) -> EvictableT | None:
-        """The end of a path that goes next; None where nothing is cached."""
-        return self._device_queue.select_leaf()
-
-    def select_host_victim(self) -> EvictableT | None:
-        """The same of host memory."""
-        return self._host_queue.select_leaf()
-
-    def select_state_victim(self) -> EvictableT | None:
-        """Whose state goes next, and nothing else; None: the end of a path."""
-        return self._device_queue.select_state()
-
-    def select_host_state_victim(self) -> EvictableT | None:
-        """The same of host memory."""
-        return self._host_queue.select_state()
-
-    def check_states(self, device_nodes: set[EvictableT], host_nodes: set[EvictableT]) -> None:
-        """Of the places whose states are cached here and there, some are superseded."""
-        self._device_queue.check_states(device_nodes)
-        self._host_queue.check_states(host_nodes)
+    def requeue_state(self, node: EvictableT) -> None:
+        """Value a path again after the state at `node` was used or removed."""
+        self.device_queue.requeue(node)
+        self.host_queue.requeue(node)
 
     def clear(self) -> None:
-        """Nothing is cached any more. What was learned stays."""
-        self._device_queue.clear()
-        self._host_queue.clear()
+        """Record that both memories are empty. What was learned stays."""
+        self.device_queue.clear()
+        self.host_queue.clear()
 
     def check_invariants(self, device_nodes: Iterable[EvictableT], host_leaves: Iterable[EvictableT] = ()) -> None:
-        """`host_leaves`: the ends of paths that only host memory has, and no step reads."""
-        self._device_queue.check_invariants({node for node in device_nodes if not node.cached_child_count})
-        self._host_queue.check_invariants(set(host_leaves))
+        """Check the queues. `host_leaves`: ends of paths that only host memory has, and that no step reads."""
+        self.device_queue.check_invariants({node for node in device_nodes if not node.cached_child_count})
+        self.host_queue.check_invariants(set(host_leaves))

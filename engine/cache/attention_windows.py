@@ -1,7 +1,7 @@
-"""How much of a prefix a model looks at: all of it, the last blocks where a window slides, and the state at its end.
+"""Which blocks of a prefix a model still reads: all of them, or the last ones where a window slides.
 
-So how much memory a sequence needs and where one can resume. Pure arithmetic over a `CacheSpec` and the nodes it is
-asked about. Refuses to know who holds which block.
+From that follow how much memory a sequence needs, and after which prefix it can resume. Pure arithmetic over a
+`CacheSpec` and nodes of the prefix tree. Refuses to know which sequence holds which block.
 """
 
 from __future__ import annotations
@@ -13,37 +13,40 @@ from engine.cache.blocks import Node
 from engine.cache.spec import CacheSpec
 
 ENDLESS = sys.maxsize
-"""Tokens or blocks of a window that never slides."""
+"""Length of a window that never slides, in tokens or blocks."""
 
 
 class AttentionWindows:
     """The windows of a model's attention groups. Full attention is a window that never slides."""
 
     def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:
-        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold."""
+        """`step_tokens_max`: most tokens that a step adds to a sequence, for which sliding windows need room, too."""
         self._block_size = size = spec.block_size
         self._tokens_by_group = [group.sliding_window or ENDLESS for group in spec.groups]
         self._blocks_by_group = [-(-(tokens - 1) // size) for tokens in self._tokens_by_group]
-        """Blocks that a query at the first position of a block still sees behind it."""
+        """Blocks before a block's first position that a query there still reads, by group."""
         self.sliding_groups = [g for g, tokens in enumerate(self._tokens_by_group) if tokens != ENDLESS]
         self._step_blocks = ENDLESS if step_tokens_max is None else -(-step_tokens_max // size) + 1
         self._has_state = spec.state is not None
 
     def first_block_needed(self, group: int, block_count: int) -> int:
-        """Index of the first of so many blocks that a query behind them still sees."""
+        """Return the first of `block_count` blocks that a query right after them still reads."""
         return max(0, block_count - self._blocks_by_group[group])
 
     def first_block_seen(self, group: int, position: int) -> int:
-        """Index of the first block that a query at this position, or a later one, still sees."""
+        """Return the first block that a query at `position`, or at a later one, still reads."""
         return max(0, position - self._tokens_by_group[group] + 1) // self._block_size
 
     def count_blocks_needed(self, block_count: int) -> list[int]:
-        """Blocks of every kind that a sequence of so many blocks holds at once at most."""
+        """Return the most blocks of every kind that a sequence of `block_count` blocks holds at one time."""
         counts = [min(block_count, window + self._step_blocks) for window in self._blocks_by_group]
         return counts + [1] * self._has_state
 
     def count_missing_blocks(self, nodes: list[Node], block_count: int) -> list[int]:
-        """Blocks of every kind that a sequence of so many blocks adds to the live ones if it resumes after `nodes`."""
+        """Return how many more blocks of every kind are live once a sequence of `block_count` blocks resumes here.
+
+        `nodes`: the prefix after which it resumes.
+        """
         counts = self.count_blocks_needed(block_count)
         for group in range(len(self._blocks_by_group)):
             first_needed = self.first_block_needed(group, len(nodes))
@@ -51,20 +54,19 @@ class AttentionWindows:
         return counts
 
     def compute_token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
-        """Tokens that one sequence alone can hold in so many units."""
-
-        def fits(tokens: int) -> bool:
+        """Return the tokens that one sequence alone can hold in `unit_count` units."""
+        fitting_tokens, too_many_tokens = 0, (unit_count * blocks_per_unit[0] + 1) * self._block_size
+        while too_many_tokens - fitting_tokens > 1:
+            tokens = (fitting_tokens + too_many_tokens) // 2
             counts = self.count_blocks_needed(-(-tokens // self._block_size))
-            return sum(-(-count // n) for count, n in zip(counts, blocks_per_unit)) <= unit_count
-
-        low, high = 0, (unit_count * blocks_per_unit[0] + 1) * self._block_size
-        while high - low > 1:  # fits(low), not fits(high)
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+            if sum(-(-count // n) for count, n in zip(counts, blocks_per_unit)) <= unit_count:
+                fitting_tokens = tokens
+            else:
+                too_many_tokens = tokens
+        return fitting_tokens
 
     def count_resumable_nodes(self, nodes: list[Node]) -> int:
-        """The largest number of leading nodes after which every group, and the state, can resume."""
+        """Return the largest number of leading nodes after which neither a block nor the state is missing."""
         node_count = len(nodes)
         while node_count:
             usable_count = self.count_usable_nodes(nodes, node_count)
@@ -76,7 +78,7 @@ class AttentionWindows:
         return node_count
 
     def count_usable_nodes(self, nodes: list[Node], node_count: int) -> int:
-        """The largest number of leading nodes, up to `node_count`, after which no window misses a block."""
+        """Return the largest number of leading nodes, at most `node_count`, after which no window misses a block."""
         for group in self.sliding_groups:
             while node_count:
                 first_needed = self.first_block_needed(group, node_count)

@@ -1,7 +1,7 @@
-"""Names of sequences' blocks: each is hashed once in a request's life.
+"""Hashes the blocks of sequences, each block once in a request's life. A block's key (`BlockKey`) is its name.
 
-Refuses to know what is cached under a name. Invariant: the names of a sequence are those of its leading full blocks,
-and hash everything that decides whether their KV can be reused (`events.hashing`).
+Refuses to know what is cached under a name. Invariant: a sequence has the keys of its leading full blocks. Equal keys
+mean that one's KV can be used for the other (`events.hashing`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.types import Sequence
 from events.hashing import hash_packed_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 
 ExtraKeys = tuple[tuple[str, ...], tuple[str, ...] | None]
-"""(what is hashed, what is announced) of a block besides its tokens."""
+"""(keys that are hashed, keys that events announce) of a block, besides its tokens."""
 
 
 def _extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
@@ -24,16 +24,17 @@ _NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
 
 
 class BlockHasher:
-    """What the blocks of each sequence are called."""
+    """The keys of each sequence's blocks."""
 
     names_blocks = True
+    """Whether blocks get keys at all."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._keys_by_sequence: dict[Sequence, list[BlockKey]] = {}
 
     def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
-        """Names of at least the first `count` blocks."""
+        """Return the keys of at least the first `count` blocks, which must be full."""
         keys = self._keys_by_sequence.get(seq)
         if keys is None:
             keys = self._keys_by_sequence[seq] = []
@@ -54,13 +55,16 @@ class BlockHasher:
         return keys
 
     def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> tuple[int, int]:
-        """(number of leading blocks that both have, hash of the last of them), leaving each a token to compute."""
+        """Return (number of leading blocks that both have, hash of the last of them).
+
+        Each sequence keeps at least one token to compute. (0, 0): no common block.
+        """
         max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
         keys, other_keys = self.block_keys(seq, max_blocks), self.block_keys(other_seq, max_blocks)
         if not max_blocks or keys[0].hash != other_keys[0].hash:
             return 0, 0
         min_blocks = 1
-        while min_blocks < max_blocks:  # chained hashes: equal at i means equal up to i
+        while min_blocks < max_blocks:  # hashes are chained: equal at one block means equal up to it
             middle = (min_blocks + max_blocks + 1) // 2
             if keys[middle - 1].hash == other_keys[middle - 1].hash:
                 min_blocks = middle
@@ -69,16 +73,16 @@ class BlockHasher:
         return min_blocks, keys[min_blocks - 1].hash
 
     def hashed_keys(self, seq: Sequence) -> Items[BlockKey]:
-        """Names that were asked for before."""
+        """Return the keys that were computed before."""
         return self._keys_by_sequence.get(seq, ())
 
     def discard(self, seq: Sequence) -> None:
-        """Drop what is remembered of a request that is gone for good."""
+        """Forget the keys of a request that has ended."""
         self._keys_by_sequence.pop(seq, None)
 
 
 class NoNames(BlockHasher):
-    """Prefix caching is off: no block has a name."""
+    """Hasher of a cache without prefix caching: no block has a key."""
 
     names_blocks = False
 

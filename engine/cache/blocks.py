@@ -1,7 +1,7 @@
 """Blocks of memory, and the nodes of the prefix tree that name them.
 
-Refuses to know the pool, the tree and the log of events, which use both. Invariant: the name, hash and parent of a node
-never change, so the publisher's thread may read them while the step's thread goes on.
+Refuses to know the pool, the tree and the log of events, which use both. Invariant: key, hash and parent of a node
+never change, so the publisher's thread may read them while the step's thread works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.types import BlockId, UnitId
 
 
 class BlockKey:
-    """One hash block of some prefix: what it is called, whether or not anything holds it."""
+    """Name of one block of a prefix: its tokens and other keys, and their hash, chained to the blocks before."""
 
     __slots__ = ("extra_keys", "hash", "lora_name", "packed_tokens")
 
@@ -23,12 +23,12 @@ class BlockKey:
     ) -> None:
         self.hash = hash_
         self.packed_tokens = packed_tokens
-        """Its token ids, as `events.pack_token_ids` writes them: one object, where a tuple of ints is one for each."""
+        """Token ids as `events.pack_token_ids` writes them, which takes less memory than a tuple of ints."""
         self.extra_keys = extra_keys
         self.lora_name = lora_name
 
     def equals(self, other: BlockKey) -> bool:
-        """Whether tokens and keys are equal; the hash alone proves nothing."""
+        """Return whether tokens and keys are equal, as hashes can collide."""
         return self is other or (
             self.packed_tokens == other.packed_tokens
             and self.extra_keys == other.extra_keys
@@ -37,22 +37,22 @@ class BlockKey:
 
 
 class BlockState(enum.Enum):
-    """What a block of memory is used for."""
+    """Use of a block of memory. docs/architecture.md has the table of its changes."""
 
     HOLE = "hole"
     """No sequence holds the block, and no node names it."""
     PRIVATE = "private"
     """Sequences hold the block, and no node names it."""
     PENDING = "pending"
-    """Sequences hold the block, and a node names it whose content a planned step computes: not announced yet."""
+    """Sequences hold the block, and a node names it; a planned step has yet to compute it, so it is not announced."""
     LIVE = "live"
-    """Sequences hold the block, and a node names it whose content is computed."""
+    """Sequences hold the block, a node names it, and it is computed and announced."""
     CACHED = "cached"
-    """No sequence holds the block; a node names it, and a prompt can resume from it until it is evicted."""
+    """No sequence holds the block, but a node names it: a prompt can use it until it is evicted."""
 
 
 class Block:
-    """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
+    """One block of a unit. `node` is the node of the prefix tree that names the block; None: no node does."""
 
     __slots__ = ("eviction_stamp", "id", "is_pending", "node", "ref_count", "unit")
 
@@ -60,11 +60,12 @@ class Block:
         self.unit = unit
         self.id = BlockId(unit.index * blocks_per_unit + slot)
         self.ref_count = 0
+        """Number of sequences, or of steps, that hold the block."""
         self.node: Node | None = None
         self.is_pending = False
-        """Named, but its content is computed only in a step that is planned or out: not announced yet."""
+        """Whether the block is named before a step that is planned or in flight computes it."""
         self.eviction_stamp = 0
-        """Its age while cached: what has the lowest stamp is evicted first."""
+        """Order of eviction while cached: the lowest stamp goes first."""
 
     @property
     def kind(self) -> int:
@@ -84,24 +85,24 @@ class Block:
 
 
 class StateBlock(Block):
-    """A block that holds a recurrent state: a sequence's own, or a checkpoint."""
+    """A block that holds a recurrent state: the state of one sequence, or a checkpoint."""
 
     __slots__ = ("is_in_flight", "is_shared", "is_superseded", "value")
 
     def __init__(self, unit: Unit, slot: int, blocks_per_unit: int) -> None:
         super().__init__(unit, slot, blocks_per_unit)
         self.is_in_flight = False
-        """The step that takes a pending checkpoint is out, so the one being planned finds it there."""
+        """Whether the step that takes the checkpoint is in flight: the next step may resume from it."""
         self.is_shared = False
-        """More than one sequence has reached the checkpoint."""
+        """Whether more than one sequence has reached the checkpoint."""
         self.is_superseded = False
-        """A deeper checkpoint of the same path continues this one."""
+        """Whether a deeper checkpoint of the same path makes this one nearly useless."""
         self.value = 0
         """Blocks of full attention that the checkpoint saves from being computed again."""
 
 
 class Unit:
-    """One unit of a buffer: free, or given to one kind of block."""
+    """One unit of a pool's memory: free, or cut into blocks of one kind."""
 
     __slots__ = ("blocks", "holes", "index", "kind", "live_blocks")
 
@@ -110,20 +111,21 @@ class Unit:
         self.kind: int | None = None
         self.blocks: list[Block] = []
         self.holes: list[Block] = []
-        """Blocks that no sequence holds, taken from the end."""
+        """Unused blocks, of which the last is taken first."""
         self.live_blocks = 0
+        """Number of blocks that are held."""
 
 
 class Node:
-    """A named hash block of a prefix. `blocks[k]` is the device's block of kind k that holds it, if one does.
+    """One block of a prefix in the prefix tree. It names the memory that holds the block's KV, or state.
 
-    `host_blocks[k]` is the host's.
+    `blocks[k]`: the device's block of kind k, or None. `host_blocks[k]`: the block of host memory, or None.
     """
 
     __slots__ = ("blocks", "cached_child_count", "children", "depth", "hash", "host_blocks", "key", "parent")
 
     def __init__(self, key: BlockKey, parent: Node | None, no_blocks: tuple[None, ...]) -> None:
-        """`no_blocks`: a None for every kind. All nodes that host memory holds nothing of share this tuple."""
+        """`no_blocks`: a tuple of None for every kind, which all nodes without host blocks share."""
         self.key = key
         self.hash = key.hash
         self.parent = parent
@@ -131,16 +133,16 @@ class Node:
         self.blocks: list[Block | None] = list(no_blocks)
         self.host_blocks: Items[Block | None] = no_blocks
         self.cached_child_count = 0
-        """Children whose full-attention block is on the device."""
+        """Number of children with a full-attention block on the device."""
         self.children: dict[int, Node] = {}
 
     def has_computed(self, kind: int) -> bool:
-        """Whether the device has a computed block of `kind` here."""
+        """Return whether the device has a computed block of `kind` here."""
         block = self.blocks[kind]
         return block is not None and not block.is_pending
 
     def is_pending(self, kinds: Iterable[int]) -> bool:
-        """Whether a step that is planned or out computes a block of one of these kinds."""
+        """Return whether a step that is planned or in flight computes a block of one of these kinds."""
         for kind in kinds:
             block = self.blocks[kind]
             if block is not None and block.is_pending:
@@ -148,50 +150,50 @@ class Node:
         return False
 
     def has_host_block(self, kind: int) -> bool:
-        """Whether the host has one."""
+        """Return whether host memory has a block of `kind` here."""
         return self.host_blocks[kind] is not None
 
     def has_block(self, kind: int) -> bool:
-        """Whether the device or the host has one, or a step computes it."""
+        """Return whether device or host memory has a block of `kind` here, computed or pending."""
         return self.blocks[kind] is not None or self.has_host_block(kind)
 
     def is_held(self, kind: int) -> bool:
-        """Whether a sequence holds the device's block of `kind`."""
+        """Return whether a sequence holds the device's block of `kind`."""
         block = self.blocks[kind]
         return block is not None and block.ref_count > 0
 
     def is_cached(self, kind: int) -> bool:
-        """Whether the device has a block of `kind` that no sequence holds."""
+        """Return whether the device has a block of `kind` that no sequence holds."""
         block = self.blocks[kind]
         return block is not None and not block.ref_count
 
     def is_cached_on_host(self, kind: int) -> bool:
-        """Whether the host has a block of `kind` that no step reads."""
+        """Return whether host memory has a block of `kind` that no step reads."""
         block = self.host_blocks[kind]
         return block is not None and not block.ref_count
 
-    # ------------------------------------------------------------------ states, the last kind of models that have any
+    # ------------------------------------------------------------------ states: the last kind, if a model has states
 
     @property
     def checkpoint(self) -> StateBlock | None:
-        """The device's state after this prefix."""
+        """State after this prefix on the device."""
         block = self.blocks[-1]
         return block if isinstance(block, StateBlock) else None
 
     def can_resume(self) -> bool:
-        """Whether the step being planned finds a state here: computed, or by a step that is out."""
+        """Return whether the step being planned finds a state here: computed, or in the work of a step in flight."""
         checkpoint = self.checkpoint
         return checkpoint is not None and (checkpoint.is_in_flight or not checkpoint.is_pending)
 
     def has_superseded_state(self) -> bool:
-        """Whether no sequence holds the state here, and a deeper state continues it."""
+        """Return whether the state here is superseded, and no sequence holds it."""
         block = self.blocks[-1] or self.host_blocks[-1]
         return isinstance(block, StateBlock) and block.is_superseded and not block.ref_count
 
     def count_saved_blocks(self, blocks_per_state: int) -> int | None:
-        """Blocks that the state here saves over the one before it; None where none is.
+        """Return the blocks that the state here saves over the state before it; None if there is no state here.
 
-        One that is superseded counts where so many blocks hang from it as have the room of a state.
+        A superseded state before it counts only if it is at least `blocks_per_state` blocks away.
         """
         if not self.has_block(-1):
             return None

@@ -1,9 +1,9 @@
-"""What the cache has to tell the world: noted on the step's thread, written out as events on another.
+"""Changes of the cache: recorded on the step's thread, turned into KV events on another thread.
 
-A step notes which nodes changed and takes the notes as `StepEvents`; whoever reads those, the publisher on its own
-thread, makes the events. Behind a step that reads a model's weights nothing of a block is in the CPU's caches, so what
-is not looked at there is saved. Refuses to know the tree. Invariant: events come in the order of the changes, but for
-what left host memory, which may be told before blocks that moved there since.
+A step records which nodes changed, and takes the record as `StepEvents`. The publisher makes the events on its own
+thread. That keeps the step's thread from reading the blocks: after a forward pass they are no longer in the CPU's
+caches. Refuses to know the tree. Invariant: events come in the order of the changes. One exception: the removal of a
+block from host memory may come before the arrival of blocks that moved there earlier.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
 STORED, REMOVED, DEMOTED, HOST_REMOVED = range(4)
-"""On the device, from it, from it to the host, from the host."""
+"""Actions: stored on the device, removed from it, moved from it to host memory, removed from host memory."""
 Change = tuple[int, int, Any] | None
-"""(action, kind, nodes), of DEMOTED (action, 0, {(kind, node): None}); None: all cleared."""
+"""(action, kind, nodes); for DEMOTED (action, 0, {(kind, node): None}). None: the whole cache was cleared."""
 
 
 class EventLog:
-    """Notes in the order the changes happened, neighbours of a chain joined, until somebody takes them."""
+    """Record of changes in their order. Consecutive blocks of a prefix become one change."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
         self.kinds = [(g.kind, g.sliding_window) for g in spec.groups]
-        """(`kv_cache_spec_kind`, sliding window) of each kind of block."""
+        """(`kv_cache_spec_kind` of the events, sliding window) of each kind of block."""
         if spec.state is not None:
             self.kinds.append((MAMBA, None))
         self.joins_chains_by_kind = [kind != MAMBA for kind, _ in self.kinds]
-        """Whether blocks of a chain go into one event."""
+        """Whether consecutive blocks of a prefix go into one event, by kind."""
         self._changes: list[Change] = []
 
     def record_stored(self, kind: int, node: Node) -> None:
@@ -66,7 +66,10 @@ class EventLog:
         last_change[2][kind, node] = None
 
     def record_host_removed(self, kind: int, node: Node) -> None:
-        """From the host, to make room for others mostly: so it is told before those, and they in one go."""
+        """Record a removal from host memory before the last demotions, for which it most often made room.
+
+        So consecutive demotions stay one change.
+        """
         insert_index = len(self._changes)
         if (
             insert_index
@@ -85,7 +88,7 @@ class EventLog:
         self._changes.append(None)
 
     def drain(self) -> StepEvents | None:
-        """What was noted since the last call; None for nothing, as after most steps."""
+        """Take what was recorded since the last call; None if nothing was, as after most steps."""
         changes = self._changes
         if not changes:
             return None
@@ -94,7 +97,7 @@ class EventLog:
 
 
 class StepEvents(Collection[Event]):
-    """What a step changed. Its events are made when it is iterated, by whichever thread does."""
+    """Events of a step, made when they are iterated, on the thread that iterates."""
 
     def __init__(self, changes: list[Change], log: EventLog) -> None:
         self._changes = changes
@@ -123,7 +126,7 @@ class StepEvents(Collection[Event]):
         return (_make_removed(kind, nodes, GPU if action == REMOVED else CPU),)
 
     def _make_demoted(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
-        """Parents left the device last, and are told first."""
+        """Make events of blocks that moved to host memory. They left children first; parents are announced first."""
         nodes_by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
         for kind, node in demoted_nodes:
             nodes_by_kind[kind].append(node)

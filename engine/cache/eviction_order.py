@@ -1,7 +1,7 @@
-"""The order in which a pool gives up its cached blocks: the interface, and the order by age.
+"""The order in which a pool evicts its cached blocks: the interface, and the order by age.
 
-A pool has one order. The order hears of every block that becomes cached or is no longer, and names the next one to
-evict. `engine.cache.learned_order` has the other one.
+A pool has one order, tells it of every block that becomes cached or is used again, and asks it which block to evict.
+`engine.cache.learned_order` has the other implementation.
 """
 
 from __future__ import annotations
@@ -18,68 +18,68 @@ from engine.cache.spec import CacheSpec
 from engine.types import Sequence as EngineSequence
 
 _CLOCK_BITS = 40
-"""Low bits of a stamp: the order of releases, which decides among equals."""
+"""Low bits of a stamp, which hold the number of the release: blocks of equal worth go by age."""
 _HEAP_SLACK = 64
-"""Entries that the heap of states may hold beyond twice those that are cached."""
+"""Entries that the heap of states may hold beyond twice the number of cached states."""
 
 
 class TreeHooks:
-    """What an order may hear of the prefix tree. An order by age needs none of it."""
+    """Changes of the prefix tree that an order may follow. The order by age follows none."""
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """The memory of this order names no block of `kind` at `node` any more."""
+        """Record that this order's memory no longer has a block of `kind` at `node`."""
 
     def mark_child_added(self, node: Node) -> None:
-        """A node was added below `node`. Only the host's order is told."""
+        """Record that a node was added below `node`. Called for the order of host memory only."""
 
     def mark_node_removed(self, node: Node) -> None:
-        """The tree has `node` no more: neither memory names anything there. Only the host's order is told."""
+        """Record that `node` left the tree, as neither memory has a block. Called for the order of host memory only."""
 
     def clear(self) -> None:
-        """No node names anything any more; `mark_freed` is still called for each block."""
+        """Record that the tree is empty. `mark_freed` is still called for each block."""
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
-        """Assert that the order knows the nodes of the tree that can be evicted."""
+        """Assert that the order holds exactly the nodes of the tree that can be evicted."""
 
 
 class EvictionOrder(TreeHooks, ABC):
-    """What a pool tells of its blocks, and asks before it evicts one."""
+    """Order of a pool's cached blocks. The pool reports every change of a block's state."""
 
     @abstractmethod
     def mark_cached(self, block: Block) -> None:
-        """The last sequence has given up a named block."""
+        """Record that no sequence holds a named block any more."""
 
     @abstractmethod
     def mark_used(self, block: Block) -> None:
-        """A cached block is held again."""
+        """Record that a sequence holds a cached block again."""
 
     @abstractmethod
     def mark_freed(self, block: Block) -> None:
-        """A cached block has lost its name, and its memory is free."""
+        """Record that a cached block has lost its name, and its memory is free."""
 
     @abstractmethod
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        """Return the block to evict next: a state, or one of these kinds of attention. None if nothing is cached."""
+        """Return the block to evict next: a state, or a block of the `useful_kinds`. None if there is no such block."""
 
     @abstractmethod
     def find_oldest(self, kind: int) -> Block:
-        """Return the cached block of an attention kind that was released first."""
+        """Return the cached block of an attention kind that was released before all others of the kind."""
 
     @abstractmethod
     def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        """Assert that the order knows exactly these blocks, given by kind."""
+        """Assert that the order holds exactly these blocks, which are given by kind."""
 
 
 class LruOrder(EvictionOrder):
-    """Oldest first, where what is worth more ages later.
+    """Least recently used first, where a block that is worth more stays longer.
 
-    That is GreedyDual-Size (Cao and Irani, USITS 1997): the stamp of a block is its worth plus the stamp of what was
-    evicted last, so that something worth twice as much outlives twice the turnover. A state is worth the blocks of full
-    attention that it saves; a unit of KV is worth the blocks it holds, which among KV alone is LRU.
+    That is GreedyDual-Size (Cao and Irani, USITS 1997). The stamp of a block is its worth plus the stamp of the block
+    that was evicted last: a block of twice the worth stays for twice as many evictions. A state is worth the blocks of
+    full attention that it saves. All KV blocks are worth the same, so that their order is LRU.
     """
 
     def __init__(self, blocks_per_unit: Sequence[int], state_kind: int) -> None:
-        """`state_kind`: the kind of states; those before it are attention groups."""
+        """`state_kind`: the kind of states, which comes after the attention groups."""
         self._unit_value = blocks_per_unit[0]
         self._state_kind = state_kind
         self._release_count = 0
@@ -87,7 +87,7 @@ class LruOrder(EvictionOrder):
         self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in blocks_per_unit]
         """Cached blocks of each kind, oldest first."""
         self._state_heap: list[tuple[int, int, StateBlock]] = []
-        """Cached states by stamp; entries that no longer hold are skipped when they come up."""
+        """(stamp, number of entry, state) of cached states. Outdated entries are skipped when they come up."""
         self._heap_entry_ids = itertools.count()
 
     def mark_cached(self, block: Block) -> None:
@@ -99,7 +99,7 @@ class LruOrder(EvictionOrder):
         self._cached_blocks[kind][block] = None
         if isinstance(block, StateBlock):
             heapq.heappush(self._state_heap, (block.eviction_stamp, next(self._heap_entry_ids), block))
-            if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:  # most were used again since
+            if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:  # most are outdated
                 self._state_heap = [entry for entry in self._state_heap if _is_current(entry)]
                 heapq.heapify(self._state_heap)
 
@@ -115,7 +115,7 @@ class LruOrder(EvictionOrder):
         return victim
 
     def peek_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        """Return what `find_victim` would, and let nothing age."""
+        """Return the block that `find_victim` would return, without changing any stamp."""
         victim: Block | None = self._find_oldest_state()
         for kind in useful_kinds:
             if cached_blocks := self._cached_blocks[kind]:
@@ -146,13 +146,13 @@ class LruOrder(EvictionOrder):
 
 
 def _is_current(entry: tuple[int, int, StateBlock]) -> bool:
-    """Whether a queued state is cached, and not used since it was queued."""
+    """Return whether a queued state is cached, and was not used since it was queued."""
     pushed_stamp, _, block = entry
     return block.ref_count == 0 and block.node is not None and block.eviction_stamp == pushed_stamp
 
 
 class LruEviction:
-    """The orders of both memories: by age, which needs to know nothing of requests."""
+    """Orders of the device's and the host's memory, both by age, which ignores requests."""
 
     def __init__(self, spec: CacheSpec) -> None:
         blocks_per_unit = spec.blocks_per_unit_by_kind()
@@ -160,7 +160,7 @@ class LruEviction:
         self.host_order: EvictionOrder = LruOrder(blocks_per_unit, spec.state_kind)
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
-        """`seq` was admitted; so many of its leading blocks were found."""
+        """Record that `seq` was admitted, with `hit_blocks` leading blocks found in the cache."""
 
     def end_turn(self, seq: EngineSequence) -> None:
-        """`seq` gives up its blocks."""
+        """Record that `seq` gives up its blocks."""

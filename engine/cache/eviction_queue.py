@@ -1,14 +1,12 @@
 """The ends of cached paths in the order of eviction: by what `ReuseStats` has learned of conversations.
 
-A turn that was left at `age` is worth `share / max(gap, age)`, hits a block per unit of time: it is kept while it is
-due; when it is overdue it loses worth as in LRU; and of turns that are equally far from being due the youngest goes,
-which leaves of a cycle that is larger than the cache a part that stays. Turns of equal class and gap share a queue:
-only the ends of queues are compared, and their number does not grow with the cache. A path goes from its end, so a
-parent never goes before its child; a path that was chosen goes on being the one until it is gone or another is cached.
+A path is the cached blocks of one conversation turn, and is evicted from its end. Its worth is the expected number of
+hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
+gap and value share a queue. Only the ends of the queues are compared, and the number of queues does not grow with the
+cache. A path that was chosen is shortened until it is gone or another path is cached.
 
-Where a path can be resumed only at states that are kept of it (`StateValuation`), it is worth what its last one saves
-for the room that this and the blocks take. A state that a deeper one of the same path has superseded is asked for by
-itself.
+If a path can be resumed only at states (`StateValuation`), it is worth what its last state saves for the memory that
+the state and the blocks take. A state that a deeper state of its path has superseded is evicted by itself.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 _QUEUES_PER_DOUBLING = 2
 """Queues of one class for each doubling of the gap."""
 _OVERDUE_GAPS = 1.5
-"""Times its gap after which a turn is overdue."""
+"""A turn is overdue when its age is so many times its expected gap."""
 
 _UNRESUMABLE_VALUE = 0.02
-"""What a path without a state at its end is worth: it tells only where a checkpoint should be."""
+"""Worth of a path without a state at its end, which only shows where a checkpoint should be."""
 
 EvictableT = TypeVar("EvictableT", bound="EvictableNode")
 
@@ -38,35 +36,35 @@ class EvictableNode(Protocol):
     hash: int
     depth: int
     cached_child_count: int
-    """How many places of its cache hang from it."""
+    """Number of children that are cached, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateValuation(Generic[EvictableT]):
-    """The recurrent states of paths, without which they are not resumed."""
+    """Worth of paths that can be resumed only at recurrent states."""
 
     blocks_per_state: int
-    """Blocks of attention that one takes the room of."""
+    """Attention blocks that take as much memory as one state."""
     count_saved_blocks: Callable[[EvictableT, int], int | None]
-    """Blocks from the state before a place to the one there, by that room; None where there is none."""
+    """`Node.count_saved_blocks`: blocks that the state at a node saves; None if there is no state."""
 
     def value_per_block(self, leaf: EvictableT) -> float:
-        """Blocks that a path which ends there saves, for each that it and its last state take."""
+        """Return the blocks that a path ending at `leaf` saves, for each block of memory that path and state take."""
         saved_blocks = self.count_saved_blocks(leaf, self.blocks_per_state)
         return _UNRESUMABLE_VALUE if saved_blocks is None else saved_blocks / (saved_blocks + self.blocks_per_state)
 
 
 class QueueKey(NamedTuple):
-    """Paths of equal class, gap and value share a queue."""
+    """Properties that all paths of one queue share."""
 
     turn_class: object
     gap_step: int
-    """log2 of the gap after which their turns are due, in steps of a queue."""
+    """log2 of the expected gap before the turn returns, times the queues per doubling."""
     value_log2: int
 
 
 class CachedPath(Generic[EvictableT]):
-    """A path that can be shortened at `leaf`, kept for the sake of `turn`."""
+    """Cached blocks up to `leaf`, kept because `turn` may be continued."""
 
     __slots__ = ("leaf", "queue_key", "turn")
 
@@ -74,11 +72,11 @@ class CachedPath(Generic[EvictableT]):
         self.leaf = leaf
         self.turn = turn
         self.queue_key: QueueKey | None = None
-        """None: left behind, by a conversation that went on elsewhere."""
+        """None: the path is abandoned, because its conversation continues elsewhere."""
 
 
 class EvictionQueue(Generic[EvictableT]):
-    """Every cached place that nothing hangs from, in the order of eviction."""
+    """Cached nodes without a cached child, in the order of eviction."""
 
     def __init__(self, reuse_stats: ReuseStats, state_valuation: StateValuation[EvictableT] | None = None) -> None:
         self._reuse_stats = reuse_stats
@@ -87,12 +85,12 @@ class EvictionQueue(Generic[EvictableT]):
         self._path_by_turn: dict[ConversationTurn, CachedPath[EvictableT]] = {}
         self._abandoned_paths: OrderedDict[CachedPath[EvictableT], None] = OrderedDict()
         self._superseded_states: OrderedDict[EvictableT, tuple[float, int]] = OrderedDict()
-        """States that go by themselves: what each is worth, and since when."""
+        """Node of a superseded state -> (worth of a block of its memory, clock when it was added), oldest first."""
         self._queues: dict[QueueKey, OrderedDict[CachedPath[EvictableT], None]] = {}
         self._next_path: CachedPath[EvictableT] | None = None
 
     def add(self, leaf: EvictableT, turn: ConversationTurn) -> None:
-        """`leaf` is the end of the path that `turn` has left."""
+        """Add the path of `turn`, which ends at `leaf`."""
         self._superseded_states.pop(leaf, None)
         path = self._path_by_leaf[leaf] = CachedPath(leaf, turn)
         self._path_by_turn[turn] = path
@@ -100,7 +98,7 @@ class EvictionQueue(Generic[EvictableT]):
         self._next_path = None
 
     def remove(self, leaf: EvictableT) -> None:
-        """`leaf` is in use, or gone; nothing if it is not the end of a path."""
+        """Remove the path that ends at `leaf`, if there is one."""
         path = self._path_by_leaf.pop(leaf, None)
         if path is not None:
             self._dequeue(path)
@@ -108,12 +106,15 @@ class EvictionQueue(Generic[EvictableT]):
                 del self._path_by_turn[path.turn]
 
     def find_turn(self, leaf: EvictableT) -> ConversationTurn | None:
-        """Who left the path that ends there; None if it is not the end of one."""
+        """Return the turn of the path that ends at `leaf`; None if no path does."""
         path = self._path_by_leaf.get(leaf)
         return None if path is None else path.turn
 
     def shorten_path(self, leaf: EvictableT, parent: EvictableT) -> None:
-        """`leaf` is gone, and `parent` the end of its path now."""
+        """Record that `leaf` was evicted: its path ends at `parent` now.
+
+        If only a shared prefix is left of the path, the path belongs to that prefix from now on.
+        """
         path = self._path_by_leaf.pop(leaf)
         path.leaf = parent
         self._path_by_leaf[parent] = path
@@ -132,7 +133,10 @@ class EvictionQueue(Generic[EvictableT]):
             self.requeue(parent)
 
     def requeue(self, node: EvictableT) -> None:
-        """The state at `node`, which may be the end of a path, is in use, or has come or gone."""
+        """Put the path that ends at `node`, if one does, into the queue of its present value.
+
+        Called when the state at `node` was used, added or removed.
+        """
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)
         if path is not None and path.queue_key is not None and path.queue_key.value_log2 != self._value_log2(node):
@@ -141,12 +145,12 @@ class EvictionQueue(Generic[EvictableT]):
             self._next_path = None
 
     def add_superseded_state(self, node: EvictableT, value_per_block: float) -> None:
-        """Queue the state at `node`, which few requests will resume. `value_per_block`: saved for each of its room."""
+        """Add a superseded state. `value_per_block`: blocks that it saves, for each block of its memory."""
         if node not in self._path_by_leaf:
             self._superseded_states[node] = (value_per_block, self._reuse_stats.clock)
 
     def select_state(self) -> EvictableT | None:
-        """The oldest of the superseded states, if the end of no path is worth less."""
+        """Return the oldest superseded state, if no path is worth less; else None."""
         if not self._superseded_states:
             return None
         node, (value, superseded_clock) = next(iter(self._superseded_states.items()))
@@ -162,7 +166,7 @@ class EvictionQueue(Generic[EvictableT]):
         )
 
     def mark_abandoned(self, turn: ConversationTurn) -> None:
-        """The conversation of `turn` goes on elsewhere: what is left of that path was dropped from its prompt."""
+        """Let the path of `turn` be evicted first, because the next turn of its conversation has another path."""
         path = self._path_by_turn.pop(turn, None)
         if path is not None:
             self._dequeue(path)
@@ -170,7 +174,7 @@ class EvictionQueue(Generic[EvictableT]):
             self._abandoned_paths[path] = None
 
     def select_leaf(self) -> EvictableT | None:
-        """The end of the path that is to be shortened next; None without any."""
+        """Return the node to evict next; None if the queue is empty."""
         path = self._select_path()
         return None if path is None else path.leaf
 
@@ -206,7 +210,7 @@ class EvictionQueue(Generic[EvictableT]):
         return self._next_path
 
     def _least_valuable_path(self) -> CachedPath[EvictableT] | None:
-        """The oldest of a queue where it is overdue, else the youngest; of all queues what is worth least."""
+        """Return the path that is worth least. A queue offers its oldest path if that is overdue, else its youngest."""
         clock, least_valuable, value_min = self._reuse_stats.clock, None, float("inf")
         for key, queue in self._queues.items():
             path = next(iter(queue))
@@ -229,7 +233,7 @@ class EvictionQueue(Generic[EvictableT]):
         )
 
     def _value_log2(self, leaf: EvictableT) -> int:
-        """log2, rounded, of what a block of the path that ends there saves."""
+        """Return log2, rounded, of the blocks saved for each block of the path that ends at `leaf`."""
         return 0 if self._state_valuation is None else round(math.log2(self._state_valuation.value_per_block(leaf)))
 
     def _enqueue(self, path: CachedPath[EvictableT]) -> None:

@@ -1,15 +1,15 @@
-"""Blocks on their way from host memory to sequences that were admitted: a bounded number of bytes a step.
+"""Loads of blocks from host memory for sequences that were admitted: a bounded number of bytes a step.
 
-A sequence is admitted with memory for all that it found below; the copies are planned with as many steps as the bound
-asks for, and it computes nothing before the step that plans the last of them. What was evicted for them is copied to
-the host with them, each before its memory is overwritten. Until a copy's step is committed its block is pending,
-exactly as one that is computed. A copy that is not planned yet can be taken back; so nobody else may be given its
-block, who must wait (`has_unplanned`) or has it planned at once (`load_now`).
+A sequence is admitted with device memory for every block that only the host has. The loads are spread over as many
+steps as the bound asks for. The sequence computes nothing before the step that plans the last of its loads. A block
+that was evicted to make room is copied to the host before its memory is overwritten. Until a load's step is committed
+the device's block is pending, like a block that is computed. A load that no step plans yet can be taken back. So a
+request that shares the block must wait (`has_unplanned`), or has the load planned at once (`load_now`).
 
-A state that is resumed from host memory comes the same way, last, into the sequence's own.
+A state that is resumed from host memory is loaded last, into the sequence's own state.
 
-Owns the copies ahead and those of the plan being made. Refuses to know tables and budgets of tokens. Invariant: every
-block that it names is held by its sequence, and what it is read from is held here.
+Owns the loads that are not planned, and those of the plan being made. Refuses to know tables and token budgets.
+Invariant: the sequence holds the device's block of each load, and the load holds the host's block.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence
 
 STEPS_WITHOUT_LOAD_MAX = 3
-"""Beside decodes, without a copy for those who wait, where one block takes more than the bound."""
+"""Most steps with decodes in a row that load nothing, because one block was larger than the bound."""
 
 
 class HostHit(NamedTuple):
-    """A block of a prompt's hit that only host memory has."""
+    """A block of a prompt's cached prefix that only host memory has."""
 
     group: int
     node: Node
     host_block: Block
-    """It is pinned."""
+    """Block of host memory, which is pinned."""
 
 
 @dataclass(slots=True, eq=False)
 class HostLoad:
-    """A copy from host memory for a sequence."""
+    """A copy of one block from host memory, for a sequence."""
 
     seq: Sequence
     block: Block
-    """The device's."""
+    """Target on the device."""
     host_block: Block
-    """It is pinned until the load is over."""
+    """Source in host memory, which is pinned until the load is over."""
     is_cancelled: bool = False
-    """It was taken back after it was planned: it is done in vain."""
+    """Whether the load was taken back after it was planned: then it is done in vain."""
 
 
 class HostLoadQueue:
-    """`block_bytes_by_kind`: bytes of a block; `step_bytes_max`: copied beside decodes, in a step's mean.
-
-    Counted is what comes up, and what goes down to make room for it.
-    """
+    """Loads that wait for a step, and loads of the step being planned."""
 
     def __init__(
         self, host_tier: HostTier, tree: PrefixTree, block_bytes_by_kind: list[int], step_bytes_max: int | None
     ) -> None:
+        """`block_bytes_by_kind`: bytes of a block. `step_bytes_max`: most bytes of a step with decodes, on average.
+
+        The bytes of loads count, and those of the copies to the host that make room for the loads.
+        """
         assert step_bytes_max is None or step_bytes_max > 0
         self._host_tier = host_tier
         self._tree = tree
@@ -67,30 +68,30 @@ class HostLoadQueue:
         self._step_bytes_max = math.inf if step_bytes_max is None else step_bytes_max
         self._step_bytes_left = math.inf
         self._unplanned_loads_by_sequence: dict[Sequence, list[HostLoad]] = {}
-        """Not planned yet, the last first."""
+        """Sequence -> its loads that no step plans yet, in reverse order."""
         self.unplanned_blocks: set[Block] = set()
-        """The device's, of these."""
+        """Targets of these loads."""
         self.planned_loads: list[HostLoad] = []
-        """Of the plan being made, parents first."""
+        """Loads of the plan being made, parents first."""
 
     def __contains__(self, seq: Sequence) -> bool:
-        """Whether copies for `seq` are left to plan."""
+        """Return whether loads for `seq` are left to plan."""
         return seq in self._unplanned_loads_by_sequence
 
     def __bool__(self) -> bool:
-        """Whether copies for anybody are."""
+        """Return whether any loads are left to plan."""
         return bool(self._unplanned_loads_by_sequence)
 
     def has_unplanned(self, nodes: Iterable[Node]) -> bool:
-        """Whether any of these has a block whose copy is not planned yet."""
+        """Return whether the load of any of these nodes' blocks is not planned yet."""
         return bool(self.unplanned_blocks) and any(
             block in self.unplanned_blocks for node in nodes for block in node.blocks
         )
 
     def begin_step(self, *, has_decodes: bool) -> None:
-        """A step is planned: give those who wait what it may copy, those who came first before the others.
+        """Plan as many loads with the step as it may copy, in the order of admission.
 
-        What a block takes beyond the bound the next steps copy less.
+        If a block exceeds the bound, the next steps copy less.
         """
         step_bytes = self._step_bytes_max
         self._step_bytes_left = (
@@ -103,7 +104,10 @@ class HostLoadQueue:
                 self._plan_loads(seq)
 
     def add(self, seq: Sequence, block_pairs: list[tuple[Block, Block]]) -> None:
-        """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
+        """Load (device's block, host's block) pairs for `seq`, parents first; plan those that this step has room for.
+
+        The host's blocks are pinned.
+        """
         if block_pairs:
             self._unplanned_loads_by_sequence[seq] = [
                 HostLoad(seq, block, host_block) for block, host_block in reversed(block_pairs)
@@ -112,7 +116,7 @@ class HostLoadQueue:
             self._plan_loads(seq)
 
     def load_now(self, block: Block) -> None:
-        """Somebody is about to share this block: if its copy is not planned, all of its sequence's are now."""
+        """Plan the load of this block now, if it is not planned, and all other loads of its sequence."""
         if block in self.unplanned_blocks:
             seq = next(
                 seq
@@ -122,9 +126,9 @@ class HostLoadQueue:
             self._plan_loads(seq, ignore_limit=True)
 
     def cancel(self, seq: Sequence) -> None:
-        """Take back what is not planned, or only in the plan being made; children first.
+        """Take back the loads for `seq` that no step in flight has, children first.
 
-        A copy in that plan is done in vain: its block is overwritten by whoever has it next.
+        A load in the plan being made is done in vain: the next owner of its block overwrites it.
         """
         loads = self._unplanned_loads_by_sequence.pop(seq, [])
         for load in loads:
@@ -137,27 +141,27 @@ class HostLoadQueue:
                 load.is_cancelled = True
 
     def list_planned_sequences(self) -> set[Sequence]:
-        """Sequences that the plan being made copies something for."""
+        """Return the sequences for which the plan being made loads something."""
         return {load.seq for load in self.planned_loads if not load.is_cancelled}
 
     def take_planned(self) -> list[HostLoad]:
-        """The plan is made: its copies."""
+        """Take the loads of the plan, which is complete."""
         loads, self.planned_loads = self.planned_loads, []
         return loads
 
     def commit(self, loads: list[HostLoad]) -> None:
-        """They are done: announce the blocks."""
+        """Announce the blocks of loads that are done."""
         for load in loads:
             if load.is_cancelled:
                 continue
             if load.block.node is not None:
                 self._tree.commit(load.block)
                 self._host_tier.finish_promotion(load.host_block)
-            else:  # a sequence's own state, or the cache was reset meanwhile
+            else:  # the state of a sequence, or the cache was reset meanwhile
                 self._host_tier.unpin_state(load.host_block)
 
     def rollback(self, loads: Items[HostLoad]) -> None:
-        """They were not done."""
+        """Take loads back that were not done."""
         for load in reversed(loads):
             if not load.is_cancelled:
                 if load.block.node is not None:
@@ -165,7 +169,7 @@ class HostLoadQueue:
                 self._host_tier.unpin(load.host_block)
 
     def pinned_host_blocks(self) -> list[Block]:
-        """Blocks of the host that are held for copies which no step has yet."""
+        """Return the host's blocks that are pinned for loads which no step in flight has."""
         unplanned_loads = [load for loads in self._unplanned_loads_by_sequence.values() for load in loads]
         return [load.host_block for load in unplanned_loads + self.planned_loads if not load.is_cancelled]
 

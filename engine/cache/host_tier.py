@@ -1,18 +1,17 @@
-"""Host memory under the device's: the blocks that were evicted there, until a prompt asks for them.
+"""Host memory under the device's memory: it keeps blocks that the device evicts, until a prompt needs them.
 
-A pool of its own, of the same units and kinds, for nodes of the same prefix tree. What the device evicts is planned to
-be copied here (`demote`), and what a request finds here to be copied back (`plan_load`); both go into the one list of
-copies that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block
-is in one of the two pools: once the device has a computed copy, this one goes (`discard_duplicate`). A state that a
-sequence goes on from is not such a copy (`unpin_state`).
+Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. A block that the
+device evicts is planned to be copied here (`demote`). A block that a request finds here is planned to be copied back
+(`plan_load`). Both go into one list of copies, which a step does first and in order. So memory that is given up in a
+plan may be used again in the same plan. A block is in one of the two pools: the host's copy is dropped once the device
+has a computed one (`discard_duplicate`). The state of a running sequence is not such a copy (`unpin_state`).
 
-A copy to the host waits until its memory on the device is about to be written: with the plan that is being made,
-unless that memory is for a block that a later one loads (`plan_copies`). So what is copied down is as bounded as what
-comes up.
+A copy to the host is planned when the block's memory on the device is about to be written: with the plan being made,
+or later, if a later plan loads a block into that memory (`plan_copies`). So copies to the host are as bounded as loads.
 
-Owns the host's pool and what is planned of it. Refuses to know sequences and tensors. Invariants: a block here is
-cached, or held by a step that reads it; it hangs from a full-attention block here or on the device; what it was copied
-from, or is still to be copied from, has been written by no step since.
+Owns the host's pool and the copies that are planned. Refuses to know sequences and tensors. Invariants: a block here is
+cached, or held by a step that reads it. Its parent's full-attention block is here or on the device. No step has written
+to the memory that the block was copied from, or is still to be copied from.
 """
 
 from __future__ import annotations
@@ -30,15 +29,18 @@ from engine.types import BlockCopy, CopyDirection
 
 
 class HostUsage(NamedTuple):
-    """`used_share`: share of host memory that holds something. The bytes are planned copies since the start."""
+    """How much of host memory is used, and what was copied."""
 
     used_share: float = 0.0
+    """Share of the units that hold blocks, 0 .. 1."""
     stored_bytes: int = 0
+    """Bytes that steps were planned to copy to host memory since the start."""
     loaded_bytes: int = 0
+    """Bytes that steps were planned to copy back since the start."""
 
 
 class HostTier:
-    """Host memory of so many units, or of none. `block_copies` is the plan's list, to which copies are added."""
+    """Host memory of `unit_count` units, perhaps none. Adds the copies of a step to the plan's `block_copies`."""
 
     def __init__(
         self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: EvictionOrder, block_copies: list[BlockCopy]
@@ -51,16 +53,17 @@ class HostTier:
         self._tree = tree
         self._block_copies = block_copies
         self._unplanned_copy_by_block: dict[Block, BlockCopy] = {}
-        """How each block here is filled that no plan fills yet."""
+        """Block here -> the copy that fills it, which no plan has yet."""
         self._unplanned_blocks_by_unit: dict[Unit, list[Block]] = {}
-        """Of these, what left with the plan being made, by the device's unit that it was in."""
+        """Unit of the device -> blocks here that are still to be copied from it, since it was evicted in this plan."""
         self._host_block_by_load_target: dict[Block, Block] = {}
-        """And the others, by the device's block that is loaded into their memory later."""
+        """Block of the device, which a later plan loads -> the block here that is to be copied from its memory before.
+        """
         self._planned_stores: list[Block] = []
-        """Blocks that the step being planned fills."""
+        """Blocks here that the step being planned fills."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
-        """Of each kind, planned since the start."""
+        """Copies that were planned since the start, by kind."""
 
     @property
     def free_units(self) -> int:
@@ -76,14 +79,17 @@ class HostTier:
         return HostUsage(1 - self._pool.free_units / len(self._pool.units), *copied_bytes)
 
     def take_planned_stores(self) -> list[Block]:
-        """The plan is made: the blocks that it fills here."""
+        """Take the list of the blocks here that the plan, which is complete, fills."""
         stores, self._planned_stores = self._planned_stores, []
         return stores
 
-    # ------------------------------------------------------------------ down
+    # ------------------------------------------------------------------ from the device to host memory
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
+        """Take a computed block of the device in, which is about to lose its name, and announce that.
+
+        Without `keep_on_host`, or without room, the block is announced as removed.
+        """
         node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None
         if node.has_host_block(kind):
@@ -109,7 +115,7 @@ class HostTier:
         return True
 
     def plan_copies(self, deferred_targets: Container[Block]) -> None:
-        """Plan to copy what left, except from the memory of `deferred_targets`, which a later plan loads."""
+        """Plan to copy what the device evicted, except from the memory of blocks which a later plan loads."""
         if not self._unplanned_blocks_by_unit:
             return
         for unit, host_blocks in self._unplanned_blocks_by_unit.items():
@@ -126,14 +132,14 @@ class HostTier:
         self._unplanned_blocks_by_unit.clear()
 
     def plan_all_copies(self) -> None:
-        """Copy all that left, before anything else that is planned from now on."""
+        """Plan to copy all that the device evicted, before any copy that is planned from now on."""
         for host_block in list(self._unplanned_copy_by_block):
             self._plan_copy(host_block)
         self._unplanned_blocks_by_unit.clear()
         self._host_block_by_load_target.clear()
 
     def flush_before_overwrite(self, target: Block) -> None:
-        """Copy what left from the memory of the device's `target`, which is about to be written."""
+        """Plan to copy what was evicted from the memory of the device's `target`, which is about to be written."""
         for host_block in self._unplanned_blocks_by_unit.pop(target.unit, ()):
             self._plan_copy(host_block)
         deferred_block = self._host_block_by_load_target.pop(target, None)
@@ -141,7 +147,7 @@ class HostTier:
             self._plan_copy(deferred_block)
 
     def kinds_to_flush(self, target: Block) -> list[int]:
-        """Kinds of the blocks that `flush_before_overwrite` would copy."""
+        """Return the kinds of the blocks that `flush_before_overwrite` would copy."""
         host_blocks = [
             *self._unplanned_blocks_by_unit.get(target.unit, ()),
             self._host_block_by_load_target.get(target),
@@ -156,20 +162,20 @@ class HostTier:
             self._stored_blocks_by_kind[block_copy.kind] += 1
 
     def untrusted_blocks(self) -> list[Block]:
-        """What the plan being made, or a later one, fills: not to be trusted where a step before failed."""
+        """Return the blocks that the plan being made, or a later one, fills. A failed step makes them untrusted."""
         return [*self._planned_stores, *self._unplanned_copy_by_block]
 
-    # ------------------------------------------------------------------ up
+    # ------------------------------------------------------------------ from host memory to the device
 
     def pin(self, node: Node, kind: int) -> Block:
-        """The node's block here, which is not evicted before `unpin`."""
+        """Hold the node's block here, so that it is not evicted before `unpin`, and return it."""
         host_block = node.host_blocks[kind]
         assert host_block is not None
         self._pool.acquire(host_block)
         return host_block
 
     def plan_load(self, host_block: Block, target: Block) -> None:
-        """Copy a block that is held here to the device's `target` with the step being planned."""
+        """Plan to copy a pinned block to the device's `target` with this step."""
         self.flush_before_overwrite(target)
         self._plan_copy(host_block)
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
@@ -181,8 +187,8 @@ class HostTier:
         self._pool.release(host_block)
 
     def finish_promotion(self, host_block: Block) -> None:
-        """The device has a computed copy of a block that was held for it, or it was forgotten."""
-        if host_block.ref_count > 1:  # somebody else reads it, too
+        """Unpin a block of which the device has a computed copy now, and drop it unless another step reads it."""
+        if host_block.ref_count > 1:
             self.unpin(host_block)
             return
         if host_block.node is not None:
@@ -190,25 +196,26 @@ class HostTier:
         self.unpin(host_block)
 
     def unpin_state(self, host_block: Block) -> None:
-        """A sequence has a copy of a state that was held for it, and will change it: the state here stays.
+        """Unpin a state that a sequence has copied and will change. The state here stays.
 
-        Unless it was forgotten, or the device has a named copy meanwhile."""
+        It is dropped if the cache was reset, or if the device has a named copy meanwhile.
+        """
         if host_block.node is None or host_block.node.has_computed(host_block.kind):
             self.finish_promotion(host_block)
         else:
             self.unpin(host_block)
 
     def discard_duplicate(self, block: Block) -> None:
-        """The device has a computed block now: none is needed here, unless a step reads it."""
+        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
         assert block.node is not None
         host_block = block.node.host_blocks[block.kind]
         if host_block is not None and not host_block.ref_count:
             self._drop(host_block)
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ eviction
 
     def evict(self, block: Block) -> None:
-        """Evict a block, and with a full-attention block that the device has not what hangs from it here."""
+        """Evict a block. If it is full attention that the device does not have, its descendants here go, too."""
         assert block.node is not None
         if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
             self._drop_subtree(block.node)
@@ -216,12 +223,12 @@ class HostTier:
             self._drop(block)
 
     def forget_all(self) -> None:
-        """Forget every name. What steps read stays until they let it go."""
+        """Forget every name. Blocks that steps read stay until they are unpinned."""
         for host_block in self._tree.clear_host():
             self._free_if_unpinned(host_block)
 
     def _drop_subtree(self, root: Node) -> None:
-        """What is here of this node and of those below it, leaves first."""
+        """Drop what is here of a node and of its descendants, leaves first."""
         for node in reversed(list_subtree(root)):
             for host_block in reversed(node.host_blocks):
                 if host_block is not None:
@@ -236,13 +243,13 @@ class HostTier:
         self._tree.remove_if_empty(node)
 
     def _free_if_unpinned(self, host_block: Block) -> None:
-        """It has lost its name: unless a step reads it, its memory is free, and nothing is to be copied there."""
+        """Free a block that has lost its name, unless a step reads it, and forget the copy that would fill it."""
         if not host_block.ref_count:
             self._unplanned_copy_by_block.pop(host_block, None)
             self._pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
-        """`pinned_blocks`: an entry for each reference of a step that is out."""
+        """Check the pool and the plans. `pinned_blocks`: one entry for each reference of a load."""
         self._pool.check_invariants()
         assert all(
             host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copy_by_block

@@ -1,14 +1,18 @@
 """The engine's cache as the scheduler sees it: block tables of sequences over the pool and the prefix tree.
 
-The life of a block: `admit` takes what is cached and `grow` what is new; `register_full_blocks` names the blocks that
-the step finishes (pending: another request of the same step may share them); `commit`, after the compute, announces
-them or, where an identical block exists, redirects the table to it (late merge); `release` gives them up, tail first.
-docs/architecture.md has the table of its states. A step may be planned while the one before is out.
+A block goes through these calls. `admit` gives a sequence the cached blocks of its prompt, and `grow` gives it new
+ones. `register_full_blocks` names the blocks that a step finishes: they are pending, and another request of the same
+step may share them. `commit`, after the step is computed, announces them. If an identical block exists by then, the
+table is redirected to it. `release` gives all blocks of a sequence up, the last one first. docs/architecture.md has the
+table of a block's states. A step may be planned while another one is in flight.
 
-Owns the tables' physical side. Refuses to know budgets, sampling and order of requests. A model without states, a cache
-without host memory and one without prefix caching are no special cases here: the parts that stand for them hold nothing
-(`NoStates`, a `HostTier` of no units, `NoNames`). Invariant: a sequence whose `SequenceBlocks` are not detached holds,
-for all its named positions, exactly the blocks that the tree names; so a parent is never freed before a live child.
+When memory runs out `grow` returns False, and the scheduler preempts a sequence. A block that several sequences share
+has no owner: it is freed, or stays cached, when the last of them releases it (`Block.ref_count`).
+
+Owns the block tables. Refuses to know budgets, sampling and order of requests. A model without states, a cache without
+host memory and one without prefix caching are no special cases here: null objects stand for them (`NoStates`, a
+`HostTier` of no units, `NoNames`). Invariant: a sequence that is not detached holds, at all its named positions,
+exactly the blocks that the tree names. So a parent is never freed before a live child.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
 from engine.cache.host_load_queue import HostHit, HostLoadQueue
-from engine.cache.host_tier import HostTier
+from engine.cache.host_tier import HostTier, HostUsage
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_matcher import PrefixMatcher
@@ -40,13 +44,10 @@ from engine.types import BlockCopy, Chunk, LazyDecodeChunks, Sequence, StepPlan
 class CacheUsage:
     total_units: int
     live_units: int
-    """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
+    """Units that running sequences need if their blocks are packed; `live_units / total_units` is the cache's usage."""
     free_units: int
-    host_usage: float = 0.0
-    """Share of host memory that holds something."""
-    host_stored_bytes: int = 0
-    host_loaded_bytes: int = 0
-    """Planned to be copied there and back, since the start."""
+    """Units without any block, not even a cached one."""
+    host: HostUsage
 
 
 class KVCache:
@@ -63,11 +64,12 @@ class KVCache:
         host_unit_count: int = 0,
         load_bytes_max: int | None = None,
     ) -> None:
-        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
+        """Make an empty cache. Raises ValueError for a cache of no units.
 
-        `adaptive_eviction` takes effect where no window slides. `host_unit_count`: of host memory
-        under the device's, none without prefix caching. `load_bytes_max`: that a step with decodes brings back from it.
-        Raises ValueError for a cache of no units.
+        `step_tokens_max`: most tokens that one step adds to a sequence; None: no limit.
+        `adaptive_eviction`: learn which blocks are reused; only for models without sliding windows.
+        `host_unit_count`: units of host memory; ignored without prefix caching.
+        `load_bytes_max`: most bytes that a step with decodes loads from host memory; None: no limit.
         """
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
@@ -86,7 +88,7 @@ class KVCache:
         )
         self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree, self._windows)
         self._block_copies: list[BlockCopy] = []
-        """Of the plan being made."""
+        """Copies of the plan being made."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
         self._loads = HostLoadQueue(self.host_tier, self.tree, spec.block_bytes_by_kind(), load_bytes_max)
         self._states: StateCheckpoints | NoStates = NoStates()
@@ -105,34 +107,34 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences resume only where a state was kept."""
+        """Whether the model has recurrent states: then sequences resume only at checkpoints."""
         return self.spec.state is not None
 
     @property
     def usage(self) -> CacheUsage:
         units = self.pool.units
-        return CacheUsage(len(units), self.pool.live_units, self.pool.free_units, *self.host_tier.measure_usage())
+        return CacheUsage(len(units), self.pool.live_units, self.pool.free_units, self.host_tier.measure_usage())
 
     @property
     def token_capacity(self) -> int:
-        """Tokens that one sequence alone can hold."""
+        """Most tokens of one sequence that the cache can hold, when it holds no other."""
         return self._windows.compute_token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
 
     @property
     def growth_reserve_blocks(self) -> int:
-        """Blocks that are kept free for running sequences when another one is admitted."""
+        """Blocks that stay free for running sequences to grow into when another sequence is admitted."""
         return max(1, self.pool.blocks_per_unit[FULL_KIND] * len(self.pool.units) // 100)
 
     def has_room_for_blocks(self, block_count: int) -> bool:
-        """Whether so many more tokens' worth of blocks could be live beside what is live now."""
+        """Return whether a new sequence of `block_count` blocks fits beside the live blocks."""
         return self.pool.can_allocate(self._windows.count_blocks_needed(block_count))
 
     def count_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of `seq` that need not be computed if it is admitted now; changes nothing."""
+        """Return how many tokens of `seq` need not be computed if it is admitted now."""
         return self._matcher.count_resumable_blocks(seq) * self.block_size
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
+        """Return whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
         matched_nodes, keys = self._matcher.match(seq), self._matcher.list_keys(seq)
         if self._loads.has_unplanned(matched_nodes):
             return True
@@ -142,7 +144,7 @@ class KVCache:
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
     def _will_compute(self, index: int, key: BlockKey) -> bool:
-        """Whether the prompt of a running sequence has this block at `index`, later than in the step being planned."""
+        """Return whether a running sequence has this block at `index`, and computes it after the step being planned."""
         for seq, seq_blocks in self._blocks_by_sequence.items():
             if len(seq_blocks.nodes) <= index and not seq_blocks.is_detached:
                 keys = self._hasher.hashed_keys(seq)
@@ -153,10 +155,10 @@ class KVCache:
     # ------------------------------------------------------------------ a sequence's blocks
 
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
-        """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed_tokens`.
+        """Give a sequence the cached blocks of its longest prefix, and set `seq.computed_tokens` to their tokens.
 
-        False, and nothing changed, when all its known tokens and `reserve_blocks` more would not fit beside what is
-        live. Once it is admitted, its known tokens find their memory.
+        False, and nothing changed, if all its known tokens and `reserve_blocks` more blocks do not fit beside the live
+        blocks. So an admitted sequence always finds memory for its known tokens.
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._matcher.match(seq)
@@ -170,7 +172,7 @@ class KVCache:
             seq, len(self._groups), self._table_version, is_detached=not self._hasher.names_blocks
         )
         host_hits = self._acquire_prefix(seq_blocks, nodes)
-        state_loads = self._states.create_state(seq, state_source)  # holds the source before anything is allocated
+        state_loads = self._states.create_state(seq, state_source)  # holds its source before blocks are allocated
         self._loads.add(seq, [*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
@@ -184,7 +186,7 @@ class KVCache:
         return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Hold the device's blocks of these nodes that windows see, and pin those that only the host has."""
+        """Hold the device's blocks of these nodes that the model still reads, and pin those that only the host has."""
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
             first_index = self._windows.first_block_needed(group, len(nodes))
@@ -202,12 +204,12 @@ class KVCache:
     def _allocate_for_loads(
         self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
     ) -> list[tuple[Block, Block]]:
-        """Blocks of (group, node), pending, for what the host holds: (the device's, the host's)."""
+        """Allocate a pending block for each hit in host memory. Returns (device's block, host's block) pairs."""
         blocks: list[tuple[Block, Block]] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for what is loaded"
-            if node is not nodes[node.depth] or node not in self.tree:  # what was evicted for it took its name along
+            if node is not nodes[node.depth] or node not in self.tree:  # an eviction for this block removed the node
                 new_node = self.tree.get_or_create(node.key, nodes[node.depth - 1] if node.depth else None)
                 assert new_node is not None
                 node = nodes[node.depth] = new_node
@@ -217,7 +219,7 @@ class KVCache:
         return blocks
 
     def _plan_checkpoints(self, seq: Sequence, matched_block_count: int) -> None:
-        """Plan a checkpoint where what is cached of the prompt ends, and one at its last boundary."""
+        """Plan a checkpoint at the end of the prompt's cached part, and one at its last block boundary."""
         if self.has_states:
             last_boundary = (len(seq.token_ids) - 1) // self.block_size
             keys = self._hasher.block_keys(seq, last_boundary)
@@ -225,9 +227,9 @@ class KVCache:
                 self._states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
-        """Tokens that `waiting_seq` can have of the running `seq`, up to where their prompts part.
+        """Return the tokens of the prompts' common prefix, which `waiting_seq` need not compute after `seq` has.
 
-        If a state is needed there, a checkpoint of `seq` is planned.
+        `seq` is running. If the model has states, a checkpoint of `seq` is planned at the end of that prefix.
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
@@ -238,18 +240,18 @@ class KVCache:
         return 0 if waiting_seq.request.params.prompt_logprobs is not None else block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
-        """Where a chunk of `seq` that could go to `end` must stop, so that a planned checkpoint can be taken."""
+        """Return where a chunk of `seq` that could go to `end` must stop for the next planned checkpoint."""
         return self._states.clip_chunk_end(seq, end)
 
     def grow(self, seq: Sequence, end: int) -> bool:
-        """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
+        """Give `seq` blocks for the positions [0, end). False, and nothing changed, if there is no memory for them."""
         missing_count = -(-end // self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True
         new_blocks: list[tuple[int, Block]] = []
         for group in self._groups:
             for _ in range(missing_count):
-                block = self.pool.allocate(group) or self._allocate(group)  # most often without a compaction
+                block = self.pool.allocate(group) or self._allocate(group)  # the pool alone is the common case
                 if block is None:
                     for _, new_block in reversed(new_blocks):
                         self.pool.release(new_block)
@@ -259,7 +261,7 @@ class KVCache:
         return True
 
     def _allocate(self, kind: int) -> Block | None:
-        """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""
+        """Allocate a block of `kind`, after a compaction if need be; None if the live blocks leave no room."""
         block = self.pool.allocate(kind)
         if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
             moves = self.pool.compact(kind)
@@ -275,7 +277,7 @@ class KVCache:
         return block
 
     def release(self, seq: Sequence) -> None:
-        """Give up everything that `seq` holds, its tail first so that it is evicted first."""
+        """Release all that `seq` holds, its last block first, so that it is evicted first."""
         seq_blocks = self._blocks_by_sequence.pop(seq)
         self._loads.cancel(seq)
         assert not seq_blocks.pending_merges
@@ -287,7 +289,7 @@ class KVCache:
         seq.computed_tokens = 0
 
     def discard_keys(self, seq: Sequence) -> None:
-        """Drop the memorised hashes of a request that is gone for good."""
+        """Forget the block keys of a request that has ended."""
         self._hasher.discard(seq)
         self._matcher.forget(seq)
 
@@ -295,33 +297,33 @@ class KVCache:
 
     @property
     def has_unplanned_loads(self) -> bool:
-        """Whether any admitted sequence waits for copies from host memory."""
+        """Whether any admitted sequence waits for loads that no step plans yet."""
         return bool(self._loads)
 
     def is_loading(self, seq: Sequence) -> bool:
-        """Whether `seq` computes nothing yet, since copies for it are left to plan."""
+        """Return whether `seq` waits for loads that no step plans yet: until then it computes nothing."""
         return seq in self._loads
 
     def plan_loads(self, *, has_decodes: bool) -> None:
-        """A step is planned: add the copies that it may make for sequences which wait for them."""
+        """Add as many loads to the step being planned as it may make."""
         self._loads.begin_step(has_decodes=has_decodes)
 
     def list_loading_sequences(self) -> set[Sequence]:
-        """Sequences that the step being planned copies something for."""
+        """Return the sequences for which the step being planned loads something."""
         return self._loads.list_planned_sequences()
 
     def cancel_loads(self, seq: Sequence) -> None:
-        """Take back the copies for `seq` that no step has begun."""
+        """Take back the loads for `seq` that no step in flight has."""
         self._loads.cancel(seq)
 
     # ------------------------------------------------------------------ steps
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
-        """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
+        """Name the blocks that are full once `seq` is computed up to `end`; `commit` merges identical blocks."""
         self._steps.register_full_blocks(self._blocks_by_sequence[seq], end)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
+        """Complete a plan with its copies, and advance its sequences. Its step is in flight from now on."""
         plan.table_version = self._table_version.count
         self.host_tier.plan_copies(self._loads.unplanned_blocks)
         plan.block_copies = self._block_copies.copy()
@@ -336,9 +338,9 @@ class KVCache:
         self._steps.begin_step(plan.chunks)
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
-        """The oldest step's compute is done: announce what it finished, release what windows have left.
+        """Record that the oldest step in flight is computed: announce its blocks, release what no window needs.
 
-        Of the `ended_sequences` nothing is named any more.
+        `ended_sequences`: sequences that get no further names for their blocks.
         """
         self._steps.commit(chunks, ended_sequences)
         if self._windows.sliding_groups:
@@ -347,32 +349,32 @@ class KVCache:
         self._states.commit(chunks)
 
     def _release_outside_windows(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Release the blocks that no query from position `end` on can see."""
+        """Release the blocks that no query from position `end` on reads."""
         for group in self._windows.sliding_groups:
             seq_blocks.release_before(group, self._windows.first_block_seen(group, end), self.pool)
 
     def rollback(self) -> None:
-        """The newest step that is out was not computed: none of its blocks may be trusted or announced.
+        """Record that the newest step in flight was not computed: none of its blocks may be used or announced.
 
-        All its sequences must be released, once the steps before it are abandoned too.
+        All its sequences must be released once the steps before it are rolled back, too.
         """
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """After a failed step: forget the blocks that its copies, or later ones, may or may not have filled.
+        """Forget the blocks that copies of failed steps may or may not have filled.
 
-        True, and nothing done, while sequences hold any of these blocks: the sequences must be released first.
+        Returns True, with nothing done, while sequences hold any of these blocks: they must be released first.
         """
         return self._steps.invalidate_failed_copies()
 
     def take_events(self) -> StepEvents | None:
-        """What became resident and what left since the last call, in order; made when it is read. None for nothing."""
+        """Take the events since the last call, in order; None if nothing changed. They are made when they are read."""
         return self.tree.event_log.drain()
 
     # ------------------------------------------------------------------ the whole cache
 
     def reset(self) -> None:
-        """Forget every name. Sequences keep the blocks they hold, but what they finish from now on stays unnamed."""
+        """Empty the prefix cache. Running sequences keep their blocks, and get no names for them any more."""
         for block in self.tree.clear():
             if block.ref_count == 0:
                 self.pool.drop(block)

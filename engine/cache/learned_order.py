@@ -1,7 +1,7 @@
 """The learned order of eviction, by when conversations come back (`AdaptiveEviction`).
 
-Device and host memory have an order each. Both learn from the same conversations. Where the learned order knows
-nothing that could go, such as a state alone, the order by age decides.
+Device and host memory have an order each. Both learn from the same conversations. Blocks that no learned queue holds
+are evicted in the order of their age.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
 
 
-class _OrderBesideAge(EvictionOrder):
-    """The part of a learned order that the order by age does for it."""
+class _LearnedOrder(EvictionOrder):
+    """A learned order that keeps the same blocks in an order by age, too."""
 
     def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
-        """`blocks_per_state`: attention blocks in the room of a state."""
+        """`blocks_per_state`: attention blocks that take as much memory as one state."""
         self._eviction = eviction
         self._age_order = age_order
         self._blocks_per_state = blocks_per_state
@@ -37,8 +37,8 @@ class _OrderBesideAge(EvictionOrder):
         self._age_order.check_blocks(cached_blocks, unit_count)
 
 
-class LearnedDeviceOrder(_OrderBesideAge):
-    """Order of the device's blocks: ends of paths, and states that deeper ones continue."""
+class LearnedDeviceOrder(_LearnedOrder):
+    """Order of the device's blocks: ends of paths, and superseded states."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -46,19 +46,19 @@ class LearnedDeviceOrder(_OrderBesideAge):
         if not isinstance(block, StateBlock):
             self._eviction.mark_cached(block.node)
         elif block.is_superseded:
-            self._eviction.add_superseded_state(block.node, block.value / self._blocks_per_state)
+            self._eviction.device_queue.add_superseded_state(block.node, block.value / self._blocks_per_state)
 
     def mark_used(self, block: Block) -> None:
         self._age_order.mark_used(block)
         assert block.node is not None
         if isinstance(block, StateBlock):
-            self._eviction.mark_state_used(block.node)
+            self._eviction.requeue_state(block.node)
         else:
-            self._eviction.mark_used(block.node)
+            self._eviction.device_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
-            self._eviction.mark_state_removed(node)
+            self._eviction.requeue_state(node)
         else:
             parent = node.parent
             self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
@@ -66,10 +66,10 @@ class LearnedDeviceOrder(_OrderBesideAge):
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         if self._age_order.peek_victim(useful_kinds) is None:
             return None
-        node = self._eviction.select_state_victim()
+        node = self._eviction.device_queue.select_state()
         if node is not None:
             return node.blocks[-1]
-        node = self._eviction.select_victim()
+        node = self._eviction.device_queue.select_leaf()
         return self._age_order.find_victim(useful_kinds) if node is None else node.blocks[FULL_KIND]
 
     def clear(self) -> None:
@@ -80,13 +80,12 @@ class LearnedDeviceOrder(_OrderBesideAge):
             [node for node in nodes if node.is_cached(FULL_KIND)],
             [node for node in nodes if node.is_cached_on_host(FULL_KIND) and not node.children],
         )
-        self._eviction.check_states(
-            {node for node in nodes if node.is_cached(-1)}, {node for node in nodes if node.is_cached_on_host(-1)}
-        )
+        self._eviction.device_queue.check_states({node for node in nodes if node.is_cached(-1)})
+        self._eviction.host_queue.check_states({node for node in nodes if node.is_cached_on_host(-1)})
 
 
-class LearnedHostOrder(_OrderBesideAge):
-    """Order of the host's blocks: ends of paths that only the host has, and states that deeper ones continue."""
+class LearnedHostOrder(_LearnedOrder):
+    """Order of the host's blocks: ends of paths that only the host has, and superseded states."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -94,7 +93,7 @@ class LearnedHostOrder(_OrderBesideAge):
         assert node is not None
         if isinstance(block, StateBlock):
             if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._eviction.add_superseded_host_state(node, block.value / self._blocks_per_state)
+                self._eviction.host_queue.add_superseded_state(node, block.value / self._blocks_per_state)
         elif not node.children:
             self._eviction.add_host_leaf(node)
 
@@ -102,39 +101,41 @@ class LearnedHostOrder(_OrderBesideAge):
         self._age_order.mark_used(block)
         assert block.node is not None
         if isinstance(block, StateBlock):
-            self._eviction.mark_state_used(block.node)
+            self._eviction.requeue_state(block.node)
         else:
-            self._eviction.remove_host_leaf(block.node, None)
+            self._eviction.host_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
-            self._eviction.mark_state_removed(node)
+            self._eviction.requeue_state(node)
         elif any(node.blocks):
-            self._eviction.remove_host_leaf(node, None)
+            self._eviction.host_queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
-        self._eviction.remove_host_leaf(node, None)
+        self._eviction.host_queue.remove(node)
 
     def mark_node_removed(self, node: Node) -> None:
         parent = node.parent
-        is_parent_end = parent is not None and not parent.children and parent.is_cached_on_host(FULL_KIND)
-        self._eviction.remove_host_leaf(node, parent if is_parent_end else None)
+        if parent is not None and not parent.children and parent.is_cached_on_host(FULL_KIND):
+            self._eviction.replace_host_leaf(node, parent)
+        else:
+            self._eviction.host_queue.remove(node)
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         if self._age_order.peek_victim(useful_kinds) is None:
             return None
-        node = self._eviction.select_host_state_victim()
+        node = self._eviction.host_queue.select_state()
         if node is not None:
             return node.host_blocks[-1]
-        node = self._eviction.select_host_victim()
+        node = self._eviction.host_queue.select_leaf()
         return self._age_order.find_victim(useful_kinds) if node is None else node.host_blocks[FULL_KIND]
 
 
 class LearnedEviction(LruEviction):
-    """Both memories evict what conversations need least. No window of the model may slide."""
+    """The learned orders of both memories. Only for models without sliding windows."""
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
-        """`unit_count`: units of both memories."""
+        """`unit_count`: units of both memories together."""
         super().__init__(spec)
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         blocks_per_state = blocks_per_unit[FULL_KIND]

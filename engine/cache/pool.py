@@ -1,16 +1,15 @@
-"""The unit pool: one buffer, cut into units of equal bytes, each FREE or given to one kind.
+"""The unit pool: memory cut into units of equal size, each free or given to one kind of block.
 
 A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A unit of
-kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (nobody's), **live** (`ref_count` > 0)
+kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (unused), **live** (`ref_count` > 0)
 or **cached** (no references, but named in the prefix tree). A dense model is the case of one kind with N = 1.
 
-Owns which block is in which of these states, and where memory is taken. Which cached block goes first is the business
-of its `EvictionOrder`. Refuses to know hashes, sequences, tensors and events: what a cached block means is the business
-of the `evict` callback, which is asked to give up a cached block (and whatever hangs from it) and answers by calling
-`drop`.
+Owns the state of every block, and decides which memory is taken. Its `EvictionOrder` decides which cached block goes
+first. Refuses to know hashes, sequences, tensors and events. To evict a block the pool calls `evict`, which takes the
+block and its descendants out of the prefix tree, and calls `drop` for each.
 
 Invariants (`check_invariants`): a unit is free or of one kind; every block of it is a hole, live or cached, and a unit
-whose blocks are all holes is free; the order knows exactly the cached blocks.
+with holes only is free; the order knows exactly the cached blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.types import BlockId
 
 
 class UnitPool:
-    """Memory of one model's cache. `blocks_per_unit[k]` is N_k; a state kind, if any, comes last with N = 1."""
+    """Memory of one model's cache. `blocks_per_unit[k]` is N_k; the kind of states, if any, comes last with N = 1."""
 
     def __init__(
         self,
@@ -33,7 +32,10 @@ class UnitPool:
         order: EvictionOrder,
         evict: Callable[[Block], None],
     ) -> None:
-        """Raises ValueError for a negative size or no kinds. `state_kind`: the kind of states, after all others."""
+        """Make a pool of free units. Raises ValueError for a negative size or no kinds.
+
+        `state_kind`: the kind of states, after all others. `evict`: takes a cached block out of the prefix tree.
+        """
         if unit_count < 0:
             raise ValueError(f"unit_count: expected at least 0, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:
@@ -47,11 +49,11 @@ class UnitPool:
         self._evict_block = evict
         self._live_blocks = [0] * len(blocks_per_unit)
         self._live_units = 0
-        """Sum over kinds of ceil(live / N): what an ideally packed pool would need."""
+        """Sum over kinds of ceil(live / N): the units of an ideally packed pool."""
         self._idle_units = [0] * len(blocks_per_unit)
-        """Units of each kind of attention that hold no live block but a cached one."""
+        """Number of units of each attention kind that hold cached blocks and no live one."""
         self._units_by_holes: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
-        """Units of each kind by their number of holes (1 .. N - 1)."""
+        """Units that have holes, by kind and number of holes (1 .. N - 1)."""
 
     # ------------------------------------------------------------------ questions
 
@@ -61,11 +63,11 @@ class UnitPool:
 
     @property
     def live_units(self) -> int:
-        """Units that the live blocks need when packed: what no eviction and no compaction can give back."""
+        """Units that the live blocks need if they are packed: no eviction and no compaction can free these."""
         return self._live_units
 
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
-        """Whether `block_counts[k]` more live blocks of every kind k fit after eviction and compaction."""
+        """Return whether `block_counts[k]` more live blocks of every kind k fit after evictions and a compaction."""
         units_needed = sum(
             -(-(live + count) // n) for live, count, n in zip(self._live_blocks, block_counts, self.blocks_per_unit)
         )
@@ -74,9 +76,9 @@ class UnitPool:
     # ------------------------------------------------------------------ changes
 
     def allocate(self, kind: int) -> Block | None:
-        """A block of `kind` with one reference, or None when only compaction or nothing could give one.
+        """Return a block of `kind` with one reference; None if at most a compaction could make room.
 
-        Order: a hole in the fullest unit of the kind, a free unit, what is cached, oldest first, until there is one.
+        Taken is a hole in the fullest unit of the kind, else a free unit, else the memory of evicted blocks.
         """
         block = self._take_hole(kind)
         while block is None and not self._free_units:
@@ -108,7 +110,7 @@ class UnitPool:
             self._add_live(unit, kind)
 
     def release(self, block: Block) -> None:
-        """Take a reference away. Without any, a named block becomes cached, another a hole."""
+        """Take one reference away. Without references a named block becomes cached, an unnamed one a hole."""
         assert block.ref_count > 0, f"{block!r} released more often than held"
         block.ref_count -= 1
         if block.ref_count:
@@ -126,7 +128,7 @@ class UnitPool:
             self._idle_units[kind] += 1
 
     def drop(self, block: Block) -> None:
-        """Turn a cached block into a hole. The caller has taken it out of the prefix tree."""
+        """Turn a cached block into a hole, after the caller has taken it out of the prefix tree."""
         assert block.ref_count == 0
         assert block.node is None
         kind, unit = block.kind, block.unit
@@ -176,9 +178,9 @@ class UnitPool:
         self._free_units.append(unit)
 
     def _evict_for(self, kind: int) -> bool:
-        """Give up what goes first of all that helps to make room for a block of `kind`; False when nothing would.
+        """Evict the next block that makes room for a block of `kind`; False if there is none.
 
-        Of another kind of attention that is its oldest block, as often as it takes until one of its units is free.
+        A block of another attention kind helps if its unit has no live block, and is free after some more evictions.
         """
         victim = self._order.find_victim([k for k in self._attention_kinds if k == kind or self._idle_units[k]])
         if victim is None:
@@ -187,10 +189,10 @@ class UnitPool:
         return True
 
     def compact(self, kind: int) -> list[tuple[int, Block, BlockId]]:
-        """Empty a unit of another kind into its fellows' holes, evicting cached blocks where it must.
+        """Free a unit of another kind: move its live blocks to holes of that kind, evicting cached blocks if need be.
 
-        Returns what to copy, in order: (kind, the block, which now has the id of its destination, its old id).
-        Afterwards a unit is free, provided that `can_allocate` said so.
+        Returns the moves in their order: (kind, block, old id of the block); the block has its new id. A unit is free
+        afterwards if `can_allocate` was true before.
         """
         source_units = []
         for other_kind, blocks_per_unit in enumerate(self.blocks_per_unit):
@@ -220,7 +222,7 @@ class UnitPool:
             while hole is None and not self._free_units:
                 self._evict_block(self._order.find_oldest(kind))
                 hole = self._take_hole(kind)
-            if hole is None:  # what hung from the evicted block has freed a unit: no need to go on
+            if hole is None:  # the evictions have freed a unit, which is enough
                 if source_unit.holes:
                     self._units_by_holes[kind][len(source_unit.holes)][source_unit] = None
                 return moves

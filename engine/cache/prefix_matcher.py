@@ -1,7 +1,7 @@
-"""How much of a prompt the cache knows: the nodes of its longest known prefix, looked up again while it waits.
+"""Finds the nodes of a prompt's longest cached prefix.
 
-A request that waits is asked for in every step. What was found for it is kept, and only what changed since is looked
-at. Refuses to know who holds which block.
+A waiting request is looked up in every step. Its last result is kept, and only what changed since is looked up again.
+Refuses to know which sequence holds which block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.types import Sequence
 
 
 class PrefixMatcher:
-    """The known prefixes of sequences that wait."""
+    """The cached prefixes of waiting sequences."""
 
     def __init__(self, block_size: int, hasher: BlockHasher, tree: PrefixTree, windows: AttentionWindows) -> None:
         self._block_size = block_size
@@ -24,9 +24,9 @@ class PrefixMatcher:
         self._nodes_by_sequence: dict[Sequence, list[Node]] = {}
 
     def list_keys(self, seq: Sequence) -> list[BlockKey]:
-        """Names of the blocks of `seq` that need not be computed if the cache has them.
+        """Return the keys of the blocks of `seq` that need not be computed if the cache has them.
 
-        At least one token is left to compute, and all of them where the logprobs of the prompt are wanted.
+        At least one token is left to compute; all tokens are if the request wants logprobs of its prompt.
         """
         if seq.request.params.prompt_logprobs is not None:
             return []
@@ -35,18 +35,18 @@ class PrefixMatcher:
         return keys if len(keys) <= block_count else keys[:block_count]
 
     def match(self, seq: Sequence) -> list[Node]:
-        """The nodes of the longest known prefix of `seq`, with those that the step being planned will compute.
+        """Return the nodes of the longest cached prefix of `seq`; blocks that planned steps compute count as cached.
 
-        The list is good until the next call for `seq`.
+        The list is valid until the next call for `seq`.
         """
         nodes = self._nodes_by_sequence.setdefault(seq, [])
         self._tree.extend_match(self.list_keys(seq), nodes)
         return nodes
 
     def count_resumable_blocks(self, seq: Sequence) -> int:
-        """Leading blocks of `seq` after which it can resume."""
+        """Return the number of leading blocks of `seq` after which it can resume."""
         return self._windows.count_resumable_nodes(self.match(seq))
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` waits no more."""
+        """Drop the result for `seq`, which waits no more."""
         self._nodes_by_sequence.pop(seq, None)

@@ -1,15 +1,15 @@
-"""The prefix tree: what the cached blocks mean, and what the world has been told about them.
+"""The prefix tree: which prefix each cached block belongs to, and which blocks were announced.
 
-A **node** is one hash block of a prefix: token ids, keys, hash, and the node before it. It names at most one block of
-every kind on the device, and one in host memory; it lives while it names any. A node is found by its hash **and**
-checked against its token ids, keys and parent (by induction the whole prefix), so a hash collision is a miss and never
-another request's KV.
+A **node** is one block of a prefix: token ids, other keys, hash, and the node before it. It names at most one block of
+every kind on the device, and one in host memory, and leaves the tree when it names none. A node is found by its hash
+**and** checked against its token ids, keys and parent (by induction the whole prefix). So a hash collision is a miss,
+and never another request's KV.
 
 Owns names and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
 
-Invariants: hash <-> node is a bijection; a node's group-0 block is on the device whenever the node names anything there
-or has children that do (prefix closure), and on either whenever the node is there at all; a block is announced once its
-content is computed, after its parent, and taken back before its parent; Stored and Removed of one (group, hash, medium)
+Invariants: every hash has one node. If a node or its child names any block on the device, the node's group-0 block is
+on the device, too (prefix closure). Every node has a group-0 block in one of the memories. A block is announced once
+it is computed, after its parent, and its removal before its parent's. Stored and Removed of one (group, hash, medium)
 alternate.
 """
 
@@ -25,22 +25,23 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 
 
 class LowerTier(Protocol):
-    """Memory below the device's that may take what the device evicts."""
+    """Host memory, as the tree sees it."""
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
+        """Take a computed block of the device in, which is about to lose its name, and announce that."""
 
     def discard_duplicate(self, block: Block) -> None:
-        """The device has a computed block now that is not needed here, unless a step reads it."""
+        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
 
     def forget_all(self) -> None:
         """Forget every name."""
 
 
 class PrefixTree:
-    """Nodes by hash. `drop` gives a block that is no longer named back to the pool."""
+    """The nodes of all cached prefixes."""
 
     def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
+        """`drop`: gives a block that is no longer named back to the pool."""
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
@@ -48,7 +49,7 @@ class PrefixTree:
         self._return_to_pool = drop
         self.event_log = EventLog(spec)
         self.lower_tier: LowerTier
-        """Set by whoever makes it, before anything is named."""
+        """Set by `HostTier` before any block is named."""
 
     def __len__(self) -> int:
         return len(self._node_by_hash)
@@ -57,21 +58,21 @@ class PrefixTree:
         return self._node_by_hash.get(node.hash) is node
 
     def nodes(self) -> Collection[Node]:
-        """Every node, parents before children."""
+        """Return every node, parents before children."""
         return self._node_by_hash.values()
 
     def find(self, key: BlockKey, parent: Node | None) -> Node | None:
-        """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
+        """Return the child of `parent` with this key; None if there is none. Hash, tokens and keys are compared."""
         node = self._node_by_hash.get(key.hash)
         if node is None or node.parent is not parent:
             return None
         return node if node.key.equals(key) else None
 
     def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
-        """Make `nodes` the longest chain for `keys`, with those that the step being planned will compute.
+        """Change `nodes` to the longest chain of nodes that match `keys`.
 
-        `nodes` is what an earlier call found for the same keys, or empty: only what changed since is looked at. A node
-        that is still here has all those before it.
+        `nodes`: the result of an earlier call for the same keys, or empty. Only its end is checked, since a node in the
+        tree has all its ancestors.
         """
         while nodes and self._node_by_hash.get(nodes[-1].hash) is not nodes[-1]:
             nodes.pop()
@@ -84,7 +85,7 @@ class PrefixTree:
             parent = node
 
     def get_or_create(self, key: BlockKey, parent: Node | None) -> Node | None:
-        """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
+        """Return the child of `parent` with this key, made if need be; None if another prefix has the same hash."""
         if key.hash in self._node_by_hash:
             return self.find(key, parent)
         node = self._node_by_hash[key.hash] = Node(key, parent, self._no_blocks)
@@ -96,7 +97,7 @@ class PrefixTree:
     # ------------------------------------------------------------------ blocks of the device
 
     def attach(self, node: Node, block: Block) -> None:
-        """Name a block whose content this step computes. It can be shared at once and is announced by `commit`."""
+        """Name a block that the step being planned computes. It can be shared at once, and `commit` announces it."""
         kind = block.kind
         assert node.blocks[kind] is None
         assert block.node is None
@@ -107,7 +108,7 @@ class PrefixTree:
             node.parent.cached_child_count += 1
 
     def commit(self, block: Block) -> None:
-        """The content is there: announce it."""
+        """Announce a pending block, which is computed now."""
         node, kind = block.node, block.kind
         assert block.is_pending
         assert node is not None
@@ -118,15 +119,15 @@ class PrefixTree:
         self.lower_tier.discard_duplicate(block)
 
     def detach_pending(self, block: Block) -> None:
-        """Unname a pending block: its content never came. Children go first."""
+        """Take the name of a pending block, which was not computed. Children go first."""
         assert block.is_pending
         block.is_pending = False
         self._unlink(block)
 
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
-        """Evict a cached block, and with a full-attention block everything that hangs from it, leaves first.
+        """Evict a cached block; if it is of full attention, with all its descendants, leaves first.
 
-        Host memory, where there is any, takes it in with `keep_on_host`.
+        `keep_on_host`: whether host memory, if there is any, takes the blocks in.
         """
         root = block.node
         assert root is not None
@@ -141,14 +142,14 @@ class PrefixTree:
             self._device_order.mark_evicted(node, kind)
 
     def detach(self, block: Block) -> None:
-        """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
+        """Take the name of a computed state or window block, and leave its memory to the sequence that holds it."""
         assert block.kind != FULL_KIND
         assert not block.is_pending
         self.lower_tier.demote(block, keep_on_host=True)
         self._unlink(block)
 
     def clear(self) -> list[Block]:
-        """Forget every name. Returns the device's blocks that had one: the caller frees those that nobody holds."""
+        """Forget every name. Returns the device's blocks that had one: the caller frees those without references."""
         self.lower_tier.forget_all()
         blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
@@ -179,7 +180,7 @@ class PrefixTree:
         block.node = node
 
     def detach_host(self, block: Block) -> None:
-        """Unname a block of the host, and say so. The caller asks for `remove_if_empty`."""
+        """Take the name of a block of the host, and announce that. The caller calls `remove_if_empty`."""
         node, kind = block.node, block.kind
         assert node is not None
         self.event_log.record_host_removed(kind, node)
@@ -188,7 +189,7 @@ class PrefixTree:
         block.node = None
 
     def clear_host(self) -> list[Block]:
-        """Forget every name of the host, and do not say so. Returns its blocks that had one."""
+        """Forget every name of the host without announcing it. Returns the host's blocks that had one."""
         blocks = []
         for node in self._node_by_hash.values():
             blocks += [block for block in node.host_blocks if block is not None]
@@ -198,7 +199,7 @@ class PrefixTree:
         return blocks
 
     def remove_if_empty(self, node: Node) -> None:
-        """Take a node out that names nothing in either memory."""
+        """Remove a node that names no block in either memory."""
         if any(node.blocks) or any(node.host_blocks):
             return
         assert not node.children, "a node left before its children"
@@ -239,7 +240,7 @@ class PrefixTree:
 
 
 def list_subtree(root: Node) -> list[Node]:
-    """The node and all below it, breadth first: reversed, leaves come first."""
+    """Return a node and all its descendants, breadth first; in reverse, leaves come first."""
     subtree = [root]
     for node in subtree:  # grows while it is walked
         subtree.extend(node.children.values())
@@ -247,7 +248,7 @@ def list_subtree(root: Node) -> list[Node]:
 
 
 def list_blocks_leaves_first(root: Node) -> list[Block]:
-    """The device's blocks of a node and of those below it that the device has, each node's full attention last."""
+    """Return the device's blocks of a node and of its descendants, leaves first, each node's full attention last."""
     subtree = [root]
     for node in subtree:
         subtree.extend(child for child in node.children.values() if child.blocks[FULL_KIND] is not None)

@@ -1,17 +1,17 @@
-"""Which cached prefix goes first: learned from when conversations come back.
+"""How often, and after how long, conversations return to their cached prefixes.
 
 A **conversation** is a path of the prefix tree that requests continue: a prompt that begins with (nearly) the whole
-prompt of an earlier one is its next turn. A turn is of a **class**: how many turns it has, how much the last one added,
-or that it is the shared beginning of several conversations. For every class it is counted how often its turns come back
-and after how long; what has been evicted is remembered by name, so that the counts do not depend on what was kept.
+prompt of an earlier one is its next turn. Turns are put into **classes**, by the number of turns and by how much the
+last one added; shared prefixes of several conversations are classes of their own. For every class the returns and the
+gaps before them are counted. Conversations are remembered after their blocks were evicted, so that the counts do not
+depend on what was kept.
 
-A turn that was left at `age` is worth `share / max(gap, age)`: hits a block per unit of time, where `gap` is the
-geometric mean of its class's and its own last one. So it is kept while it is due; when it is overdue it loses worth as
-in LRU; and among turns that are equally far from being due the youngest goes, which leaves a cycle that is larger than
-the cache a part that stays. Turns of equal class and gap share a queue: only the ends of queues are compared, and their
-number does not grow with the cache. A path goes from its end, so a parent never goes before its child.
+A turn that ended `age` ago is worth `return share / max(gap, age)`: hits of a block per unit of time. The gap is the
+geometric mean of the class's gap and the turn's own last one. So a turn keeps its worth while its return is due, and
+loses it afterwards, as in LRU. Of turns that are equally far from being due the youngest goes first: so a part of a
+cycle that is larger than the cache stays.
 
-The clock counts blocks of prompts. Refuses to know pools, hashes' meaning, tokens and time of day.
+The clock counts blocks of prompts. Refuses to know pools, tokens and time of day.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _TURNS_MAX = 4
-"""Turns from this number on are one class."""
+"""Conversations with at least so many turns are one class."""
 _HALVE_AT_TURNS = 1024
-"""Turns of a class that are counted before its counts are halved, so that what was long ago is forgotten."""
+"""Counted turns of a class at which its counts are halved, so that old turns are forgotten."""
 _OVERDUE_CAPACITIES = 2
-"""Caches' worth of blocks after which a turn counts as one that does not come back. Until then it counts as nothing:
-most turns are young, and would make what returns quickly look rare."""
+"""A turn counts as not returning after prompts of so many times the cache's size. Before, it does not count at all:
+most turns are young, and would make quick returns look rare."""
 _PRIOR_TURNS = 10.0
-"""Turns of a class that are taken to have been seen before the first: half of them came back."""
+"""Turns that every class is assumed to have had, half of which returned."""
 
 
 class ConversationTurn:
-    """One request's place in its conversation, or a shared beginning (`turn_count`: conversations on it)."""
+    """One request of a conversation; or a shared prefix, with `turn_count` conversations that begin with it."""
 
     __slots__ = (
         "added_blocks",
@@ -50,22 +50,22 @@ class ConversationTurn:
         self.prompt_blocks = prompt_blocks
         """Blocks of the prompt."""
         self.shared_blocks = shared_blocks
-        """Leading blocks that belong to others too."""
+        """Leading blocks that other conversations have, too."""
         self.is_shared_prefix = is_shared_prefix
         self.turn_count = 1
         self.added_blocks = prompt_blocks - shared_blocks
-        """Blocks that the prompt has more than the one before it."""
+        """Blocks that the prompt has more than the prompt of the previous turn."""
         self.gap_blocks: int | None = None
-        """Blocks of other prompts between the turn before and this one; None for the first."""
+        """Blocks of all prompts between the previous turn and this one; None for the first turn."""
         self.end_clock = 0
-        """Clock when the turn was over."""
+        """Clock when the turn ended."""
         self.continuation_hash: int | None = None
-        """Hash of the block by which its continuation is known; None where all of it is others' too."""
+        """Hash of a block by which the next turn is recognised; None if all blocks are shared."""
         self.previous: ConversationTurn | None = None
 
 
 class ReuseCounts:
-    """How the turns of one class come back."""
+    """Counts of the turns of one class, and of their returns."""
 
     __slots__ = ("gap_log2_sum", "return_count", "turn_count")
 
@@ -73,7 +73,7 @@ class ReuseCounts:
         self.turn_count = _PRIOR_TURNS
         self.return_count = _PRIOR_TURNS / 2
         self.gap_log2_sum = self.return_count * math.log2(gap_estimate)
-        """Sum of log2 of the gaps of those that came back."""
+        """Sum of log2 of the gaps before the returns."""
 
     def record_turn(self) -> None:
         self.turn_count += 1
@@ -96,10 +96,10 @@ class ReuseCounts:
 
 
 class ReuseStats:
-    """The conversations that are known, and how those of each class come back."""
+    """The conversations that are remembered, and the counts of each class."""
 
     def __init__(self, capacity_blocks: int, block_tokens: int) -> None:
-        """`capacity_blocks`: blocks of the cache. As many conversations are remembered, at most, as it could hold."""
+        """`capacity_blocks`: blocks of the cache, and most conversations that are remembered."""
         self.clock = 0
         self._capacity_blocks = capacity_blocks
         self._size_scale = max(1, 256 // block_tokens)
@@ -108,13 +108,13 @@ class ReuseStats:
         self._uncounted_turns: OrderedDict[ConversationTurn, None] = OrderedDict()
         """Turns that are not counted yet, oldest first."""
         self._shared_prefixes: OrderedDict[int, ConversationTurn] = OrderedDict()
-        """Shared beginnings by the hash of their last block."""
+        """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
         self._counts_by_class: dict[tuple[bool, int, int], ReuseCounts] = {}
         self._mean_at_clock = (-1, (0.5, math.log2(capacity_blocks)))
-        """Of all classes, and when."""
+        """(clock, result of `compute_mean_reuse` at that time)."""
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
-        """Record a request whose prompt has these blocks, of which the first `hit_blocks` were cached."""
+        """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
         self.clock += len(block_hashes)
         prompt_blocks = len(block_hashes)
         previous = None
@@ -136,7 +136,7 @@ class ReuseStats:
             self.get_counts(previous).record_return(turn.gap_blocks)
             self._count_turn(previous)
         if prompt_blocks > turn.shared_blocks:
-            # The last block but one, since a template may end a prompt otherwise than it goes on.
+            # The last block but one: a template may end a prompt in another way than it continues the prompt.
             turn.continuation_hash = block_hashes[max(turn.shared_blocks, prompt_blocks - 2)]
         return turn
 
@@ -155,7 +155,7 @@ class ReuseStats:
             self._shared_prefixes.popitem(last=False)
 
     def end_turn(self, turn: ConversationTurn) -> None:
-        """The request is over: from now on its continuation is waited for."""
+        """Record that a request is over: its conversation may return from now on."""
         turn.end_clock = self.clock
         if turn.continuation_hash is None:
             self.get_counts(turn).record_turn()
@@ -171,20 +171,20 @@ class ReuseStats:
             self._last_turns.popitem(last=False)
 
     def _count_turn(self, turn: ConversationTurn) -> None:
-        """It has come back, or it is overdue; once only."""
+        """Count a turn, once, which has returned or is overdue."""
         if turn in self._uncounted_turns:
             del self._uncounted_turns[turn]
             self.get_counts(turn).record_turn()
 
     def shared_prefix_turn(self, block_hash: int, last_use: int) -> ConversationTurn | None:
-        """What is known of the shared beginning that ends with this block, which was last used at `last_use`."""
+        """Return the shared prefix that ends with this block, if there is one. `last_use`: clock of its last use."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is not None:
             prefix_turn.end_clock = max(prefix_turn.end_clock, last_use)
         return prefix_turn
 
     def classify_turn(self, turn: ConversationTurn) -> tuple[bool, int, int]:
-        """The class of a turn."""
+        """Return the class of a turn."""
         return (
             turn.is_shared_prefix,
             min(turn.turn_count, _TURNS_MAX),
@@ -199,7 +199,7 @@ class ReuseStats:
         return counts
 
     def compute_mean_reuse(self) -> tuple[float, float]:
-        """(share of turns that come back, log2 of the gap after which they do), of all classes when the last began."""
+        """Return (share of turns that return, log2 of the gap before it), over all classes."""
         clock, mean = self._mean_at_clock
         if clock != self.clock and self._counts_by_class:
             counts = self._counts_by_class.values()
@@ -212,6 +212,6 @@ class ReuseStats:
         return mean
 
     def expected_gap_log2(self, turn: ConversationTurn) -> float:
-        """log2 of the gap after which this turn is due."""
+        """Return log2 of the gap after which this turn is expected to return."""
         class_gap_log2 = self.get_counts(turn).mean_gap_log2
         return class_gap_log2 if turn.gap_blocks is None else (class_gap_log2 + math.log2(max(1, turn.gap_blocks))) / 2

@@ -1,4 +1,4 @@
-"""The cache's part of a running sequence: which blocks it holds, and which nodes of the prefix tree name them."""
+"""The blocks that a running sequence holds, and the nodes of the prefix tree that name them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from engine.cache.pool import UnitPool
 from engine.types import BlockId, Sequence
 
 UNREAD_BLOCK_ID = BlockId(0)
-"""What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
+"""Entry of a sliding-window table before the window. No kernel reads it, so it may be any block."""
 
 
 class PendingMerge(NamedTuple):
-    """A block that is redirected to an identical one at commit."""
+    """A block of a sequence that is replaced by an identical block when its step is committed."""
 
     group: int
     block_index: int
     """Index of the block in the table of its group."""
     identical_block: Block
-    """A reference to it is held until then."""
+    """Block that replaces it, held until then."""
 
 
 @dataclass(slots=True)
 class TableVersion:
-    """Number of changes of tables that kernels may have read, over all sequences (`Sequence.table_version`)."""
+    """Sum of all increments of `Sequence.table_version`, over all sequences."""
 
     count: int = 0
 
@@ -52,33 +52,34 @@ class SequenceBlocks:
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
         """Blocks held, by group and position; None where a sliding window has passed."""
         self.nodes: list[Node] = []
-        """Node of every named block: those of [0, committed) are computed, the rest are of steps that are out."""
+        """Node of every named block, in order."""
         self.committed_block_count = 0
+        """Number of leading `nodes` with computed blocks; the others belong to steps in flight."""
         self.pending_merges: list[PendingMerge] = []
         """Ordered by position."""
         self.is_detached = is_detached
-        """Its further blocks stay unnamed: nothing is cached, the cache was reset under it, or a hash collided."""
+        """Whether further blocks stay unnamed: prefix caching is off, the cache was reset, or a hash collided."""
         self.window_starts = [0] * group_count
-        """First block still held of each group."""
+        """Index of the first block that is still held, by group."""
         seq.block_tables = [[] for _ in range(group_count)]
         self.mark_replaced()
 
     # ------------------------------------------------------------------ tables
 
     def mark_replaced(self) -> None:
-        """Let the runner write the tables of this sequence anew."""
+        """Record a change besides appended blocks: the runner writes this sequence's whole tables again."""
         self.seq.table_version += 1
         self._version.count += 1
 
     def append(self, new_blocks: list[tuple[int, Block]]) -> None:
-        """Add (group, block) at the ends of the tables."""
+        """Append (group, block) pairs to the tables."""
         blocks_by_group, tables = self.blocks_by_group, self.seq.block_tables
         for group, block in new_blocks:
             blocks_by_group[group].append(block)
             tables[group].append(block.id)
 
     def replace(self, group: int, index: int, block: Block) -> Block:
-        """Put another block in a place. Returns the one that was there, which the caller releases."""
+        """Replace one block of a table. Returns the old block, which the caller releases."""
         replaced_block = self.blocks_by_group[group][index]
         assert replaced_block is not None
         assert replaced_block is not block
@@ -87,14 +88,14 @@ class SequenceBlocks:
         return replaced_block
 
     def rewrite_tables(self) -> None:
-        """Blocks have got other ids, or places other blocks."""
+        """Write the tables again after blocks changed their ids, or were replaced."""
         for table, blocks in zip(self.seq.block_tables, self.blocks_by_group):
             table[:] = _list_ids(blocks)
 
     # ------------------------------------------------------------------ giving blocks up
 
     def release_before(self, group: int, start: int, pool: UnitPool) -> None:
-        """Release the blocks of a sliding window before this index."""
+        """Release the blocks of a sliding-window group before this index."""
         blocks, table = self.blocks_by_group[group], self.seq.block_tables[group]
         end = min(start, len(blocks))
         for index in range(self.window_starts[group], end):
@@ -106,7 +107,7 @@ class SequenceBlocks:
         self.window_starts[group] = max(self.window_starts[group], end)
 
     def release(self, pool: UnitPool) -> None:
-        """Give the blocks held back, the last position of every group first, so that it is evicted first."""
+        """Release all blocks, the last position first, so that it is evicted first."""
         for column in zip_longest(*(reversed(blocks) for blocks in reversed(self.blocks_by_group))):
             for block in column:
                 if block is not None:
@@ -115,20 +116,20 @@ class SequenceBlocks:
     # ------------------------------------------------------------------ names
 
     def take_merges(self, end: int) -> list[PendingMerge]:
-        """Take the merges of blocks before this index out."""
+        """Remove the merges of blocks before this index, and return them."""
         count = sum(merge.block_index < end for merge in self.pending_merges)
         merges, self.pending_merges = self.pending_merges[:count], self.pending_merges[count:]
         return merges
 
     def drop_merges(self, pool: UnitPool, start: int = 0) -> None:
-        """Keep the own blocks from this index on after all."""
+        """Give up the merges of blocks from this index on: the sequence keeps its own blocks."""
         for merge in self.pending_merges:
             if merge.block_index >= start:
                 pool.release(merge.identical_block)
         self.pending_merges = [merge for merge in self.pending_merges if merge.block_index < start]
 
     def iter_pending_blocks(self, start: int, end: int) -> Iterator[Block]:
-        """The blocks of [start, end) that a step which is out fills and names, parents first: by group, by position."""
+        """Yield the pending blocks of [start, end) that this sequence computes, parents first."""
         for group, held_blocks in enumerate(self.blocks_by_group):
             for node in self.nodes[start:end]:
                 block = node.blocks[group]
@@ -148,7 +149,7 @@ class SequenceBlocks:
                         assert block.node is self.nodes[index] or block.node is None
 
     def list_references(self) -> list[Block]:
-        """Every reference that the sequence holds, one entry each."""
+        """Return the blocks that the sequence holds, one entry for each reference."""
         blocks = [block for group_blocks in self.blocks_by_group for block in group_blocks if block is not None]
         return blocks + [merge.identical_block for merge in self.pending_merges]
 

@@ -1,6 +1,6 @@
-"""The shape of what a model keeps in the cache: attention groups, recurrent state, and the units they are cut into.
+"""The shape of a model's cache: attention groups, recurrent state, and the units that memory is cut into.
 
-Pure arithmetic; knows no tensors. Group 0 is full attention, then sliding window; state stands beside the groups.
+Pure arithmetic; knows no tensors. Group 0 is full attention, the others are sliding windows; state is no group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 
 FULL_KIND = 0
-"""The kind of the full-attention group: the one whose chain of blocks carries everything else."""
+"""The kind of the full-attention group. Every prefix has blocks of this kind."""
 
 FULL_ATTENTION = "full_attention"
 SLIDING_WINDOW = "sliding_window"
@@ -18,12 +18,12 @@ MAMBA = "mamba"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """The attention layers that share one block table."""
+    """Attention layers that share one block table."""
 
     kind: str
     """FULL_ATTENTION or SLIDING_WINDOW: the `kv_cache_spec_kind` of the group's events."""
     layer_indices: tuple[int, ...]
-    """Model layer indices, in order; position in this tuple is the layer axis of the group's blocks."""
+    """Indices of the layers in the model. Their order here is that of the layer axis of the group's blocks."""
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
@@ -37,16 +37,16 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The recurrent layers: one set of their states is what a checkpoint holds."""
+    """The recurrent layers. A checkpoint holds one state of each."""
 
     layer_indices: tuple[int, ...]
     state_bytes: int
-    """Bytes of the states of all layers (conv tails and recurrent matrices), as the runner lays them out."""
+    """Bytes of the states of all layers: conv tails and recurrent matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """Everything the pool must know about a model. `block_size` is the hash block size, in tokens; never inflated."""
+    """All that the cache must know about a model. `block_size`: tokens of a block, the same in every group."""
 
     block_size: int
     groups: tuple[GroupSpec, ...]
@@ -54,20 +54,20 @@ class CacheSpec:
 
     @property
     def state_kind(self) -> int:
-        """The kind of states, after the groups. Models without state have no block of it."""
+        """Kind of the blocks that hold states: the number of groups. Models without state have no such block."""
         return len(self.groups)
 
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
     def block_bytes_by_kind(self) -> list[int]:
-        """Bytes of a block of every kind; the state's last, if there is one."""
+        """Return the bytes of a block of every kind; the kind of states, if there is one, comes last."""
         block_bytes = [self.block_bytes(g) for g in range(len(self.groups))]
         return block_bytes if self.state is None else [*block_bytes, self.state.state_bytes]
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit: holds the state and a block of any group, and wastes as little as possible of either."""
+        """Bytes of one unit. A unit holds the state, or blocks of any group, with as little waste as possible."""
         block_sizes = tuple(self.block_bytes(g) for g in range(len(self.groups)))
         return _choose_unit_bytes(block_sizes, self.state.state_bytes if self.state else 0)
 
@@ -75,12 +75,12 @@ class CacheSpec:
         return self.unit_bytes // self.block_bytes(group)
 
     def blocks_per_unit_by_kind(self) -> list[int]:
-        """Blocks of every kind that a unit holds; the state's last, if there is one."""
+        """Return the blocks of every kind that a unit holds; the kind of states, if there is one, comes last."""
         return [self.blocks_per_unit(g) for g in range(len(self.groups))] + [1] * (self.state is not None)
 
     @property
     def padding_share(self) -> float:
-        """Part of a unit, 0 .. 1, that stays unused by the kind which fits worst."""
+        """Share of a unit, 0 .. 1, that the kind which fits worst leaves unused."""
         unit_bytes = self.unit_bytes
         block_bytes = [self.block_bytes(g) for g in range(len(self.groups))]
         if self.state:
@@ -89,16 +89,16 @@ class CacheSpec:
 
 
 _UNIT_ALIGNMENT_BYTES = 256
-"""Bytes: every unit starts where any dtype and any vector load may start."""
+"""Every unit starts at a multiple of so many bytes, as vector loads of any dtype need."""
 _UNIT_GROWTH_MAX = 8
-"""Without state, units may grow up to so many times the largest block to let every group's blocks tile them."""
+"""Largest unit of a model without state, in blocks of the largest group: larger units may fit all groups better."""
 
 
 @functools.lru_cache(maxsize=64)
 def _choose_unit_bytes(block_sizes: tuple[int, ...], state_bytes: int) -> int:
-    """The smallest size with the least padding in the kind that fits worst.
+    """Return the smallest size with the least padding in the kind that fits worst.
 
-    A unit holds one state, never two, so with state it is the state's size or the next multiple of a block above it.
+    A unit holds one state, never two. So with state it has the state's size, or that of the next whole blocks.
     """
     largest_block_bytes = max(*block_sizes, state_bytes, 1)
     candidates = {largest_block_bytes}

@@ -1,23 +1,25 @@
-"""Recurrent state in the pool: every running sequence's own state, and the checkpoints that later ones resume from.
+"""Recurrent states in the pool: one for every running sequence, and the checkpoints that sequences resume from.
 
-A checkpoint is a copy of a state, taken when a sequence stands exactly on a hash-block boundary, and hung on the node
-of the block that ends there: it is the state *after* that prefix. It is worth a whole unit, so where it is taken
-matters more than how it is kept. Chunks are cut at planned positions:
+A checkpoint is a copy of a state, taken when a sequence stands exactly at the end of a block. The node of that block
+names it: it is the state *after* that prefix. A checkpoint takes a whole unit, so few are taken:
 
-- the branching point, where the prompt's KV hit runs past its state hit (somebody else was here, and may be again);
-- the last boundary of the prompt, where its repetition or continuation will look first;
-- the common point with a request that is waiting; that request waits for it instead of computing the same;
-- where a long chunk of a prefill ends anyway, because the step's budget does;
-- in decode, the last boundary reached: one rolling checkpoint a sequence. The one before is dropped, unless another
-  sequence has reached it or resumed from it: who came first does not matter, so steps that overlap decide the same.
+- at the branching point, where the prompt's cached blocks go on after its last checkpoint: other prompts may branch
+  there, too;
+- at the last block boundary of the prompt, where a repetition or the next turn resumes;
+- at the end of the common prefix with a waiting request, which waits for the checkpoint;
+- where a long chunk of a prefill ends because the step's budget does;
+- in decode, at the last block boundary: one rolling checkpoint a sequence. The previous one is dropped, unless another
+  sequence has reached it or resumed from it.
 
-Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte, SGLang keeps its
-states in a pool and an LRU list of their own. Here states and KV compete for the same units under one rule
-(`UnitPool.release`), and a state is worth the blocks that it saves over the checkpoint before it. One that a deeper
-checkpoint of the same path has superseded is not counted as one before and is worth little itself: unless the path
-branches at it, only an edit of the last turn will ask for it. Whoever uses it makes it whole again.
+Chunks are cut at the first three, the planned stops.
 
-Owns planned positions, step-long pins and the state copies of a plan. Refuses to know attention blocks.
+Which state is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs that it saves per byte. SGLang
+keeps its states in a pool and an LRU list of their own. Here states and KV compete for the same units
+(`EvictionOrder`), and a state is worth the blocks that it saves over the checkpoint before it. A checkpoint is
+superseded once a deeper one of the same path was taken, unless the path branches there. Few requests resume from it,
+so it is worth little, and does not count as the checkpoint before another. It has its full worth again once it is used.
+
+Owns planned stops, the pins of a step, and the state copies of a plan. Refuses to know attention blocks.
 """
 
 from __future__ import annotations
@@ -35,27 +37,25 @@ from engine.cache.prefix_tree import PrefixTree
 from engine.types import Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
-"""Prefill chunks from this length on end on a block boundary; from half of it on a checkpoint of their end pays."""
-
-
+"""Prefill chunks from this length on end at a block boundary. Chunks of half of it get a checkpoint at their end."""
 _SUPERSEDED_DIVISOR = 16
-"""A superseded state counts for one part in so many of what it saves."""
+"""A superseded state is worth one block for each so many that it saves."""
 
 
 def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
-    """What a state is worth, in blocks of full attention, that saves so many over the one before it."""
+    """Return the worth, in blocks of full attention, of a state that saves so many over the state before it."""
     return -(-saved_blocks // _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
 
 
 class StateSource(NamedTuple):
-    """What the state of a sequence begins from; of nothing where both are None."""
+    """The checkpoint that a sequence resumes from, in one of the two memories. Both None: it starts from zero."""
 
     checkpoint: StateBlock | None = None
     """A checkpoint on the device."""
     host_node: Node | None = None
     """Node whose checkpoint is in host memory."""
     should_copy: bool = True
-    """Whether the checkpoint is copied. Else it becomes the state: no other sequence may hold it."""
+    """Whether the checkpoint is copied. Else it becomes the sequence's state, and no other sequence may hold it."""
 
 
 class StateLoad(NamedTuple):
@@ -67,25 +67,25 @@ class StateLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _SequenceState:
-    """One running sequence's part."""
+    """State and checkpoints of one running sequence."""
 
     block: StateBlock
     source_checkpoint: StateBlock | None
-    """Checkpoint to copy from before this step's compute; held until the step is over."""
+    """Checkpoint that the sequence's first step copies, held until that step is over."""
     needs_init: bool = True
-    """The state has yet to be restored or zeroed by the step being planned."""
+    """Whether the step being planned has to restore or zero the state."""
     planned_stops: list[int] = field(default_factory=list)
-    """Planned checkpoints as counts of blocks, ascending."""
+    """Numbers of blocks after which a checkpoint is planned, ascending."""
     hash_by_stop: dict[int, int] = field(default_factory=dict)
-    """Hash of the prefix at each stop: what waiting requests compare with."""
+    """Planned stop -> hash of the prefix there, which waiting requests compare."""
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
-    """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
+    """End of a chunk -> checkpoint that its step takes, until the step is committed."""
     rolling_checkpoint: StateBlock | None = None
-    """Last checkpoint taken in decode. It `is_shared` if another sequence has reached or used it."""
+    """Last checkpoint taken in decode."""
 
 
 class StateCheckpoints:
-    """States by sequence. `allocate` gives a state block at any price short of preemption, or None."""
+    """The states of all running sequences, and the checkpoints that they take."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class StateCheckpoints:
         host_tier: HostTier,
         allocate: Callable[[int], Block | None],
     ) -> None:
+        """`kind`: the kind of states. `allocate`: returns a block, after a compaction if need be; None: no memory."""
         self._kind = kind
         self._block_size = block_size
         self._pool = pool
@@ -103,15 +104,17 @@ class StateCheckpoints:
         self._host_tier = host_tier
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
-        self._stop_counts: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
+        self._stop_counts: Counter[tuple[int, int]] = Counter()
+        """(blocks, hash) of a planned stop -> number of sequences that have it."""
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
 
     # ------------------------------------------------------------------ a sequence's state
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
-        """Where a sequence resumes that has these nodes, and needs so many more live blocks of every kind.
+        """Return the checkpoint at the end of `nodes`, after which a sequence resumes.
 
-        With a copy it has two states until its first step is done, unless another sequence holds the source.
+        `block_counts`: live blocks of every kind that the sequence needs besides. If the checkpoint is copied, source
+        and copy are both live until the first step is done.
         """
         if not nodes:
             return StateSource()
@@ -123,9 +126,9 @@ class StateCheckpoints:
         return StateSource(checkpoint, should_copy=checkpoint.ref_count > 0 or has_room_for_copy)
 
     def create_state(self, seq: Sequence, source: StateSource) -> list[StateLoad]:
-        """Give `seq` a state of its own, to be restored from its source, or zeroed, by this step.
+        """Give `seq` a state, which this step restores from its source, or zeroes. There must be room for it.
 
-        There must be room for it. Returns what is to be copied from host memory.
+        Returns the copy from host memory that it needs, if any.
         """
         checkpoint = source.checkpoint
         if checkpoint is not None:
@@ -147,7 +150,7 @@ class StateCheckpoints:
         return loads
 
     def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
-        """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
+        """Plan a checkpoint of `seq` after `block_count` blocks. `hash_`: hash of the last of them."""
         state = self._state_by_sequence[seq]
         if block_count * self._block_size > seq.computed_tokens and block_count not in state.hash_by_stop:
             state.planned_stops = sorted([*state.planned_stops, block_count])
@@ -155,20 +158,20 @@ class StateCheckpoints:
             self._stop_counts[block_count, hash_] += 1
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
-        """Whether a running sequence will take a checkpoint of the prefix `keys`, deeper than `resumable_blocks`."""
+        """Return whether a running sequence will take a checkpoint of the prefix `keys` after `resumable_blocks`."""
         return any(
             resumable_blocks < blocks <= len(keys) and keys[blocks - 1].hash == hash_
             for blocks, hash_ in self._stop_counts
         )
 
     def cancel_planned(self, seq: Sequence) -> None:
-        """Take no further checkpoint of `seq`: what it computes stays unnamed, and nobody shall wait for it."""
+        """Cancel the planned checkpoints of `seq`, because its further blocks stay unnamed."""
         state = self._state_by_sequence[seq]
         while state.planned_stops:
             self._remove_first_stop(state)
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
-        """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
+        """Return the end of a chunk of `seq`: at most the next planned stop, and a block boundary if it is long."""
         stops = self._state_by_sequence[seq].planned_stops
         if not stops:
             return end
@@ -176,7 +179,7 @@ class StateCheckpoints:
         return end if end - seq.computed_tokens < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
+        """Take a checkpoint with the step that computes [start, end), if one is due there and memory allows."""
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         if remainder or block_count > len(nodes):
@@ -193,7 +196,8 @@ class StateCheckpoints:
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
         """Take a checkpoint with the step that computes up to `end`, if memory allows.
 
-        Without a node, `attach_checkpoint` names it."""
+        `node`: names the checkpoint; None: `attach_checkpoint` will.
+        """
         block = self._pool.allocate(self._kind)
         if isinstance(block, StateBlock):
             if node is not None:
@@ -203,7 +207,7 @@ class StateCheckpoints:
             self._planned_copies.append((state.block.unit.index, block.unit.index))
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
-        """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
+        """Name the checkpoint that the step being committed took at `end`, unless the node has one."""
         block, checkpoint = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end), node.checkpoint
         if checkpoint is not None:
             checkpoint.is_shared = True
@@ -211,7 +215,7 @@ class StateCheckpoints:
             self._tree.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the copies that the chunks of `plan` need. It is out: the next one may resume from what it takes."""
+        """Add the state copies of a plan. The next plan may resume from the checkpoints that this one takes."""
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
             if state.needs_init:
@@ -227,7 +231,7 @@ class StateCheckpoints:
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
 
     def commit(self, chunks: Items[Chunk]) -> None:
-        """The compute of a step with these chunks is done."""
+        """Record that a step with these chunks is computed."""
         for chunk in chunks:
             self._commit_chunk(chunk.seq, chunk.start, chunk.end)
 
@@ -237,7 +241,7 @@ class StateCheckpoints:
         block = state.pending_checkpoint_by_end.pop(end, None)
         if block is None:
             return
-        if block.node is None:  # the cache was reset meanwhile, or nothing that ends here got a name
+        if block.node is None:  # the cache was reset meanwhile, or the block that ends here got no name
             self._pool.release(block)
             return
         self._tree.commit(block)
@@ -258,7 +262,7 @@ class StateCheckpoints:
             state.rolling_checkpoint = block
 
     def rollback(self, chunks: Items[Chunk]) -> None:
-        """A step with these chunks failed."""
+        """Take back the checkpoints of a step with these chunks, which was not computed."""
         for chunk in reversed(chunks):
             self._planned_copies.clear()
             block = self._state_by_sequence[chunk.seq].pending_checkpoint_by_end.pop(chunk.end, None)
@@ -268,7 +272,7 @@ class StateCheckpoints:
                 self._pool.release(block)
 
     def release(self, seq: Sequence) -> None:
-        """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
+        """Release the state of `seq`, and cancel its plans. Its checkpoints stay cached."""
         self.cancel_planned(seq)
         state = self._state_by_sequence.pop(seq)
         assert not state.pending_checkpoint_by_end
@@ -284,7 +288,7 @@ class StateCheckpoints:
             self._release_checkpoint(source)
 
     def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
-        """Let a checkpoint become cached, at what it saves over the one before it that would be left."""
+        """Release a checkpoint, worth the blocks that it saves over the checkpoint before it."""
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
         if node is None:
@@ -313,7 +317,7 @@ class StateCheckpoints:
         return ancestor
 
     def _mark_superseded(self, node: Node) -> None:
-        """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
+        """Mark the checkpoint at `node` as superseded, unless its path branches there."""
         checkpoint = node.checkpoint
         if checkpoint is not None and checkpoint.ref_count == 0 and len(node.children) < 2:
             self._pool.acquire(checkpoint)
@@ -332,7 +336,7 @@ class StateCheckpoints:
             assert all(blocks * self._block_size > seq.computed_tokens for blocks in state.planned_stops)
 
     def list_references(self) -> list[Block]:
-        """Every reference that this class holds, one entry each."""
+        """Return the blocks that sequences hold here, one entry for each reference."""
         blocks_by_state = [
             [state.block, state.source_checkpoint, *state.pending_checkpoint_by_end.values()]
             for state in self._state_by_sequence.values()
@@ -341,7 +345,7 @@ class StateCheckpoints:
 
 
 class NoStates:
-    """The states of a model that has none."""
+    """Null object for a model without states."""
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         return StateSource()

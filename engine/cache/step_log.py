@@ -1,9 +1,9 @@
-"""What the steps that are planned or out do to the cache: blocks that they finish, load and move.
+"""The blocks that each step, planned or in flight, finishes, loads and moves.
 
-A step's blocks are **registered** while it is planned: they get their names, and may be shared by later requests of the
-same step. When the step is computed they are **committed**: announced, or merged where an identical block exists. When
-it fails they are **rolled back**. A block that a step finishes with a token which is not known yet is named when that
-step is committed.
+A step's blocks are **registered** while it is planned: they get their names, and later requests of the same step may
+share them. When the step is computed they are **committed**: announced, or merged with an identical block. If the step
+fails they are **rolled back**. If the last token of a block is not known when its step is planned, the block is named
+when the step is committed.
 
 Owns what commit and rollback must know of each step. Refuses to know admission, and how memory is found.
 """
@@ -29,33 +29,33 @@ from engine.types import Chunk, Sequence
 
 
 class FinishedBlocks(NamedTuple):
-    """The blocks [start, end) of a sequence, which a step finishes and names."""
+    """Blocks [start, end) of a sequence, which one step finishes and names."""
 
     seq_blocks: SequenceBlocks
     start: int
     end: int
     load_count: int
-    """How many of the step's `host_loads` come before them."""
+    """Number of the step's `host_loads` that were planned before these blocks were named."""
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step between its plan and its result."""
+    """A step from its planning to its result."""
 
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
     end_by_unnamed: dict[SequenceBlocks, int] = field(default_factory=dict)
-    """Sequences whose last block is full at this position, with a token that is not known yet."""
+    """Sequence with an unknown last token -> position at which the block of that token is full."""
     moved_blocks: list[Block] = field(default_factory=list)
-    """Blocks that a compaction moves, which the step does first."""
+    """Blocks that a compaction moves at the begin of the step."""
     host_stores: list[Block] = field(default_factory=list)
-    """Blocks of the host that the step fills."""
+    """Blocks of host memory that the step fills."""
     host_loads: list[HostLoad] = field(default_factory=list)
-    """In the order of planning, parents first."""
+    """Loads in the order of planning, parents first."""
     chunks: Items[Chunk] = field(default_factory=list)
 
 
 class StepLog:
-    """The step being planned, and the steps that are out."""
+    """The step being planned, and the steps in flight."""
 
     def __init__(
         self,
@@ -78,17 +78,18 @@ class StepLog:
         self._planning_step = PendingStep()
         self._steps_in_flight: deque[PendingStep] = deque()
         self._untrusted_blocks: list[Block] = []
+        """Blocks that failed steps may not have moved."""
         self._untrusted_host_blocks: list[Block] = []
-        """Moved by steps that failed."""
+        """Blocks of host memory that failed steps may not have filled."""
 
     # ------------------------------------------------------------------ planning
 
     def register_move(self, block: Block) -> None:
-        """The step moves a block to other memory first."""
+        """Record that a compaction of the step being planned moves a block."""
         self._planning_step.moved_blocks.append(block)
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
+        """Name the blocks that are full once the sequence is computed up to `end`; `commit` merges identical blocks."""
         full_count, remainder = divmod(end, self._block_size)
         named_count = len(seq_blocks.nodes)
         if full_count <= named_count or seq_blocks.is_detached:
@@ -108,7 +109,7 @@ class StepLog:
             self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
 
     def begin_step(self, chunks: Items[Chunk]) -> None:
-        """The step is planned: it is out now."""
+        """Record that the step being planned is complete, and in flight from now on."""
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = chunks
         step.host_stores = self._host_tier.take_planned_stores()
@@ -116,17 +117,17 @@ class StepLog:
         self._steps_in_flight.append(step)
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
-        """What the sequence finishes from now on stays unnamed."""
+        """Leave the further blocks of a sequence unnamed."""
         seq_blocks.is_detached = True
         self._states.cancel_planned(seq_blocks.seq)
 
     # ------------------------------------------------------------------ results
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
-        """The oldest step's compute is done: announce what it finished, merge what it finished twice.
+        """Announce the blocks of the oldest step in flight, which is computed, and merge identical blocks.
 
-        Nothing of the `ended_sequences` is named any more. Most chunks of a step are decodes that finish no block: only
-        chunks that finish one are looked at.
+        `ended_sequences`: sequences that get no further names for their blocks. Only chunks that finish a block cost
+        anything.
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
@@ -148,7 +149,7 @@ class StepLog:
         self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
 
     def rollback(self) -> None:
-        """The newest step that is out was not computed: none of its blocks may be trusted or announced."""
+        """Take back the names of the newest step in flight, which was not computed."""
         step = self._steps_in_flight.pop()
         self._untrusted_blocks += step.moved_blocks
         self._states.rollback(step.chunks)
@@ -160,14 +161,14 @@ class StepLog:
                 self._tree.detach_pending(block)
             del seq_blocks.nodes[start:]
         self._loads.rollback(step.host_loads[:remaining_load_count])
-        for seq_blocks, start, _, _ in step.finished_blocks:  # behind what hangs from them
+        for seq_blocks, start, _, _ in step.finished_blocks:  # after the blocks that descend from them
             seq_blocks.drop_merges(self._pool, start)
         self._untrusted_host_blocks += step.host_stores
 
     def invalidate_failed_copies(self) -> bool:
-        """After a failed step: forget the blocks that its copies, or later ones, may or may not have filled.
+        """Forget the blocks that copies of failed steps may or may not have filled.
 
-        True, and nothing done, while sequences hold any of these blocks: the sequences must be released first.
+        Returns True, with nothing done, while sequences hold any of these blocks: they must be released first.
         """
         host_blocks = self._untrusted_host_blocks + self._host_tier.untrusted_blocks()
         if any(block.ref_count for block in self._untrusted_blocks + host_blocks):
@@ -185,9 +186,9 @@ class StepLog:
     # ------------------------------------------------------------------ names
 
     def _assign_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
-        """Give the blocks up to this one their nodes; the sequence is detached where a name is another's.
+        """Name the sequence's blocks up to `full_count`; detach the sequence if another prefix has the same hash.
 
-        With `is_computed` they take no part in what a later step is to compute: they are named next time.
+        `is_computed`: the blocks are computed already, so they cannot share a pending block; they are named later.
         """
         keys = self._hasher.block_keys(seq_blocks.seq, full_count)
         for index in range(len(seq_blocks.nodes), full_count):
@@ -210,7 +211,7 @@ class StepLog:
                     seq_blocks.pending_merges.append(PendingMerge(group, index, named_block))
 
     def _commit_blocks(self, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
-        """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""
+        """Announce the named blocks of [start, end), which are computed, and merge identical ones."""
         for block in seq_blocks.iter_pending_blocks(start, end):
             self._tree.commit(block)
         seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer where the cache was reset meanwhile
@@ -223,6 +224,6 @@ class StepLog:
             self._pool.release(seq_blocks.replace(group, index, identical_block))
 
     def list_pinned_host_blocks(self) -> list[Block]:
-        """Blocks of the host that copies of steps which are out, or of none yet, read."""
+        """Return the blocks of host memory that loads hold, one entry for each load."""
         loads = [load for step in self._steps_in_flight for load in step.host_loads if not load.is_cancelled]
         return [load.host_block for load in loads] + self._loads.pinned_host_blocks()

@@ -37,7 +37,7 @@ class Cache:
             last, hit_blocks = self.places[names[hit_blocks]], hit_blocks + 1
         turn = self.order.begin_turn(names, hit_blocks)
         if last is not None:
-            self.order.mark_used(last)
+            self.order.device_queue.remove(last)
         for depth in range(hit_blocks, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
@@ -47,7 +47,7 @@ class Cache:
         assert last is not None
         self.order.mark_cached(last)
         while len(self.places) > self.capacity:
-            leaf = self.order.select_victim()
+            leaf = self.order.device_queue.select_leaf()
             assert leaf is not None
             assert not leaf.cached_child_count, "evicted before what hangs from it"
             del self.places[leaf.hash]

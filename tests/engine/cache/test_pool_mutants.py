@@ -365,7 +365,7 @@ def host_windows_not_read(patch: Patch) -> None:
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
-    patch.setattr(AdaptiveEviction, "mark_state_removed", lambda self, node: None)
+    patch.setattr(AdaptiveEviction, "requeue_state", lambda self, node: None)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [
