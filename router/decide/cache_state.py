@@ -209,7 +209,9 @@ class CacheState:
         self.working_sets.add_prompt(
             target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
         )
-        self._count_running_chunks(target, keys, now)
+        assert target.load.running_chunk_counts is not None
+        duplicates = self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        self._add_duplicate_chunks(target, duplicates)
         return running_prompt
 
     def end_request(
@@ -217,7 +219,10 @@ class CacheState:
     ) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
-        self._uncount_running_chunks(running_prompt.target, running_prompt.chunk_keys)
+        target, keys = running_prompt.target, running_prompt.chunk_keys
+        assert target.load.running_chunk_counts is not None
+        duplicates = self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        self._add_duplicate_chunks(target, -duplicates)
         if ended_session is not None:
             self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
         if running_prompt.pin is None:
@@ -228,21 +233,8 @@ class CacheState:
         else:
             self._index.unpin(running_prompt.pin)
 
-    def _count_running_chunks(self, target: Target, keys: Sequence[int], now: float) -> None:
-        """One request more runs there with these chunks; what several have is in memory once."""
-        assert target.load.running_chunk_counts is not None
-        self._add_shared_chunks(
-            target, self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets, now)
-        )
-
-    def _uncount_running_chunks(self, target: Target, keys: Sequence[int]) -> None:
-        """One less."""
-        assert target.load.running_chunk_counts is not None
-        self._add_shared_chunks(
-            target, -self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
-        )
-
-    def _add_shared_chunks(self, target: Target, chunk_count: int) -> None:
+    def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
+        """Count chunks of running prompts that the target's KV cache holds once for several requests."""
         target.load.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
