@@ -61,6 +61,14 @@ class BlockCopy(NamedTuple):
     direction: CopyDirection = CopyDirection.WITHIN_DEVICE
 
 
+class BlockPlace(NamedTuple):
+    """Where the content of a block lies: on the device, or in host memory."""
+
+    kind: int
+    block: BlockId
+    is_on_host: bool = False
+
+
 class RunnerLostError(RuntimeError):
     """No further step can be computed: the engine must end. The message says why, in one line."""
 
@@ -116,6 +124,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
 
 
+class KVSource(msgspec.Struct, frozen=True):
+    """The peer that may have the KV of a prompt: the address where it gives blocks."""
+
+    host: str
+    port: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, as the HTTP side hands it to the core (n > 1 has been fanned out into several)."""
 
@@ -128,6 +143,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is served earlier; ties by arrival."""
     resumed_output_len: int = 0
     """So many of the last `token_ids` are the beginning of the answer: nothing tells it from one that was preempted."""
+    kv_source: KVSource | None = None
+    """Peer from which blocks are pulled before the request is queued."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from engine.cache.blocks import Node
 from engine.cache.spec import CacheSpec
 
 ENDLESS = sys.maxsize
 """Length of a window that never slides, in tokens or blocks."""
+
+
+class PrefixBlocks(Protocol):
+    """What is cached of one hash block of a prefix: a node, or what several memories have together."""
+
+    def has_block(self, kind: int) -> bool: ...
+    def has_host_block(self, kind: int) -> bool: ...
+    def can_resume(self) -> bool: ...
 
 
 class AttentionWindows:
@@ -32,6 +41,12 @@ class AttentionWindows:
     def first_block_needed(self, group: int, block_count: int) -> int:
         """Return the first of `block_count` blocks that a query right after them still reads."""
         return max(0, block_count - self._blocks_by_group[group])
+
+    def first_index_to_resume(self, kind: int, block_count: int) -> int:
+        """Index of the first block of a kind, a state's too, that a sequence needs to resume after so many blocks."""
+        if kind == len(self._blocks_by_group):
+            return block_count - 1
+        return self.first_block_needed(kind, block_count)
 
     def first_block_seen(self, group: int, position: int) -> int:
         """Return the first block that a query at `position`, or at a later one, still reads."""
@@ -65,7 +80,7 @@ class AttentionWindows:
                 too_many_tokens = tokens
         return fitting_tokens
 
-    def count_resumable_nodes(self, nodes: list[Node]) -> int:
+    def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
         """Return the largest number of leading nodes after which neither a block nor the state is missing."""
         node_count = len(nodes)
         while node_count:
@@ -77,7 +92,7 @@ class AttentionWindows:
             node_count = usable_count
         return node_count
 
-    def count_usable_nodes(self, nodes: list[Node], node_count: int) -> int:
+    def count_usable_nodes(self, nodes: Sequence[PrefixBlocks], node_count: int) -> int:
         """Return the largest number of leading nodes, at most `node_count`, after which no window misses a block."""
         for group in self.sliding_groups:
             while node_count:
@@ -91,5 +106,5 @@ class AttentionWindows:
         return node_count
 
 
-def _has_state_after(node: Node) -> bool:
+def _has_state_after(node: PrefixBlocks) -> bool:
     return node.can_resume() or node.has_host_block(-1)

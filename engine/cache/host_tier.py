@@ -25,7 +25,7 @@ from engine.cache.eviction_order import EvictionOrder
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree, list_subtree
 from engine.cache.spec import FULL_KIND, CacheSpec
-from engine.types import BlockCopy, CopyDirection
+from engine.types import BlockCopy, BlockPlace, CopyDirection
 
 
 class HostUsage(NamedTuple):
@@ -160,6 +160,13 @@ class HostTier:
             self._block_copies.append(block_copy)
             self._planned_stores.append(host_block)
             self._stored_blocks_by_kind[block_copy.kind] += 1
+
+    def find_content(self, host_block: Block) -> BlockPlace:
+        """Return where the content of a block is: still on the device while no plan has copied it."""
+        unplanned_copy = self._unplanned_copy_by_block.get(host_block)
+        if unplanned_copy is not None:
+            return BlockPlace(host_block.kind, unplanned_copy.source)
+        return BlockPlace(host_block.kind, host_block.id, is_on_host=True)
 
     def untrusted_blocks(self) -> list[Block]:
         """Return the blocks that the plan being made, or a later one, fills. A failed step makes them untrusted."""

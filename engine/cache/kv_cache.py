@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher, NoNames
-from engine.cache.blocks import Block, BlockKey, Node
+from engine.cache.blocks import Block, BlockKey, Node, StateBlock
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
 from engine.cache.host_load_queue import HostHit, HostLoadQueue
@@ -77,16 +77,16 @@ class KVCache:
         self.block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoNames()
-        self._windows = AttentionWindows(spec, step_tokens_max)
+        self.windows = AttentionWindows(spec, step_tokens_max)
         host_unit_count *= enable_prefix_caching
         self._eviction = LruEviction(spec)
-        if adaptive_eviction and enable_prefix_caching and not self._windows.sliding_groups:
+        if adaptive_eviction and enable_prefix_caching and not self.windows.sliding_groups:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))
         self.pool = UnitPool(
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
-        self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree, self._windows)
+        self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree, self.windows)
         self._block_copies: list[BlockCopy] = []
         """Copies of the plan being made."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
@@ -118,7 +118,7 @@ class KVCache:
     @property
     def token_capacity(self) -> int:
         """Most tokens of one sequence that the cache can hold, when it holds no other."""
-        return self._windows.compute_token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
+        return self.windows.compute_token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
 
     @property
     def growth_reserve_blocks(self) -> int:
@@ -127,7 +127,7 @@ class KVCache:
 
     def has_room_for_blocks(self, block_count: int) -> bool:
         """Return whether a new sequence of `block_count` blocks fits beside the live blocks."""
-        return self.pool.can_allocate(self._windows.count_blocks_needed(block_count))
+        return self.pool.can_allocate(self.windows.count_blocks_needed(block_count))
 
     def count_cached_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of `seq` need not be computed if it is admitted now."""
@@ -139,7 +139,7 @@ class KVCache:
         if self._loads.has_unplanned(matched_nodes):
             return True
         if self.has_states:
-            return self._states.has_planned_checkpoint(keys, self._windows.count_resumable_nodes(matched_nodes))
+            return self._states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
         match_count = len(matched_nodes)
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
@@ -162,9 +162,9 @@ class KVCache:
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._matcher.match(seq)
-        nodes = matched_nodes[: self._windows.count_resumable_nodes(matched_nodes)]
+        nodes = matched_nodes[: self.windows.count_resumable_nodes(matched_nodes)]
         known_blocks = -(-len(seq.token_ids) // self.block_size)
-        block_counts = self._windows.count_missing_blocks(nodes, known_blocks + reserve_blocks)
+        block_counts = self.windows.count_missing_blocks(nodes, known_blocks + reserve_blocks)
         if not self.pool.can_allocate(block_counts):
             return False
         state_source = self._states.find_source(nodes, block_counts)
@@ -189,7 +189,7 @@ class KVCache:
         """Hold the device's blocks of these nodes that the model still reads, and pin those that only the host has."""
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
-            first_index = self._windows.first_block_needed(group, len(nodes))
+            first_index = self.windows.first_block_needed(group, len(nodes))
             blocks += [None] * first_index
             seq_blocks.window_starts[group] = first_index
             for node in nodes[first_index:]:
@@ -316,6 +316,51 @@ class KVCache:
         """Take back the loads for `seq` that no step in flight has."""
         self._loads.cancel(seq)
 
+    # ------------------------------------------------------------------ blocks of peers, while no step is out
+
+    def list_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Return the names of the blocks of `seq`, a sequence that is not queued, which need not be computed."""
+        keys = self._matcher.list_keys(seq)
+        self.discard_keys(seq)
+        return keys
+
+    def allocate_pulled(self, kind: int) -> Block | None:
+        """Return memory for a block from a peer, held once; None where running sequences hold all of it."""
+        block = self.pool.allocate(kind)
+        if block is not None:
+            self.host_tier.flush_before_overwrite(block)
+        return block
+
+    def take_block_copies(self) -> list[BlockCopy]:
+        """Return the copies that are planned and in no plan yet: the caller does them at once, in order."""
+        block_copies = self._block_copies.copy()
+        self._block_copies.clear()
+        self.host_tier.take_planned_stores()
+        return block_copies
+
+    def name_pulled(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
+        """Name and announce a block whose content is in place. None, and nothing done, where it can have no name.
+
+        That is where its parent was evicted meanwhile, or where the name is taken."""
+        if parent is not None and (parent not in self.tree or not parent.has_computed(FULL_KIND)):
+            return None
+        node = self.tree.get_or_create(key, parent)
+        if node is None or node.blocks[block.kind] is not None:
+            return None
+        if block.kind != FULL_KIND and not node.has_computed(FULL_KIND):
+            self.tree.remove_if_empty(node)
+            return None
+        self.tree.attach(node, block)
+        self.tree.commit(block)
+        return node
+
+    def release_pulled(self, block: Block) -> None:
+        """Give up the reference of `allocate_pulled`."""
+        if isinstance(block, StateBlock) and block.node is not None:
+            self._states.release_new_checkpoint(block)
+        else:
+            self.pool.release(block)
+
     # ------------------------------------------------------------------ steps
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
@@ -343,15 +388,15 @@ class KVCache:
         `ended_sequences`: sequences that get no further names for their blocks.
         """
         self._steps.commit(chunks, ended_sequences)
-        if self._windows.sliding_groups:
+        if self.windows.sliding_groups:
             for chunk in chunks:
                 self._release_outside_windows(self._blocks_by_sequence[chunk.seq], chunk.end)
         self._states.commit(chunks)
 
     def _release_outside_windows(self, seq_blocks: SequenceBlocks, end: int) -> None:
         """Release the blocks that no query from position `end` on reads."""
-        for group in self._windows.sliding_groups:
-            seq_blocks.release_before(group, self._windows.first_block_seen(group, end), self.pool)
+        for group in self.windows.sliding_groups:
+            seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
 
     def rollback(self) -> None:
         """Record that the newest step in flight was not computed: none of its blocks may be used or announced.

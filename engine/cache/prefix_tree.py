@@ -61,6 +61,10 @@ class PrefixTree:
         """Return every node, parents before children."""
         return self._node_by_hash.values()
 
+    def get(self, hash_: int) -> Node | None:
+        """Return the node of a hash, unverified. Other threads may ask: the answer is that of some moment."""
+        return self._node_by_hash.get(hash_)
+
     def find(self, key: BlockKey, parent: Node | None) -> Node | None:
         """Return the child of `parent` with this key; None if there is none. Hash, tokens and keys are compared."""
         node = self._node_by_hash.get(key.hash)

@@ -254,12 +254,17 @@ class StateCheckpoints:
             and previous_rolling.node is not None
         ):
             self._tree.evict(previous_rolling, keep_on_host=False)
-        previous_node = self._previous_checkpoint(block.node)
-        if previous_node is not None:
-            self._mark_superseded(previous_node)
-        self._release_checkpoint(block)
+        self.release_new_checkpoint(block)
         if is_decode:
             state.rolling_checkpoint = block
+
+    def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
+        """Let a checkpoint that was just announced become cached; it continues the one before it."""
+        assert checkpoint.node is not None
+        previous_node = self._previous_checkpoint(checkpoint.node)
+        if previous_node is not None:
+            self._mark_superseded(previous_node)
+        self._release_checkpoint(checkpoint)
 
     def rollback(self, chunks: Items[Chunk]) -> None:
         """Take back the checkpoints of a step with these chunks, which was not computed."""
@@ -378,6 +383,9 @@ class NoStates:
         pass
 
     def commit(self, chunks: Items[Chunk]) -> None:
+        pass
+
+    def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
         pass
 
     def rollback(self, chunks: Items[Chunk]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import CacheSpec
-from engine.types import BlockCopy, BlockId, CopyDirection
+from engine.types import BlockCopy, BlockId, BlockPlace, CopyDirection
 
 STAGING_BYTES = 64 << 20
 """Size of each of the two GPU buffers through which blocks go to the host; at least one block."""
@@ -65,6 +65,31 @@ class BlockCopier:
                 self._block_view(self._device, kind, target).copy_(
                     self._block_view(source_memory, kind, source), non_blocking=True
                 )
+
+    def get_block_bytes(self, kind: int) -> int:
+        """Return the bytes of a block's content, as `read_blocks` returns them."""
+        return self._blocks_per_unit_and_bytes[kind][1]
+
+    def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
+        """Return the contents of blocks, one after the other. On a GPU, no copy to the host may follow unseen."""
+        contents = torch.empty(sum(self.get_block_bytes(place.kind) for place in places), dtype=torch.uint8)
+        if self._is_gpu and any(place.is_on_host for place in places):
+            self._copy_stream.synchronize()
+        start = 0
+        for kind, block, is_on_host in places:
+            content = self._block_view(self._host if is_on_host else self._device, kind, block)
+            contents[start : start + len(content)].copy_(content)
+            start += len(content)
+        return contents.numpy().data
+
+    def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
+        """Write contents, as `read_blocks` returns them, to blocks of the device."""
+        source = torch.frombuffer(contents, dtype=torch.uint8)
+        start = 0
+        for kind, block, _ in places:
+            target = self._block_view(self._device, kind, block)
+            target.copy_(source[start : start + len(target)])
+            start += len(target)
 
     def _copy_on_cpu(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
         """On a CPU: by addresses, which cost less than an array's slices, and a fraction of a tensor's."""
