@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from events.config import KVEventsConfig, make_rank_endpoint
-from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check_config
+from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Schema, Seconds, Size, check_config
 from options.tls import make_server_context
 
 __version__ = "0.1.0"
@@ -35,9 +36,45 @@ EVENTS_DETAILS = (
 
 
 DEFAULT_STEP_TOKENS = 2048
+FLEET_KEY_CHARS_MIN = 16
 
 
 # fmt: off
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Blocks that move between engines (docs/concepts/moving-kv.md)."""
+
+    port: Annotated[int | None, Meta(ge=0, le=65535), Flag("--kv-transfer", metavar="PORT"),
+        "Give cached blocks to peers on this port, and take theirs. [default: off]",
+        "Needs the fleet's key; 0 lets the system choose a port (docs/concepts/moving-kv.md)."] = None
+    host: Annotated[str, "Address of that port. [default: --host]"] = ""
+    key_file: Annotated[str | None, FILE, Flag("--kv-transfer-key-file", metavar="FILE"),
+        "File with the fleet's key, which all its engines and routers have.",
+        "Or put the key into BLOCKCAST_ENGINE_KV_TRANSFER_KEY."] = None
+    key: Annotated[Key | None, SECRET, "The fleet's key itself; best set by its variable."] = field(
+        default=None, repr=False)
+    timeout_s: Annotated[Seconds, Flag("--kv-transfer-timeout"),
+        "Longest that a request waits for blocks of a peer."] = 5.0
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    def read_key(self) -> bytes:
+        """Return the fleet's key. Raises ConfigError where there is none."""
+        label, key = "BLOCKCAST_ENGINE_KV_TRANSFER_KEY", (self.key or "").encode()
+        if self.key_file is not None:
+            label = f"--kv-transfer-key-file {self.key_file}"
+            try:
+                key = Path(self.key_file).expanduser().read_bytes().strip()
+            except OSError as error:
+                raise ConfigError(f"{label}: {error.strerror}") from error
+        elif self.key is None:
+            raise ConfigError(f"--kv-transfer: expected the fleet's key, by --kv-transfer-key-file or {label}")
+        if len(key) < FLEET_KEY_CHARS_MIN:
+            raise ConfigError(f"{label}: a key of {len(key)} bytes, expected at least {FLEET_KEY_CHARS_MIN}")
+        return key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the core process needs. Sizes are in tokens unless the name says otherwise."""
@@ -93,6 +130,7 @@ class EngineConfig:
         "On a CPU it gains little (docs/how-to/measure-the-engine.md); never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
+    kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     check_invariants: Annotated[bool, Flag(hidden=True), "Check scheduler and cache after every step (slow)."] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("--log-level", "--uvicorn-log-level"),
         "Lowest level that is logged, to stderr."] = "info"
@@ -182,7 +220,7 @@ HELP_SECTIONS = {
                    "overlap", "enforce_eager", "attention_backend", "num_threads", "seed"),
     "Simulation": ("simulate", "time_scale"),
     "Access": ("max_connections", "tls_cert", "tls_key", "tls_client_ca", "admin_api_key", "sleep_mode",
-               "weights_folders"),
+               "weights_folders", "kv_transfer.port", "kv_transfer.key_file", "kv_transfer.timeout_s"),
     "Logs and shutdown": ("log_requests", "log_json", "shutdown_timeout_s"),
 }  # fmt: skip
 SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)

@@ -1,0 +1,222 @@
+"""The cache's side of transfers: what a prompt lacks, what a peer is sent, and storing what a peer has sent.
+
+What copies blocks is called by the thread that runs the steps, while no step is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from engine.cache.blocks import Block, Node
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_KIND
+from engine.transfer.messages import SentBlock, WantedBlock
+from engine.transfer.pull_plan import PulledPrompt, PullItem, choose_items, count_resumable_blocks
+from engine.types import BlockCopy, BlockPlace, Request
+from engine.types import Sequence as EngineSequence
+
+
+class BlockMemory(Protocol):
+    """The contents of blocks."""
+
+    def get_block_bytes(self, kind: int) -> int:
+        """Return the bytes of a block's content."""
+
+    def execute(self, block_copies: Sequence[BlockCopy]) -> None:
+        """Do copies within the device and to and from host memory, in order."""
+
+    def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
+        """Return the contents of blocks, one after the other."""
+
+    def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
+        """Write contents, one after the other, to blocks of the device."""
+
+
+class ReadBlocks(NamedTuple):
+    """Blocks that are sent to a peer, and their contents."""
+
+    blocks: list[SentBlock]
+    contents: memoryview
+
+
+class _NewBlock(NamedTuple):
+    """Memory on the device for a block of a prompt."""
+
+    item: PullItem
+    block: Block
+    host_block: Block | None
+    """Where the content comes from; pinned. None: it comes from the peer."""
+
+
+class BlockExchange:
+    """Blocks of one cache, read and written."""
+
+    def __init__(self, cache: KVCache, get_memory: Callable[[], BlockMemory]) -> None:
+        """`get_memory`: the memory may not be there yet."""
+        self._cache = cache
+        self._get_memory = get_memory
+        self._kinds = range(len(cache.spec.block_bytes_by_kind()))
+        self._windows = cache.windows
+
+    def get_block_bytes(self, kind: int) -> int:
+        """Return the bytes of a block's content."""
+        return self._get_memory().get_block_bytes(kind)
+
+    # ------------------------------------------------------------------ what a peer is sent
+
+    def locate(self, hashes: Sequence[int]) -> bytes:
+        """Return a mask of kinds for each leading hash that is cached (`BlocksLocated`). For any thread: a hint."""
+        masks = bytearray()
+        parent: Node | None = None
+        for hash_ in hashes:
+            node = self._cache.tree.get(hash_)
+            if node is None or node.parent is not parent:
+                break
+            masks.append(sum(1 << kind for kind in self._kinds if node.has_computed(kind) or node.has_host_block(kind)))
+            parent = node
+        return bytes(masks)
+
+    def choose_items(self, prompt: PulledPrompt, remote_masks: bytes) -> list[PullItem]:
+        """Return what to pull of a prompt, where the peer has so much of it. For any thread."""
+        local_masks = self.locate([key.hash for key in prompt.keys])
+        return choose_items(local_masks, remote_masks[: len(prompt.keys)], len(self._kinds), self._windows)
+
+    def is_cached(self, prompt: PulledPrompt) -> bool:
+        """Whether nothing of a prompt has to be computed that could be pulled."""
+        local_masks = self.locate([key.hash for key in prompt.keys])
+        return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(prompt.keys)
+
+    def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
+        """Copy blocks out, up to the first that is not there."""
+        memory = self._get_memory()
+        memory.execute(self._cache.take_block_copies())
+        blocks: list[SentBlock] = []
+        places: list[BlockPlace] = []
+        for wanted_block in wanted_blocks:
+            node, kind = self._cache.tree.get(wanted_block.hash), wanted_block.kind
+            place = None if node is None or kind not in self._kinds else self._find_content(node, kind)
+            if node is None or place is None:
+                break
+            key, parent = node.key, node.parent
+            places.append(place)
+            blocks.append(
+                SentBlock(
+                    node.hash, kind, None if parent is None else parent.hash, key.packed_tokens, key.extra_keys,
+                    key.lora_name, memory.get_block_bytes(kind),
+                )
+            )  # fmt: skip
+        return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))
+
+    def _find_content(self, node: Node, kind: int) -> BlockPlace | None:
+        block, host_block = node.blocks[kind], node.host_blocks[kind]
+        if block is not None and not block.is_pending:
+            return BlockPlace(kind, block.id)
+        return None if host_block is None else self._cache.host_tier.find_content(host_block)
+
+    # ------------------------------------------------------------------ what a peer has sent
+
+    def list_keys(self, request: Request) -> PulledPrompt:
+        """Return the names of the blocks of a prompt that need not be computed."""
+        seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
+        return PulledPrompt(self._cache.list_keys(seq))
+
+    def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
+        """Copy blocks in, and announce them. Returns how many leading items are in the cache now.
+
+        Fewer than all are where memory is lacking, or where their parents have been evicted.
+        """
+        if prompt.is_abandoned:
+            return 0
+        cache, memory = self._cache, self._get_memory()
+        is_first = not prompt.nodes
+        cache.tree.extend_match(prompt.keys, prompt.nodes)
+        if is_first:
+            self._mark_used(prompt.nodes)
+        new_blocks = self._allocate(prompt, items)
+        for new_block in new_blocks:
+            if new_block.host_block is not None:
+                cache.host_tier.plan_load(new_block.host_block, new_block.block)
+        memory.execute(cache.take_block_copies())
+        _write_contents(memory, items, new_blocks, contents)
+        self._name(prompt, new_blocks)
+        for new_block in reversed(new_blocks):
+            if new_block.host_block is not None:
+                cache.host_tier.finish_promotion(new_block.host_block)
+            cache.release_pulled(new_block.block)
+        return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
+
+    def _mark_used(self, nodes: Sequence[Node]) -> None:
+        """Let the part of a prompt that is here be evicted last: memory for the other part is found by evicting."""
+        pool = self._cache.pool
+        blocks = [block for node in nodes if (block := node.blocks[FULL_KIND]) is not None and not block.is_pending]
+        for block in blocks:
+            pool.acquire(block)
+        for block in reversed(blocks):
+            pool.release(block)
+
+    def _allocate(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[_NewBlock]:
+        """Find memory on the device for items that are not here yet, after their ancestors that only the host has."""
+        host_nodes = self._find_host_ancestors(prompt, items)
+        if host_nodes is None:
+            return []
+        new_blocks: list[_NewBlock] = []
+        for node in host_nodes:
+            block = self._cache.allocate_pulled(FULL_KIND)
+            if block is None or not node.has_host_block(FULL_KIND):  # evicted to make room for the one before
+                if block is not None:
+                    self._cache.release_pulled(block)
+                return new_blocks
+            host_block = self._cache.host_tier.pin(node, FULL_KIND)
+            new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
+        for item in items:
+            if item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].blocks[item.kind] is not None:
+                continue  # computed here meanwhile
+            block = self._cache.allocate_pulled(item.kind)
+            if block is None:
+                break
+            new_blocks.append(_NewBlock(item, block, None))
+        return new_blocks
+
+    def _find_host_ancestors(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[Node] | None:
+        """Return the known nodes that must come from host memory first. None where one of them is being computed."""
+        needed_count = min(len(prompt.nodes), max(item.block_index + (item.kind != FULL_KIND) for item in items))
+        first_index = needed_count
+        while first_index and not prompt.nodes[first_index - 1].has_computed(FULL_KIND):
+            first_index -= 1
+        nodes = prompt.nodes[first_index:needed_count]
+        return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
+
+    def _name(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
+        """Announce blocks whose content is in place, up to the first that can have no name."""
+        for item, block, _ in new_blocks:
+            index = item.block_index
+            if index > len(prompt.nodes):
+                return
+            parent = prompt.nodes[index - 1] if index else None
+            node = self._cache.name_pulled(block, prompt.keys[index], parent)
+            if node is None:
+                return
+            prompt.nodes[index : index + 1] = [node]
+
+
+def _write_contents(
+    memory: BlockMemory, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview
+) -> None:
+    """Write the contents of `items`, one after the other, to those of them that are among the new blocks."""
+    block_by_item = {item: block for item, block, host_block in new_blocks if host_block is None}
+    places: list[BlockPlace] = []
+    parts: list[memoryview] = []
+    start = 0
+    for item in items:
+        end = start + memory.get_block_bytes(item.kind)
+        if item in block_by_item:
+            places.append(BlockPlace(item.kind, block_by_item[item].id))
+            parts.append(contents[start:end])
+        start = end
+    if places:
+        memory.write_blocks(places, contents if len(parts) == len(items) else memoryview(bytearray(b"".join(parts))))
+
+
+def _is_stored(prompt: PulledPrompt, item: PullItem) -> bool:
+    return item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].has_computed(item.kind)

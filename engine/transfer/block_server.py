@@ -1,0 +1,157 @@
+"""The side of a source: answers what peers ask of this cache, and sends blocks.
+
+Bounded: connections, answers at once with their bytes, questions ahead in one connection, and every wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from functools import partial
+
+from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.connection import Connection
+from engine.transfer.messages import (
+    Answer,
+    BlocksLocated,
+    BlocksSent,
+    FetchBlocks,
+    LocateBlocks,
+    Refused,
+    TransferError,
+    decode_question,
+)
+from engine.transfer.settings import (
+    BATCH_BLOCKS_MAX,
+    BATCH_BYTES_MAX,
+    CONNECT_S_MAX,
+    HASHES_MAX,
+    TransferSettings,
+    TransferStats,
+)
+from engine.transfer.step_jobs import StepJobs
+
+log = logging.getLogger("engine.transfer")
+
+CONNECTIONS_MAX = 256
+GREETINGS_MAX = 64
+"""Connections that have not shown the key yet."""
+ANSWERS_MAX = 8
+"""Answers with blocks that are in memory at once."""
+QUESTIONS_AHEAD_MAX = 4
+"""Questions of one connection that are being answered."""
+IDLE_S_MAX = 60.0
+SEND_S_MAX = 5.0
+ACCEPT_PAUSE_S = 0.1
+"""Pause after a connection that could not be accepted, such as for want of file descriptors."""
+
+
+class BlockServer:
+    """Serves the connections of a listening socket, on an event loop."""
+
+    def __init__(
+        self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
+        stats: TransferStats,
+    ) -> None:  # fmt: skip
+        listener.setblocking(False)
+        self._listener = listener
+        self._exchange = exchange
+        self._jobs = jobs
+        self._settings = settings
+        self._stats = stats
+        self._connection_tasks: set[asyncio.Task[None]] = set()
+        self._greeting_count = 0
+        self._answer_slots = asyncio.Semaphore(ANSWERS_MAX)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(self._listener)
+                except OSError as error:
+                    log.warning("a connection for blocks is not accepted: %s", error)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
+                    self._stats.refused_connections += 1
+                    sock.close()
+                    continue
+                self._greeting_count += 1
+                task = loop.create_task(self._serve(Connection(sock)))
+                self._connection_tasks.add(task)
+                task.add_done_callback(self._connection_tasks.discard)
+        finally:
+            for task in self._connection_tasks:
+                task.cancel()
+            self._listener.close()
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            try:
+                await asyncio.wait_for(connection.greet_as_server(self._settings.fleet_key), CONNECT_S_MAX)
+            finally:
+                self._greeting_count -= 1
+            await self._answer_questions(connection)
+        except ConnectionError:
+            log.debug("a peer has left")
+        except (TransferError, OSError, asyncio.TimeoutError) as error:
+            self._stats.refused_connections += 1
+            log.warning("a peer's connection is closed: %s", error or type(error).__name__)
+        finally:
+            connection.close()
+
+    async def _answer_questions(self, connection: Connection) -> None:
+        answer_tasks: deque[asyncio.Task[None]] = deque()
+        try:
+            while True:
+                data, _ = await asyncio.wait_for(connection.receive(0), IDLE_S_MAX)
+                question = decode_question(data)
+                previous_task = answer_tasks[-1] if answer_tasks else None
+                answer_tasks.append(asyncio.create_task(self._send_answer(connection, question, previous_task)))
+                if len(answer_tasks) >= QUESTIONS_AHEAD_MAX:
+                    await answer_tasks.popleft()
+        finally:
+            for task in answer_tasks:
+                task.cancel()
+            await asyncio.gather(*answer_tasks, return_exceptions=True)
+
+    async def _send_answer(
+        self, connection: Connection, question: LocateBlocks | FetchBlocks, previous_task: asyncio.Task[None] | None
+    ) -> None:
+        """Send an answer, after the one before it."""
+        async with self._answer_slots:
+            answer, contents = await self._make_answer(question)
+            if previous_task is not None:
+                await previous_task
+            await asyncio.wait_for(connection.send(answer, contents), SEND_S_MAX)
+        if isinstance(answer, BlocksSent):
+            self._stats.sent_blocks += len(answer.blocks)
+            self._stats.sent_bytes += self._count_bytes([block.kind for block in answer.blocks])
+
+    async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, memoryview]:
+        """Return an answer, and the contents of its blocks."""
+        no_contents = memoryview(b"")
+        if isinstance(question, LocateBlocks):
+            if question.fingerprint != self._settings.fingerprint:
+                return Refused("incompatible", "the source has another model or another cache layout"), no_contents
+            if len(question.hashes) > HASHES_MAX:
+                return Refused("malformed", f"expected at most {HASHES_MAX} hashes"), no_contents
+            return BlocksLocated(self._exchange.locate(question.hashes)), no_contents
+        kinds = [block.kind for block in question.wanted_blocks]
+        if len(kinds) > BATCH_BLOCKS_MAX or not all(
+            0 <= kind < len(self._settings.block_bytes_by_kind) for kind in kinds
+        ):
+            return Refused("malformed", f"expected at most {BATCH_BLOCKS_MAX} blocks of known kinds"), no_contents
+        byte_count = self._count_bytes(kinds)
+        if byte_count > BATCH_BYTES_MAX and len(kinds) > 1:
+            return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes"), no_contents
+        job_future = self._jobs.submit(partial(self._exchange.read, question.wanted_blocks), byte_count)
+        read_blocks = await asyncio.wrap_future(job_future)
+        return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
+
+    def _count_bytes(self, kinds: list[int]) -> int:
+        return sum(self._settings.block_bytes_by_kind[kind] for kind in kinds)

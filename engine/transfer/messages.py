@@ -1,0 +1,190 @@
+"""Messages between two engines that move blocks, and their frames. Pure: no sockets here.
+
+A frame is two lengths (4 bytes each, big-endian), a msgpack message, a payload, and an HMAC-SHA256 of all that under a
+key of the connection and the direction. The HMAC also covers the number of the frame, so none can be repeated, left out
+or moved. The payload is the content of blocks, one after the other, of any kind: attention, windows, states.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from engine.cache.blocks import BlockKey
+
+MESSAGE_BYTES_MAX = 16 << 20
+"""Bytes of a message without its payload: the hashes of a prompt of a million blocks fit."""
+MAC_BYTES = 32
+NONCE_BYTES = 32
+GREETING = b"blockcast-kv-01\n"
+"""First bytes of a connection, from the server. Another version of the protocol has another number."""
+
+_LENGTHS = struct.Struct(">II")
+LENGTHS_BYTES = _LENGTHS.size
+_FRAME_NUMBER = struct.Struct(">Q")
+
+
+class TransferError(Exception):
+    """A pull that ends before all blocks are here. `reason` is one word of FAILURE_REASONS, for metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+FAILURE_REASONS = ("unreachable", "unauthenticated", "timeout", "closed", "malformed", "incompatible", "busy", "recent")
+"""Why pulls fail. "recent": the source has failed a moment ago and is not asked."""
+
+
+# consumer -> source
+class LocateBlocks(msgspec.Struct, tag="locate", array_like=True, frozen=True):
+    """Which of these blocks, a prompt's first ones in order, has the source?"""
+
+    fingerprint: bytes
+    hashes: list[int]
+
+
+class WantedBlock(msgspec.Struct, array_like=True, frozen=True):
+    """A block by the hash of its prefix, and its kind."""
+
+    hash: int
+    kind: int
+
+
+class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, frozen=True):
+    """Send these blocks, up to the first that is no longer there."""
+
+    wanted_blocks: list[WantedBlock]
+
+
+Question = LocateBlocks | FetchBlocks
+
+
+# source -> consumer
+class BlocksLocated(msgspec.Struct, tag="located", array_like=True, frozen=True):
+    """Byte i has bit k set where the source has the block of kind k of hash i. Shorter where nothing more is there."""
+
+    kind_masks: bytes
+
+
+class SentBlock(msgspec.Struct, array_like=True, frozen=True):
+    """A block of the payload, and everything that its hash stands for."""
+
+    hash: int
+    kind: int
+    parent_hash: int | None
+    packed_tokens: bytes
+    extra_keys: tuple[str, ...] | None
+    lora_name: str | None
+    byte_count: int
+
+    def is_of(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
+        """Whether this is the block of a prompt with that name: equal tokens, keys and parent, not the hash alone."""
+        return (
+            (self.hash, self.kind) == (key.hash, kind)
+            and self.parent_hash == parent_hash
+            and BlockKey(self.hash, self.packed_tokens, self.extra_keys, self.lora_name).equals(key)
+        )
+
+
+class BlocksSent(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
+    """The blocks of the payload, in the order in which they were asked for."""
+
+    fingerprint: bytes
+    blocks: list[SentBlock]
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """The question is not answered; the reason is one of FAILURE_REASONS."""
+
+    reason: str
+    message: str
+
+
+Answer = BlocksLocated | BlocksSent | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+Bytes = bytes | bytearray | memoryview
+Message = TypeVar("Message")
+
+
+def encode_message(message: Question | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_question(data: Bytes) -> Question:
+    """Raises TransferError."""
+    return _decode(_question_decoder, data)
+
+
+def decode_answer(data: Bytes) -> Answer:
+    """Raises TransferError."""
+    return _decode(_answer_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise TransferError("malformed", f"a message that cannot be read: {error}") from error
+
+
+class FrameLengths(NamedTuple):
+    """First bytes of a frame: bytes of its message and of its payload."""
+
+    message_bytes: int
+    payload_bytes: int
+
+    def encode(self) -> bytes:
+        return _LENGTHS.pack(*self)
+
+    @staticmethod
+    def decode(data: Bytes, payload_bytes_max: int) -> FrameLengths:
+        """Raises TransferError where a frame is longer than what the reader has room for."""
+        lengths = FrameLengths(*_LENGTHS.unpack(data))
+        if lengths.message_bytes > MESSAGE_BYTES_MAX or lengths.payload_bytes > payload_bytes_max:
+            raise TransferError("malformed", f"a frame of {lengths.message_bytes} and {lengths.payload_bytes} bytes")
+        return lengths
+
+
+class FrameSigner:
+    """Computes the HMACs of the frames that go one way, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._frame_count = 0
+
+    def sign(self, lengths: FrameLengths, *parts: Bytes) -> bytes:
+        """Return the HMAC of the next frame, whose message and payload are `parts`."""
+        mac = hmac.new(self._key, _FRAME_NUMBER.pack(self._frame_count) + lengths.encode(), "sha256")
+        self._frame_count += 1
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+    def check(self, mac: Bytes, lengths: FrameLengths, *parts: Bytes) -> None:
+        """Raises TransferError where the next frame has another HMAC."""
+        if not hmac.compare_digest(mac, self.sign(lengths, *parts)):
+            raise TransferError("malformed", "a frame whose HMAC is wrong")
+
+
+class ConnectionKeys(NamedTuple):
+    """What both ends of a connection derive from the fleet's key and their nonces."""
+
+    client_proof: bytes
+    server_proof: bytes
+    client_frame_key: bytes
+    server_frame_key: bytes
+
+    @staticmethod
+    def derive(fleet_key: bytes, server_nonce: Bytes, client_nonce: Bytes) -> ConnectionKeys:
+        nonces = bytes(server_nonce) + bytes(client_nonce)
+        labels = (b"client proof", b"server proof", b"client frames", b"server frames")
+        return ConnectionKeys(*(hmac.digest(fleet_key, label + b"\0" + nonces, "sha256") for label in labels))

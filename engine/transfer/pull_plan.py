@@ -1,0 +1,93 @@
+"""Which blocks a pull moves: those that this cache lacks of the longest prefix after which it can resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from engine.cache.attention_windows import AttentionWindows
+from engine.cache.blocks import BlockKey, Node
+from engine.cache.spec import FULL_KIND
+
+
+class PullItem(NamedTuple):
+    """A block that a pull moves: its place among the blocks of the prompt, and its kind."""
+
+    block_index: int
+    kind: int
+
+
+class PulledPrompt:
+    """The prompt of a pull."""
+
+    def __init__(self, keys: list[BlockKey]) -> None:
+        self.keys = keys
+        """Names of the blocks that need not be computed."""
+        self.nodes: list[Node] = []
+        """Nodes of the first blocks, for the thread of the steps: filled when the first blocks arrive."""
+        self.is_abandoned = False
+        """Nothing more is stored for the prompt: nobody waits for it, or the cache was reset."""
+
+    def parent_hash(self, index: int) -> int | None:
+        return self.keys[index - 1].hash if index else None
+
+
+class _CachedKinds(NamedTuple):
+    """Whether a hash block of a prefix is cached, for each kind. Stands for a node (`PrefixBlocks`)."""
+
+    is_cached_by_kind: tuple[bool, ...]
+
+    def has_block(self, kind: int) -> bool:
+        return self.is_cached_by_kind[kind]
+
+    def has_host_block(self, kind: int) -> bool:
+        return self.is_cached_by_kind[kind]
+
+    def can_resume(self) -> bool:
+        return self.is_cached_by_kind[-1]
+
+
+def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: AttentionWindows) -> int:
+    """Return the number of leading blocks after which one can resume, of blocks cached by `masks` (`BlocksLocated`)."""
+    blocks = [_CachedKinds(tuple(bool(mask >> kind & 1) for kind in range(kind_count))) for mask in masks]
+    end = next((index for index, block in enumerate(blocks) if not block.has_block(FULL_KIND)), len(blocks))
+    return windows.count_resumable_nodes(blocks[:end])
+
+
+def choose_items(
+    local_masks: Sequence[int], remote_masks: Sequence[int], kind_count: int, windows: AttentionWindows
+) -> list[PullItem]:
+    """Return what to pull, parents first, where the masks say what either side has of the first blocks of a prompt."""
+    length = max(len(local_masks), len(remote_masks))
+    local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
+    all_masks = [local_mask | remote_mask for local_mask, remote_mask in zip(local_masks, remote_masks)]
+    end = count_resumable_blocks(all_masks, kind_count, windows)
+    if end <= count_resumable_blocks(local_masks, kind_count, windows):
+        return []
+    return [
+        PullItem(index, kind)
+        for kind in range(kind_count)
+        for index in range(windows.first_index_to_resume(kind, end), end)
+        if not local_masks[index] >> kind & 1
+    ]
+
+
+def _pad(masks: Sequence[int], length: int) -> list[int]:
+    return [*masks, *[0] * (length - len(masks))]
+
+
+def split_into_batches(
+    items: Sequence[PullItem], bytes_by_kind: Sequence[int], batch_bytes_max: int, batch_items_max: int
+) -> Iterator[list[PullItem]]:
+    """Split items into runs of at most so many bytes and items, each of at least one item."""
+    batch: list[PullItem] = []
+    batch_bytes = 0
+    for item in items:
+        item_bytes = bytes_by_kind[item.kind]
+        if batch and (batch_bytes + item_bytes > batch_bytes_max or len(batch) == batch_items_max):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += item_bytes
+    if batch:
+        yield batch

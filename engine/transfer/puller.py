@@ -1,0 +1,231 @@
+"""The side of a consumer: asks a source for the blocks that a prompt lacks, checks what comes, and has it stored.
+
+Bounded: pulls at once, bytes of each pull, and seconds. A source that has failed is not asked again for a moment, and
+costs other sources nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.connection import Connection
+from engine.transfer.messages import (
+    FAILURE_REASONS,
+    Answer,
+    BlocksLocated,
+    BlocksSent,
+    FetchBlocks,
+    LocateBlocks,
+    Refused,
+    TransferError,
+    WantedBlock,
+    decode_answer,
+)
+from engine.transfer.pull_plan import PulledPrompt, PullItem, split_into_batches
+from engine.transfer.settings import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, CONNECT_S_MAX, TransferSettings, TransferStats
+from engine.transfer.simulated_link import SimulatedLink
+from engine.transfer.step_jobs import StepJobs
+from engine.types import KVSource
+
+log = logging.getLogger("engine.transfer")
+
+PULLS_AT_ONCE_MAX = 4
+PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
+"""Bytes of one pull that were asked for and are not stored yet; a larger block is alone."""
+RETRY_AFTER_S = 2.0
+"""A source that has failed is not asked for so long."""
+FAILED_SOURCES_MAX = 1024
+
+
+AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
+
+
+class _Store(NamedTuple):
+    """Blocks of a batch that have arrived and are being stored."""
+
+    batch: list[PullItem]
+    stored_count: Future[int]
+
+
+class Puller:
+    """Pulls blocks, on an event loop."""
+
+    def __init__(
+        self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
+        link: SimulatedLink | None = None,
+    ) -> None:  # fmt: skip
+        """`link`: takes the time that simulated contents would take."""
+        self._exchange = exchange
+        self._jobs = jobs
+        self._settings = settings
+        self._stats = stats
+        self._link = link
+        self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
+        self._retry_s_by_source: dict[KVSource, float] = {}
+        """When a source that has failed may be asked again."""
+
+    async def pull(self, source: KVSource, prompt: PulledPrompt) -> None:
+        """Store what the source has of a prompt and this cache has not. Failures are counted and logged, not raised."""
+        start_s = time.monotonic()
+        try:
+            await asyncio.wait_for(self._pull_in_turn(source, prompt), self._settings.timeout_s)
+        except TransferError as error:
+            self._count_failure(source, error.reason, str(error))
+        except asyncio.TimeoutError:
+            self._count_failure(source, "timeout", f"no end within {self._settings.timeout_s:g} s")
+        except OSError as error:
+            self._count_failure(source, "closed", str(error))
+        finally:
+            self._stats.pulls += 1
+            self._stats.pull_s += time.monotonic() - start_s
+
+    def _count_failure(self, source: KVSource, reason: str, message: str) -> None:
+        self._stats.failures[reason] += 1
+        log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
+
+    async def _pull_in_turn(self, source: KVSource, prompt: PulledPrompt) -> None:
+        async with self._pull_slots:
+            if time.monotonic() < self._retry_s_by_source.get(source, 0.0):
+                raise TransferError("recent", f"failed less than {RETRY_AFTER_S:g} s ago")
+            try:
+                connection = await _connect(source, self._settings.fleet_key)
+                try:
+                    await self._transfer(connection, prompt)
+                finally:
+                    connection.close()
+            except BaseException:  # also a time-out, which arrives as a cancellation
+                if not prompt.is_abandoned:
+                    self._remember_failure(source)
+                raise
+
+    def _remember_failure(self, source: KVSource) -> None:
+        now_s = time.monotonic()
+        if len(self._retry_s_by_source) >= FAILED_SOURCES_MAX:
+            self._retry_s_by_source = {
+                failed: retry_s for failed, retry_s in self._retry_s_by_source.items() if retry_s > now_s
+            }
+        self._retry_s_by_source[source] = now_s + RETRY_AFTER_S
+
+    async def _transfer(self, connection: Connection, prompt: PulledPrompt) -> None:
+        """Ask what the source has, then fetch what is useful and not here."""
+        hashes = [key.hash for key in prompt.keys]
+        await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
+        located, _ = await _receive(connection, BlocksLocated, 0)
+        items = self._exchange.choose_items(prompt, located.kind_masks)
+        if not items:
+            return
+        stored_count = await self._fetch(connection, prompt, items)
+        self._stats.missing_blocks += len(items) - stored_count
+
+    async def _fetch(self, connection: Connection, prompt: PulledPrompt, items: list[PullItem]) -> int:
+        """Fetch items in order, some batches ahead. Returns how many were stored before the first that fails."""
+        batches = deque(
+            split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
+        )
+        requested_batches: deque[list[PullItem]] = deque()
+        stores: deque[_Store] = deque()
+        bytes_ahead = stored_count = 0
+        try:
+            while batches or requested_batches or stores:
+                while batches and (not bytes_ahead or bytes_ahead + self._count_bytes(batches[0]) <= PULL_BYTES_MAX):
+                    batch = batches.popleft()
+                    bytes_ahead += self._count_bytes(batch)
+                    wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
+                    await connection.send(FetchBlocks(wanted_blocks))
+                    requested_batches.append(batch)
+                if requested_batches:
+                    batch = requested_batches.popleft()
+                    store, arrived_count = await self._receive_batch(connection, prompt, batch)
+                    stores.append(store)
+                    if arrived_count < len(batch):  # the source has evicted the next one, and what hangs from it
+                        batches.clear()
+                        requested_batches.clear()
+                while stores and (stores[0].stored_count.done() or not requested_batches):
+                    store = stores.popleft()
+                    batch_stored_count = await asyncio.wrap_future(store.stored_count)
+                    self._count_stored(store.batch[:batch_stored_count])
+                    stored_count += batch_stored_count
+                    bytes_ahead -= self._count_bytes(store.batch)
+                    if batch_stored_count < len(store.batch):
+                        return stored_count
+        finally:
+            for store in stores:
+                store.stored_count.cancel()
+        return stored_count
+
+    async def _receive_batch(
+        self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem]
+    ) -> tuple[_Store, int]:
+        """Receive and check the blocks of a batch, and begin to store them. Returns how many have arrived, too."""
+        get_bytes = self._exchange.get_block_bytes
+        sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
+        if sent.fingerprint != self._settings.fingerprint:
+            raise TransferError("incompatible", "one of the two engines has other weights now")
+        arrived_batch = batch[: len(sent.blocks)]
+        if len(sent.blocks) > len(batch) or len(payload) != sum(get_bytes(kind) for _, kind in arrived_batch):
+            raise TransferError("malformed", f"{len(sent.blocks)} blocks of {len(payload)} bytes")
+        for item, block in zip(arrived_batch, sent.blocks):
+            key, parent_hash = prompt.keys[item.block_index], prompt.parent_hash(item.block_index)
+            if not block.is_of(item.kind, key, parent_hash) or block.byte_count != get_bytes(item.kind):
+                raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
+        byte_count = self._count_bytes(arrived_batch)
+        if self._link is not None:
+            await self._link.carry(byte_count)
+        store = partial(self._exchange.store, prompt, arrived_batch, memoryview(payload))
+        return _Store(batch, self._jobs.submit(store, byte_count)), len(arrived_batch)
+
+    def _count_stored(self, items: list[PullItem]) -> None:
+        self._stats.pulled_blocks += len(items)
+        self._stats.pulled_bytes += self._count_bytes(items)
+
+    def _count_bytes(self, items: list[PullItem]) -> int:
+        return sum(self._settings.block_bytes_by_kind[item.kind] for item in items)
+
+
+async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
+    """Raises TransferError where nobody answers in time, or who answers has another key."""
+    loop = asyncio.get_running_loop()
+    sock = None
+    try:
+        addresses = await asyncio.wait_for(
+            loop.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM), CONNECT_S_MAX
+        )
+        family, socket_type, protocol, _, address = addresses[0]
+        sock = socket.socket(family, socket_type, protocol)
+        sock.setblocking(False)
+        await asyncio.wait_for(loop.sock_connect(sock, address), CONNECT_S_MAX)
+    except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+        if sock is not None:
+            sock.close()
+        raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
+    connection = Connection(sock)
+    try:
+        await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)
+    except asyncio.TimeoutError as error:
+        connection.close()
+        raise TransferError("unreachable", f"no greeting within {CONNECT_S_MAX:g} s") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def _receive(
+    connection: Connection, answer_type: type[AnswerType], payload_bytes_max: int
+) -> tuple[AnswerType, bytearray]:
+    """Receive an answer of the expected type. Raises TransferError for another one."""
+    data, payload = await connection.receive(payload_bytes_max)
+    answer: Answer = decode_answer(data)
+    if isinstance(answer, Refused):
+        raise TransferError(answer.reason if answer.reason in FAILURE_REASONS else "malformed", answer.message[:200])
+    if not isinstance(answer, answer_type):
+        raise TransferError("malformed", f"{type(answer).__name__} in place of {answer_type.__name__}")
+    return answer, payload

@@ -1,0 +1,169 @@
+"""Transfers of one engine, as its step loop sees them: pulls that requests wait for, and copies between steps.
+
+Has the thread of the network, on which the server and all pulls run. `close` it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.block_server import BlockServer
+from engine.transfer.pull_plan import PulledPrompt
+from engine.transfer.puller import Puller
+from engine.transfer.settings import TransferSettings, TransferStats
+from engine.transfer.simulated_link import SimulatedLink
+from engine.transfer.step_jobs import StepJobs
+from engine.types import KVSource, Request
+
+log = logging.getLogger("engine.transfer")
+
+STEP_COPY_BYTES_MAX = 32 << 20
+"""Contents of blocks that are copied between two steps, and one message more."""
+PULLS_MAX = 2048
+"""Pulls that run or wait for their turn; a request beyond is computed at once."""
+CLOSE_S_MAX = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """One pull, for all requests that wait for the same blocks from the same source."""
+
+    prompt: PulledPrompt
+    key: tuple[KVSource, int]
+    end: Future[None] = field(default_factory=Future)
+    request_ids: set[str] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
+    """For the thread of the network."""
+
+
+class KVTransfers:
+    """`Transfers` with peers."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        exchange: BlockExchange,
+        settings: TransferSettings,
+        *,
+        compute_fingerprint: Callable[[str | None], bytes],
+        link: SimulatedLink | None = None,
+    ) -> None:
+        """`listener`: where peers connect; closed with this. `compute_fingerprint`: for `change_weights`."""
+        self.stats = TransferStats()
+        self.port: int = listener.getsockname()[1]
+        self.settings = settings
+        self._jobs = StepJobs()
+        self._exchange = exchange
+        self._compute_fingerprint = compute_fingerprint
+        self._pull_by_key: dict[tuple[KVSource, int], _Pull] = {}
+        self._pull_by_request_id: dict[str, _Pull] = {}
+        self._loop = asyncio.new_event_loop()
+        self._puller = Puller(exchange, self._jobs, settings, self.stats, link)
+        self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ copies between steps
+
+    @property
+    def wake_sockets(self) -> list[socket.socket]:
+        return [self._jobs.wake_socket]
+
+    @property
+    def copies_arrival(self) -> Future[None]:
+        return self._jobs.arrival
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._jobs)
+
+    def copy_blocks(self) -> None:
+        self._jobs.run(STEP_COPY_BYTES_MAX)
+
+    # ------------------------------------------------------------------ pulls
+
+    def start_pull(self, request: Request) -> Future[None] | None:
+        source = request.kv_source
+        if source is None:
+            return None
+        prompt = self._exchange.list_keys(request)
+        if not prompt.keys or self._exchange.is_cached(prompt):
+            return None
+        key = (source, prompt.keys[-1].hash)
+        pull = self._pull_by_key.get(key)
+        if pull is None:
+            if len(self._pull_by_key) >= PULLS_MAX:
+                self.stats.failures["busy"] += 1
+                return None
+            pull = self._pull_by_key[key] = _Pull(prompt, key)
+            self._loop.call_soon_threadsafe(self._begin, pull, source)
+        pull.request_ids.add(request.request_id)
+        self._pull_by_request_id[request.request_id] = pull
+        return pull.end
+
+    def stop_waiting(self, request_id: str) -> None:
+        pull = self._pull_by_request_id.pop(request_id, None)
+        if pull is None:
+            return
+        pull.request_ids.discard(request_id)
+        if not pull.request_ids:
+            self._abandon(pull)
+
+    def abandon_pulls(self) -> None:
+        for pull in list(self._pull_by_key.values()):
+            self._abandon(pull)
+
+    def change_weights(self, path: str | None) -> None:
+        self.settings.fingerprint = self._compute_fingerprint(path)
+
+    def _abandon(self, pull: _Pull) -> None:
+        pull.prompt.is_abandoned = True
+        if self._pull_by_key.get(pull.key) is pull:
+            del self._pull_by_key[pull.key]
+        if not pull.end.done():
+            self._loop.call_soon_threadsafe(self._cancel, pull)
+
+    # ------------------------------------------------------------------ the thread of the network
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server_task = self._loop.create_task(self._server.run())
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(server_task, *tasks, return_exceptions=True))
+            self._loop.close()
+
+    def _begin(self, pull: _Pull, source: KVSource) -> None:
+        if pull.prompt.is_abandoned:
+            pull.end.set_result(None)
+            return
+        pull.task = self._loop.create_task(self._puller.pull(source, pull.prompt))
+        pull.task.add_done_callback(lambda task: _end(pull, task))
+
+    def _cancel(self, pull: _Pull) -> None:
+        if pull.task is not None:
+            pull.task.cancel()
+
+    def close(self) -> None:
+        """End all transfers and the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_S_MAX)
+            self._jobs.close()
+
+
+def _end(pull: _Pull, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a pull has failed for a reason that is not the peer's", exc_info=error)
+    pull.end.set_result(None)

@@ -1,0 +1,47 @@
+"""What both sides of transfers must know, bounds, and what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.transfer.messages import FAILURE_REASONS
+
+BATCH_BYTES_MAX = 8 << 20
+"""Contents of blocks in one message; a larger block goes alone."""
+BATCH_BLOCKS_MAX = 4096
+HASHES_MAX = 1 << 18
+"""Blocks of one prompt that a source looks up."""
+CONNECT_S_MAX = 2.0
+"""Seconds for a connection, and again for its greeting."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferSettings:
+    fleet_key: bytes
+    timeout_s: float
+    """Longest that a request waits for its pull."""
+    block_bytes_by_kind: tuple[int, ...]
+    """Bytes of a block as they count; a simulated block has no content."""
+    fingerprint: bytes
+    """Of the model and the cache now; a model's weights may change."""
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """Totals since the start. One thread counts; any may look."""
+
+    pulls: int = 0
+    """Pulls that have ended, in whatever way."""
+    pull_s: float = 0.0
+    """Seconds of these pulls, waiting included."""
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    missing_blocks: int = 0
+    """Blocks that were chosen and did not come: evicted meanwhile at the source, or without room here."""
+    failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
+    """Pulls that ended early, by FAILURE_REASONS."""
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    refused_connections: int = 0
+    """Connections of peers that were closed: too many, a wrong key, or nonsense."""

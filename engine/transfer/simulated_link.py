@@ -1,0 +1,47 @@
+"""The network of an engine whose blocks have no content: transfers take as long as their bytes would."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.types import BlockCopy, BlockPlace
+
+
+class SimulatedLinkSpec(NamedTuple):
+    """The bandwidth of a simulated network, and the bytes of a block that has no content."""
+
+    bytes_per_s: float
+    block_bytes: int
+
+
+class SimulatedBlockMemory:
+    """A `BlockMemory` in which nothing lies."""
+
+    def get_block_bytes(self, kind: int) -> int:
+        return 0
+
+    def execute(self, block_copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
+        return memoryview(b"")
+
+    def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
+        pass
+
+
+class SimulatedLink:
+    """A link that carries one transfer after the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+
+    async def carry(self, byte_count: int) -> None:
+        """Wait as long as so many bytes take, behind those that came before."""
+        now_s = time.monotonic()
+        self._free_at_s = max(self._free_at_s, now_s) + byte_count / self._bytes_per_s
+        await asyncio.sleep(self._free_at_s - now_s)

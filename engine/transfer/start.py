@@ -1,0 +1,79 @@
+"""Starts the transfers of an engine: what its config, its model and its cache mean for them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.cache.kv_cache import KVCache
+from engine.config import EngineConfig
+from engine.transfer.block_exchange import BlockExchange, BlockMemory
+from engine.transfer.fingerprint import compute_fingerprint
+from engine.transfer.service import KVTransfers
+from engine.transfer.settings import TransferSettings
+from engine.transfer.simulated_link import SimulatedLink, SimulatedLinkSpec
+from options import ConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+class _LoadedModel:
+    """The folder whose weights are loaded, and facts about them that no folder tells."""
+
+    def __init__(self, folder: Path, facts: tuple[object, ...]) -> None:
+        self._folder = folder
+        self._facts = facts
+
+    def compute_fingerprint(self, path: str | None) -> bytes:
+        """Return the fingerprint, with the weights of `path` from now on; None: still those of the same folder."""
+        if path is not None:
+            self._folder = Path(path)
+        return compute_fingerprint(self._folder, self._facts)
+
+
+def start_transfers(
+    config: EngineConfig,
+    folder: Path,
+    cache: KVCache,
+    get_block_memory: Callable[[], BlockMemory] | None,
+    *,
+    arithmetic: str,
+    simulated_link: SimulatedLinkSpec | None,
+) -> KVTransfers:
+    """Listen for peers. `folder`: of the model that was loaded. `arithmetic`: type and device it is computed with.
+
+    `get_block_memory`: an Executor's. Raises ConfigError.
+    """
+    transfer_config = config.kv_transfer
+    if not config.enable_prefix_caching:
+        raise ConfigError("--kv-transfer means nothing with --no-enable-prefix-caching")
+    if get_block_memory is None:
+        reason = "with --simulate SPEC must have kv_bytes_per_token" if config.simulate else "not with several ranks"
+        raise ConfigError(f"--kv-transfer: {reason}")
+    exchange = BlockExchange(cache, get_block_memory)
+    kinds = range(len(cache.spec.block_bytes_by_kind()))
+    content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
+    model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.simulate))
+    settings = TransferSettings(
+        fleet_key=transfer_config.read_key(),
+        timeout_s=transfer_config.timeout_s,
+        block_bytes_by_kind=content_bytes if simulated_link is None else (simulated_link.block_bytes,) * len(kinds),
+        fingerprint=model.compute_fingerprint(None),
+    )
+    return KVTransfers(
+        _listen(transfer_config.host or DEFAULT_HOST, transfer_config.port or 0),
+        exchange,
+        settings,
+        compute_fingerprint=model.compute_fingerprint,
+        link=None if simulated_link is None else SimulatedLink(simulated_link.bytes_per_s),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(f"--kv-transfer {port}: cannot listen on {host}:{port}: {error.strerror or error}") from error
