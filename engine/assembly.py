@@ -19,6 +19,7 @@ from engine.grammars import GrammarCompiler, GrammarVocabulary, unsupported_reas
 from engine.messages import CoreInfo
 from engine.model_files import read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.transfer.start import start_transfers
 from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
@@ -36,7 +37,8 @@ class AssembledEngine:
     grammars: GrammarCompiler | None
 
     def close(self) -> None:
-        """Flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
+        """End transfers, flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
+        self.core.transfers.close()
         if self.publisher is not None:
             self.publisher.close()
             self.publisher = None
@@ -100,6 +102,16 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         scheduler = Scheduler(scheduler_config, cache)
         runner = executor.make_runner(tuple(eos_token_ids), grammars)
         groups = make_group_infos(spec)
+        transfers = None
+        if config.kv_transfer.port is not None:
+            transfers = start_transfers(
+                config,
+                folder,
+                cache,
+                executor.get_block_memory,
+                arithmetic=f"{executor.dtype} on {executor.device.partition(':')[0]}",
+                simulated_link=executor.simulated_link,
+            )
         publisher = None
         if config.kv_events.is_enabled:
             publisher = EventPublisher(
@@ -130,6 +142,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
         no_constraint_reason=no_constraint_reason,
         script=executor.script_turns,
+        kv_transfer_port=None if transfers is None else transfers.port,
     )
     publish = _discard if publisher is None else publisher.publish
     core = EngineCore(
@@ -139,6 +152,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         overlaps_steps=executor.overlaps_steps,
         grammars=grammars,
         get_copy_s=executor.get_copy_s,
+        transfers=transfers,
     )
     return AssembledEngine(core, info, publisher, executor, grammars)
 

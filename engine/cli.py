@@ -14,7 +14,7 @@ import msgspec
 
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from engine.model_files import check_model_exists
-from options import LoadedConfig
+from options import ConfigError, LoadedConfig
 from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 
@@ -86,18 +86,27 @@ def describe_dry_run(config: EngineConfig) -> str:
 
 def parse_config(parameters: dict[str, Any]) -> ServeConfig:
     """The parameters of `serve` as a configuration."""
-    return add_default_events(load_from_command_line(SCHEMA, parameters))
+    return add_defaults_of_host(load_from_command_line(SCHEMA, parameters))
 
 
-def add_default_events(loaded_config: LoadedConfig) -> ServeConfig:
-    """Events are on where nothing was said of them."""
+def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
+    """Turn events on where nothing was said of them, and let them and transfers listen where the API does."""
     config: ServeConfig = loaded_config.config
+    kv_transfer = config.engine.kv_transfer
+    try:
+        if kv_transfer.port is not None:
+            kv_transfer.read_key()
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if not kv_transfer.host:
+        kv_transfer = replace(kv_transfer, host=config.server.host)
+        config = replace(config, engine=replace(config.engine, kv_transfer=kv_transfer))
     if any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
         return config
     return replace(config, engine=replace(config.engine, kv_events=default_kv_events(config.server.host)))
 
 
-cli.add_command(make_config_command(SCHEMA, add_default_events))
+cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:

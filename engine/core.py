@@ -22,6 +22,10 @@ import msgspec
 from engine.cache.spec import CacheSpec
 from engine.grammars import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
+from engine.transfer.block_exchange import BlockMemory
+from engine.transfer.interface import NoTransfers, Transfers
+from engine.transfer.settings import TransferStats
+from engine.transfer.simulated_link import SimulatedLinkSpec
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event
 from simulation.spec import ScriptTurn
@@ -31,8 +35,8 @@ log = logging.getLogger(__name__)
 FAILURES_MAX = 10
 """Failed steps in a row after which the engine ends, because only a new process may help."""
 
-GRAMMAR_WAIT_S = 0.01
-"""Longest wait of a step for a grammar when there is no other work: commands are read between steps."""
+PREPARATION_WAIT_S = 0.01
+"""Longest wait of a step for a grammar or for blocks when there is no other work: commands are read between steps."""
 
 PublishEvents = Callable[[Collection[Event]], None]
 """Takes the events of a step, which are made when they are iterated."""
@@ -99,6 +103,10 @@ class Executor:
     reload_weights: Callable[[str | None], None] = lambda path: None
     """Loads the weights of a checkpoint's folder; None: of the last one. Raises as `wake` does, and keeps the weights.
     """
+    simulated_link: SimulatedLinkSpec | None = None
+    """The network over which simulated blocks would move."""
+    get_block_memory: Callable[[], BlockMemory] | None = None
+    """Contents of the cache's blocks, once there is a runner. None: blocks cannot move between engines."""
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,14 +146,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     finished_requests: int
     step_count: int
     failed_steps: int
+    transfers: TransferStats | None = None
+    """Of blocks from and for peers, where there may be any."""
 
 
-class _CompilingRequest(NamedTuple):
-    """A request that waits for its grammar."""
+class _PreparingRequest(NamedTuple):
+    """A request that waits for its grammar to be compiled, or for blocks of a peer, before it is queued."""
 
     request: Request
     arrival_s: float
-    grammar_future: Future[Any]
+    futures: list[Future[Any]]
 
 
 class EngineCore:
@@ -160,11 +170,12 @@ class EngineCore:
         overlaps_steps: bool = False,
         grammars: GrammarCompiler | None = None,
         get_copy_s: Callable[[], float] = lambda: 0.0,
+        transfers: Transfers | None = None,
     ) -> None:
         """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
         `grammars`: those of constrained answers; None: no request may have a constraint.
-        `get_copy_s`: see Executor.
+        `get_copy_s`: see Executor. `transfers`: with peers; None: there are none.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -177,8 +188,9 @@ class EngineCore:
         self._publish_step_events = publish
         self._grammars = grammars
         self._get_copy_s = get_copy_s
-        self._compiling_requests: dict[str, _CompilingRequest] = {}
-        """Request id -> request that waits for its grammar to be compiled."""
+        self.transfers: Transfers = NoTransfers() if transfers is None else transfers
+        self._preparing_requests: dict[str, _PreparingRequest] = {}
+        """Request id -> request that waits for its grammar or for blocks of a peer."""
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
@@ -186,22 +198,28 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits, runs or ends with a step in flight."""
-        return self.scheduler.has_work or bool(self._compiling_requests)
+        """Whether any request waits, runs or ends with a step in flight, or a peer's blocks are to be copied."""
+        return self.scheduler.has_work or bool(self._preparing_requests) or self.transfers.has_copies
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
 
-        If the request's grammar must be compiled first, the request is queued after that. No step waits for it.
+        If the request's grammar must be compiled first, or a peer may have blocks that are not cached here, the request
+        is queued after that. No step waits for it.
         """
+        futures: list[Future[Any]] = []
         constraint = request.params.constraint
         if constraint is not None:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
             if (grammar_future := self._grammars.start_compiling(constraint.lark_grammar)) is not None:
-                self._compiling_requests[request.request_id] = _CompilingRequest(request, now, grammar_future)
-                return
-        self.scheduler.add(request, now)
+                futures.append(grammar_future)
+        if (pull_end := self.transfers.start_pull(request)) is not None:
+            futures.append(pull_end)
+        if futures:
+            self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
+        else:
+            self.scheduler.add(request, now)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
@@ -212,8 +230,9 @@ class EngineCore:
         return [output for output in outputs if output is not None]
 
     def _abort_request(self, request_id: str) -> SequenceOutput | None:
-        if self._compiling_requests.pop(request_id, None) is None:
+        if self._preparing_requests.pop(request_id, None) is None:
             return self.scheduler.abort(request_id)
+        self.transfers.stop_waiting(request_id)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> Collection[SequenceOutput]:
@@ -221,7 +240,9 @@ class EngineCore:
 
         Returns the outputs of the finished step. Raises RunnerLostError.
         """
-        rejected = self._add_compiled() if self._compiling_requests else []
+        early_outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
+        if self._preparing_requests:
+            early_outputs += self._add_prepared()
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
             self._begin_step(plan)
@@ -230,26 +251,45 @@ class EngineCore:
             should_wait = bool(self._steps_in_flight)
         outputs = self._finish_step() if should_wait else []
         self._publish_events()
-        return [*rejected, *outputs] if rejected else outputs
+        return [*early_outputs, *outputs] if early_outputs else outputs
 
-    def _add_compiled(self) -> list[SequenceOutput]:
-        """Queue the requests with a compiled grammar. Returns the outputs of requests with an invalid grammar."""
-        if not self.scheduler.has_work:
-            wait({entry.grammar_future for entry in self._compiling_requests.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
-        compiled_ids = [
-            request_id for request_id, entry in self._compiling_requests.items() if entry.grammar_future.done()
-        ]
+    def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
+        """Finish the steps in flight, then copy peers' blocks in and out. Returns the outputs of the steps."""
+        outputs: list[SequenceOutput] = []
+        while self._steps_in_flight:
+            outputs += self._finish_step()
+        self.transfers.copy_blocks()
+        return outputs
+
+    def _add_prepared(self) -> list[SequenceOutput]:
+        """Queue the requests that wait for nothing more. Returns the outputs of requests that cannot be served."""
+        prepared_ids = self._find_prepared_ids()
+        if not prepared_ids and not self.scheduler.has_work:
+            futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
+            pending_futures = [future for future in futures if not future.done()]
+            wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)
+            prepared_ids = self._find_prepared_ids()
         rejected = []
-        for request_id in compiled_ids:
-            request, arrival_s, grammar_future = self._compiling_requests.pop(request_id)
+        for request_id in prepared_ids:
+            request, arrival_s, futures = self._preparing_requests.pop(request_id)
+            self.transfers.stop_waiting(request_id)
             try:
-                grammar_future.result()
+                for future in futures:
+                    future.result()
                 self.scheduler.add(request, arrival_s)
             except ValueError as error:
                 output = SequenceOutput(request_id=request_id, token_ids=[], error=str(error), is_client_error=True)
                 output.finish_reason = FinishReason.ERROR
                 rejected.append(output)
         return rejected
+
+    def _find_prepared_ids(self) -> list[str]:
+        """Return the ids of requests that wait for nothing more."""
+        return [
+            request_id
+            for request_id, entry in self._preparing_requests.items()
+            if all(future.done() for future in entry.futures)
+        ]
 
     def _begin_step(self, plan: StepPlan) -> None:
         self._step_count += 1
@@ -282,6 +322,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, and publish that at once. Running sequences keep their blocks."""
+        self.transfers.abandon_pulls()
         self.scheduler.cache.reset()
         self._publish_events()
 
@@ -289,7 +330,7 @@ class EngineCore:
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
             running_requests=self.scheduler.running_count,
-            waiting_requests=self.scheduler.waiting_count + len(self._compiling_requests),
+            waiting_requests=self.scheduler.waiting_count + len(self._preparing_requests),
             kv_cache_usage=usage.live_units / usage.total_units,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
@@ -305,6 +346,7 @@ class EngineCore:
             finished_requests=totals.finished_requests,
             step_count=self._step_count,
             failed_steps=self._failed_steps,
+            transfers=self.transfers.stats,
         )
 
     def check_invariants(self) -> None:

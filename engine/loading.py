@@ -118,6 +118,7 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
         get_copy_s=lambda: runners[0].pool.block_copier.copy_s if runners else 0.0,
         overlaps_steps=should_overlap(config, device),
+        get_block_memory=(lambda: runners[0].pool.block_copier) if leader is None else None,
         target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )
 

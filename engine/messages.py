@@ -47,6 +47,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
     """Answers turn by turn, where steps are simulated; empty: random text."""
+    kv_transfer_port: int | None = None
+    """Where peers get blocks; None: nowhere."""
 
 
 # HTTP -> core

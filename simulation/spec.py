@@ -67,6 +67,8 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Bytes of KV of one token; needed for --host-cache-memory."""
     host_gb_s: Annotated[float, Meta(gt=0.0, le=1e6)] = 25.0
     """Rate at which KV comes back from host memory, in 1e9 bytes a second."""
+    transfer_gb_s: Annotated[float, Meta(gt=0.0, le=1e6)] = 5.0
+    """Rate at which KV comes from other engines (--kv-transfer), in 1e9 bytes a second."""
     max_model_len: Count = 131_072
     """Longest context, unless --max-model-len is given."""
     answer_tokens: Count | None = None

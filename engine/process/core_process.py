@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -63,10 +63,13 @@ class CoreSocket:
         self._unsent_bytes = bytearray()
         self.is_closed = False
 
-    def receive(self, wait: bool) -> list[Command]:
-        """The commands that have arrived; with `wait`, sleep until there is one (or the socket closes)."""
+    def receive(self, wait: bool, wake_sockets: Sequence[socket.socket] = ()) -> list[Command]:
+        """The commands that have arrived; with `wait`, sleep until there is one (or the socket closes).
+
+        Bytes on one of the `wake_sockets`, which are not read here, end the sleep too.
+        """
         if wait:
-            self._wait_readable()
+            self._wait_readable(wake_sockets)
         commands: list[Command] = []
         while not self.is_closed:
             try:
@@ -104,9 +107,9 @@ class CoreSocket:
             select.select([], [self._sock], [], 0.1)
             self.flush()
 
-    def _wait_readable(self) -> None:
+    def _wait_readable(self, wake_sockets: Sequence[socket.socket]) -> None:
         while not self.is_closed:
-            readable, _, _ = select.select([self._sock], [self._sock] if self._unsent_bytes else [], [])
+            readable, _, _ = select.select([self._sock, *wake_sockets], [self._sock] if self._unsent_bytes else [], [])
             self.flush()
             if readable:
                 return
@@ -135,7 +138,7 @@ class CoreLoop:
             if not is_busy and not is_idle_reported:
                 core_socket.send(self._make_report([], (), with_stats=True))
             is_idle_reported = not is_busy
-            for command in core_socket.receive(wait=not is_busy):
+            for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
                 self._execute_command(command)
             rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
             outputs: Collection[SequenceOutput] = ()
@@ -215,6 +218,7 @@ class CoreLoop:
                 self._executor.reload_weights(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.operation}: {error}"
+        self._core.transfers.change_weights(change.path)
         self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
         return None
 

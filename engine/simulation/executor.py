@@ -14,6 +14,7 @@ from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
+from engine.transfer.simulated_link import SimulatedBlockMemory, SimulatedLinkSpec
 from options import ConfigError
 from prompts import Tokenizer
 from simulation.spec import SimulationSpec, read_spec
@@ -86,8 +87,15 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
         reload_weights=_check_weights_folder,
+        get_block_memory=None if spec.kv_bytes_per_token is None else SimulatedBlockMemory,
+        simulated_link=_make_link_spec(config, spec),
         script_turns=spec.script_turns,
     )
+
+
+def _make_link_spec(config: EngineConfig, spec: SimulationSpec) -> SimulatedLinkSpec:
+    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
+    return SimulatedLinkSpec(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
 
 
 def _check_weights_folder(path: str | None) -> None:

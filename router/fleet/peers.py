@@ -1,12 +1,11 @@
-"""Load that several routers before the same workers share with each other.
+"""Several routers before the same workers: each tells the others what it has in flight, and counts theirs as load.
 
-`PeerLoads` is pure: it turns messages into the tracker's view of other routers, and the tracker's changes into
-messages. `PeerSockets` owns one PUB socket and one SUB socket that is connected to every peer.
+`PeerLoads` is pure: messages in, the tracker's view of other routers changed; the tracker's changes in, messages out.
+`PeerSockets` is the shell: one PUB that is bound, one SUB connected to every peer, polled by the router's beat.
 
-A message has the whole state of targets, never differences. So a lost one is repaired by the next about the same
-target, or by the full message that every router sends once a heartbeat. Times are sent as ages, so clocks need not
-agree. The load of a router that is silent for `expire_s` is dropped. A router that restarts has a new epoch, and its
-messages replace what it sent before.
+A message carries whole states of targets, never differences, so a lost one is repaired by the next about the same
+target or by the full one that every router sends once a heartbeat. Times travel as ages, so clocks need not agree. A
+router that falls silent for `expire_s` no longer counts; one that restarts has a new epoch and replaces what it said.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ VERSION = 1
 MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
 TARGETS_MAX = 8192
-"""Most targets in the message of one router."""
+"""Of one router."""
 POOLS_MAX = 256
 POLL_BYTES_MAX = 256 << 10
-"""Most bytes read at one call of `exchange_loads`; the rest is read at the next."""
+"""Read at one beat; the rest waits for the next."""
 QUEUE_MESSAGES = 64
-"""Messages of each peer that wait in the socket."""
+"""Of each peer, in the socket."""
 
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-"""Seconds, or seconds per second; finite."""
+"""Seconds, or seconds per second: finite."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Duration = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
@@ -48,14 +47,14 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class TargetLoad(msgspec.Struct, array_like=True):
-    """Load that one router has on one target; `_age` fields are seconds before the message was made."""
+    """One router's part of one target's load; `_age` fields are seconds before the message was made."""
 
     target: Name
     prefill_s: Amount
     oldest_prefill_s: Amount
     oldest_routed_age: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
     oldest_prefill_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
-    """Infinite if the target was never busy."""
+    """Infinite where the target was never busy."""
     decode_requests: Count
     decode_context_tokens: Count
     utilisation: Amount
@@ -64,7 +63,7 @@ class TargetLoad(msgspec.Struct, array_like=True):
 
 
 class LearnedSpeed(msgspec.Struct, array_like=True):
-    """Speed of the workers of one pool as one router learned it, and how many observations it is from."""
+    """How fast the workers of one pool are, as one router learned it, and how many observations say so."""
 
     pool: Name
     prefill_s_per_token: Duration
@@ -74,7 +73,7 @@ class LearnedSpeed(msgspec.Struct, array_like=True):
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
-    """Load of one router. With `full`, targets without an entry are idle, and `speeds` are given."""
+    """What one router has in flight. `full`: targets it does not name are idle; what it has learned is told too."""
 
     version: int
     router: Name
@@ -89,7 +88,7 @@ _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])
 
 
 class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `PUT /peers`: all routers to follow."""
+    """The body of `PUT /peers`: all routers to follow, and no others."""
 
     peers: Annotated[
         list[Annotated[str, msgspec.Meta(max_length=1024, pattern=rf"^tcp://[^\s;,]+:{_PORT}$")]],
@@ -99,12 +98,12 @@ class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Times of the exchange, in seconds."""
+    """Seconds."""
 
     heartbeat_s: float = 0.5
-    """Time between two full messages."""
+    """Between two full messages."""
     expire_s: float = 2.0
-    """Silence after which a router's load is dropped."""
+    """Silence after which a router's load is forgotten."""
 
 
 @dataclass(slots=True)
@@ -130,10 +129,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class PeerLoads:
-    """Exchanges this router's load with other routers."""
+    """This router's share of the conversation."""
 
     def __init__(self, tracker: LoadTracker, router: str, config: PeerConfig | None = None) -> None:
-        """`router` is a name that is unique among the peers."""
+        """`router`: a name unique among the peers."""
         self._tracker = tracker
         self._router = router
         self._config = config or PeerConfig()
@@ -144,7 +143,7 @@ class PeerLoads:
         self.stats = PeerStats()
 
     def next_message(self, now: float) -> bytes | None:
-        """Return the message to publish now, if any: changed targets, or everything once a heartbeat."""
+        """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
         tracker = self._tracker
         is_full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
         if not is_full and not tracker.changed_targets:
@@ -152,7 +151,7 @@ class PeerLoads:
         tracker.advance(now)
         names = list(tracker.targets) if is_full else sorted(tracker.changed_targets)
         tracker.changed_targets.clear()
-        loads = [self._make_target_load(name, now) for name in names if name in tracker.targets]
+        loads = [self._load(name, now) for name in names if name in tracker.targets]
         if is_full:
             self._last_full_s = now
             loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
@@ -164,7 +163,7 @@ class PeerLoads:
         return _ENCODER.encode(message)
 
     def apply_message(self, payload: bytes, now: float) -> None:
-        """Apply a peer's message. A malformed one is counted, and the first is logged."""
+        """A peer's message. What cannot be read is counted and logged once."""
         try:
             message = _DECODER.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -185,13 +184,13 @@ class PeerLoads:
         is_restarted = peer is None or peer.epoch != message.epoch
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
-        loads = {load.target: _make_peer_load(load, now) for load in message.loads}
+        loads = {load.target: _peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
         if message.full or is_restarted:
-            self._tracker.set_peer_speeds(message.router, {s.pool: _make_shared_speed(s) for s in message.speeds})
+            self._tracker.set_peer_speeds(message.router, {s.pool: _shared_speed(s) for s in message.speeds})
 
     def expire(self, now: float) -> None:
-        """Drop the load of routers that are silent."""
+        """Forget the load of routers that fell silent."""
         silent_peers = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
         for name in silent_peers:
             del self._peers[name]
@@ -200,7 +199,7 @@ class PeerLoads:
             self.stats.expired += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 
-    def _make_target_load(self, name: str, now: float) -> TargetLoad:
+    def _load(self, name: str, now: float) -> TargetLoad:
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,
@@ -221,11 +220,11 @@ class PeerLoads:
         self.stats.malformed += 1
 
 
-def _make_shared_speed(speed: LearnedSpeed) -> SharedSpeed:
+def _shared_speed(speed: LearnedSpeed) -> SharedSpeed:
     return SharedSpeed(speed.prefill_s_per_token, speed.prefill_weight, speed.step_s, speed.step_weight)
 
 
-def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
+def _peer_load(load: TargetLoad, now: float) -> PeerLoad:
     return PeerLoad(
         prefill_s=load.prefill_s,
         prefill_requests=load.prefill_requests,
@@ -241,7 +240,7 @@ def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
 
 
 class PeerSockets:
-    """ZeroMQ sockets that publish this router's messages and receive those of its peers."""
+    """The sockets."""
 
     def __init__(self, loads: PeerLoads) -> None:
         self._loads = loads
@@ -260,28 +259,25 @@ class PeerSockets:
         self.address: str | None = None
         self._endpoints: set[str] = set()
 
-    def get_message_counts(self) -> dict[str, int]:
-        """Return the number of messages by outcome."""
+    def counts(self) -> dict[str, int]:
+        """outcome -> messages."""
         return asdict(self._loads.stats)
 
     def bind(self, endpoint: str) -> None:
-        """Publish messages at an endpoint. Raises zmq.ZMQError."""
+        """Publish our messages there. Raises zmq.ZMQError."""
         self._pub.bind(endpoint)
         bound_endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
         self.address = bound_endpoint.rstrip(b"\0").decode()
 
     def connect(self, endpoint: str) -> None:
-        """Receive a peer's messages from an endpoint. Raises zmq.ZMQError."""
+        """Hear a peer's messages from there. Raises zmq.ZMQError."""
         if endpoint not in self._endpoints:
             self._sub.connect(endpoint)
             self._endpoints.add(endpoint)
 
     def follow(self, body: bytes) -> list[str]:
-        """Follow exactly the routers in the body of `PUT /peers` and return them.
-
-        Raises RequestError, and then every router that was followed before still is.
-        """
+        """The body of `PUT /peers`: from now on these alone. Raises RequestError, and nobody is left out."""
         try:
             endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -297,7 +293,7 @@ class PeerSockets:
         return sorted(endpoints)
 
     def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
-        """Apply the received messages and publish changes. Never waits. Call it every few milliseconds."""
+        """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""
         received_bytes = 0
         for _ in range(messages_max):
             try:

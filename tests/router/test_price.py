@@ -134,16 +134,14 @@ def test_the_price_is_its_six_parts_written_out(
     target.capacity.kv_tokens = CAPACITY_TOKENS
     target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = slots, True
     target.recompute_decode_load()
-    in_flight = [
+    for i, request in enumerate(requests):
         tracker.add_request(
-            target, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens, is_streaming=True,
-            now=request.at_s, expected_output_tokens=request.output_tokens,
-        )
-        for request in requests
-    ]  # fmt: skip
-    for request, in_flight_request in zip(requests, in_flight):
+            str(i), target, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens, stream=True,
+            now=request.at_s, expected_tokens=request.output_tokens,
+        )  # fmt: skip
+    for i, request in enumerate(requests):
         if request.has_first_token:
-            tracker.record_first_token(in_flight_request, step_seen_s)
+            tracker.record_first_token(str(i), step_seen_s)
     if peer is not None:
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)
