@@ -43,28 +43,28 @@ class Soak:
         self._rng = random.Random(1)
         self.outcomes: Counter[str] = Counter()
         self.samples: list[tuple[float, float, float, float]] = []
-        """(minutes, resident MiB, MiB of encoded text, blocks in the index)."""
+        """(minutes, resident MiB, MiB of cached conversations, blocks in the index)."""
 
     def _sample(self, minute: float = 0.0) -> tuple[float, float, float, float]:
-        text_mib = read_metric(self._url, "blockcast_router_segment_cache_bytes") / 2**20
+        cache_mib = read_metric(self._url, "blockcast_router_conversation_cache_bytes") / 2**20
         blocks = read_metric(self._url, "blockcast_router_index_entries")
-        return round(minute, 2), round(resident_bytes(self._pid) / 2**20, 1), round(text_mib, 1), blocks
+        return round(minute, 2), round(resident_bytes(self._pid) / 2**20, 1), round(cache_mib, 1), blocks
 
     async def fill(self) -> None:
         """Send new turns, hundreds a request and such as the load has, until the cache of encoded text was filled and
         all of it replaced once."""
-        text_mib, before_mib, turn, full_at = 0.0, -1.0, 0, None
+        cache_mib, before_mib, turn, full_at = 0.0, -1.0, 0, None
         async with Client(self._url) as client:
             while full_at is None or turn < 2 * full_at:
                 for _ in range(50):
                     numbers = range(turn, turn := turn + 200)
                     talk = [make_question(10**6 + i) for i in numbers]
                     (await client.send(post_request(CHAT, {"model": "mock", "messages": talk}))).raise_for_status()
-                before_mib, text_mib = text_mib, (await asyncio.to_thread(self._sample))[2]
-                if full_at is None and text_mib < before_mib + 0.1:
+                before_mib, cache_mib = cache_mib, (await asyncio.to_thread(self._sample))[2]
+                if full_at is None and cache_mib < before_mib + 0.1:
                     full_at = turn
-        _, resident, text_mib, _ = self._sample()
-        print(f"filled with {turn} turns: {text_mib:.1f} MiB of encoded text, {resident:.1f} MiB resident")
+        _, resident, cache_mib, _ = self._sample()
+        print(f"filled with {turn} turns: {cache_mib:.1f} MiB of cached conversations, {resident:.1f} MiB resident")
 
     async def run(self, minutes: float, interval_s: float) -> None:
         start_s = time.monotonic()
@@ -76,8 +76,8 @@ class Soak:
                 if now >= next_sample_s:
                     next_sample_s += interval_s
                     self.samples.append(await asyncio.to_thread(self._sample, (now - start_s) / 60))
-                    minute, resident, text_mib, blocks = self.samples[-1]
-                    print(f"{minute:6.1f} min {resident:8.1f} MiB  text {text_mib:.1f} MiB  index {blocks:.0f}  "
+                    minute, resident, cache_mib, blocks = self.samples[-1]
+                    print(f"{minute:6.1f} min {resident:8.1f} MiB  text {cache_mib:.1f} MiB  index {blocks:.0f}  "
                           f"{dict(self.outcomes)}", flush=True)  # fmt: skip
                 if len(tasks) < IN_FLIGHT_MAX:
                     task = asyncio.create_task(self._send_request(client))

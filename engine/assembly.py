@@ -73,7 +73,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     else:
         from engine.simulation.executor import load
     if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
-        tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
+        tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
     executor = load(config, folder)
     grammars = None
     try:

@@ -1,4 +1,4 @@
-"""OpenAI request bodies to token ids: schemas, chat template, exact segment-cached tokenizing.
+"""OpenAI request bodies to token ids: schemas, chat template, tokenizing.
 
 The same code runs in the engine and in the router, so that both always get identical ids. Imports nothing of ours and
 needs no torch. Start at `parse_chat` / `parse_completion` / `parse_routing` and `Tokenizer`.
@@ -8,7 +8,6 @@ from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError, bad_value
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from prompts.segments import SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 
 DISTRIBUTION = "blockcast"
@@ -20,7 +19,6 @@ __all__ = [
     "CompletionRequest",
     "RequestError",
     "RoutingRequest",
-    "SegmentStats",
     "Tokenizer",
     "TokenizerError",
     "bad_value",

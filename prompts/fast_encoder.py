@@ -6,10 +6,11 @@ not load, or encodes otherwise on a sample text, are left to the library.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -21,6 +22,20 @@ try:
 except ImportError:
     FastTokenizer = None
 
+SAMPLE_TEXTS: Final = (
+    "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
+    "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji",
+    "\t tab\r\n", "snake_case CamelCase",
+)  # fmt: skip
+_WORD_SAMPLE_TEXTS: Final = (
+    "I'LL we've IT'S 'Tis o'clock d'accord 'sword", "1 12 123 1234 12345 0x1F 3.14e-10 1,000,000", "a.b;c!d?e(f)[g]{h}",
+    "def f(x):\n    return x**2  # x\n\n\nclass A:\n\tpass\r\n", "   three\n \n  \t x  \n", "http://a.b/c?d=e&f=%20#g",
+    "\x00\x01\x1f\x7f \x0b\x0c end", "aAbBcC HTTPServer iOS XMLHttpRequest2", "a" * 70 + " " * 20 + "-" * 20 + "\n" * 9,
+    "@user $5.00 <tag/> ~tilde `code` \\ | ^ & * _under_ +plus= \"quoted\"", "!" + "".join(map(chr, range(32, 127))),
+)  # fmt: skip
+_TOKEN_SAMPLES_MAX: Final = 64
+"""Added tokens that are compared."""
+
 
 class FastEncoder:
     """Encodes text of one tokenizer. Thread-safe; long texts are encoded without the interpreter's lock."""
@@ -28,28 +43,44 @@ class FastEncoder:
     def __init__(self, fast_tokenizer: Any) -> None:
         self._fast_tokenizer = fast_tokenizer
 
-    def encode(self, text: str) -> bytes:
-        """Ids of `text`, without the special tokens of a whole prompt, as the bytes of an array of uint32. Raises
-        UnicodeEncodeError for a lone surrogate."""
-        ids: bytes = self._fast_tokenizer.encode_batch_flat([text])[0]
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """Return the ids of a text as the bytes of an array of uint32.
+
+        Raises UnicodeEncodeError for a lone surrogate.
+        """
+        ids: bytes = self._fast_tokenizer.encode_batch_flat([text], add_special_tokens)[0]
         return ids
 
 
-def build_fast_encoder(
-    hf_tokenizer: HfTokenizer, tokenizer_json: str, sample_texts: Sequence[str]
-) -> FastEncoder | str:
-    """Return the encoder of a tokenizer, or the reason why there is none. `tokenizer_json` is that of `hf_tokenizer`,
-    whose ids of `sample_texts` are compared."""
+def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Return the ids of a text by the library's fastest call, which is the only one that releases the GIL."""
+    ids: list[int] = hf_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+def build_fast_encoder(hf_tokenizer: HfTokenizer, further_samples: Sequence[str] = ()) -> FastEncoder | str:
+    """Return the encoder of a tokenizer, or the reason why there is none.
+
+    Its ids of sample texts are compared with those of the library.
+    """
     if FastTokenizer is None:
         return "fastokens is not installed"
     if sys.byteorder != "little":
         return "fastokens writes ids in little-endian order"
+    tokenizer_text = hf_tokenizer.to_str()
+    tokenizer_json: dict[str, Any] = json.loads(tokenizer_text)
+    if (tokenizer_json.get("model") or {}).get("dropout"):
+        return "its model drops merges at random"
     try:
-        encoder = FastEncoder(FastTokenizer.from_json_str(tokenizer_json))
+        encoder = FastEncoder(FastTokenizer.from_json_str(tokenizer_text))
     except ValueError as error:
         return str(error)
-    for text in sample_texts:
-        library_ids = hf_tokenizer.encode(text, add_special_tokens=False).ids
-        if list(memoryview(encoder.encode(text)).cast("I")) != library_ids:
-            return f"fastokens gives a sample text other ids ({text[:40]!r})"
+    added_tokens = sorted(token["content"] for token in tokenizer_json["added_tokens"] if token["content"])
+    token_samples = [*added_tokens[:_TOKEN_SAMPLES_MAX], *(f"one{token}two " for token in added_tokens[:2])]
+    for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *token_samples, *further_samples):
+        for add_special_tokens in (False, True):
+            fast_ids = encoder.encode(text, add_special_tokens=add_special_tokens)
+            library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
+            if list(memoryview(fast_ids).cast("I")) != library_ids:
+                return f"fastokens gives a sample text other ids ({text[:40]!r})"
     return encoder

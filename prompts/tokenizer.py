@@ -12,28 +12,25 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.chat_rendering import ChatPrompt, render_chat
 from prompts.chat_template import ChatTemplate, ChatTemplateError
+from prompts.cut_tokens import CutTokens, find_cut_tokens
 from prompts.errors import RequestError, bad_value
+from prompts.fast_encoder import FastEncoder, build_fast_encoder, encode_plain
 from prompts.schemas import CompletionRequest, Prompt
-from prompts.segments import (
-    CACHE_BYTES_DEFAULT,
-    SegmentCache,
-    SegmentPlan,
-    SegmentStats,
-    encode_plain,
-    make_segment_plan,
-)
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+ID_TYPE: Final = "I"
+"""Type code of arrays of token ids."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,7 +48,7 @@ class Tokenizer:
         named_tokens: dict[str, str],
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
-        cache_bytes: int = CACHE_BYTES_DEFAULT,
+        is_fast: bool = True,
     ) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._template = template
@@ -67,19 +64,15 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        plan = make_segment_plan(hf_tokenizer) if cache_bytes > 0 else None
-        self._segment_cache = (
-            SegmentCache(hf_tokenizer, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
-        )
+        fast_encoder = build_fast_encoder(hf_tokenizer) if is_fast else None
+        self._fast_encoder = fast_encoder if isinstance(fast_encoder, FastEncoder) else None
 
     @classmethod
-    def load(
-        cls, path: str | Path, chat_template: str | None = None, *, cache_bytes: int = CACHE_BYTES_DEFAULT
-    ) -> Tokenizer:
+    def load(cls, path: str | Path, chat_template: str | None = None, *, is_fast: bool = True) -> Tokenizer:
         """Load from a checkpoint's folder.
 
-        `chat_template` replaces the model's: a file's path, or the template itself. `cache_bytes` bounds the segment
-        cache, 0 turns it off. Raises TokenizerError.
+        `chat_template` replaces the model's: a file's path, or the template itself. `is_fast` loads the encoder of
+        prompts/fast_encoder.py too, which takes a second for a large vocabulary. Raises TokenizerError.
         """
         folder = Path(path)
         hf_tokenizer = _load_hf_tokenizer(folder)
@@ -92,33 +85,27 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
         eos_ids = _read_eos_ids(hf_tokenizer, folder, named_tokens)
-        return cls(
-            hf_tokenizer, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes
-        )
+        return cls(hf_tokenizer, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, is_fast=is_fast)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens written in it are read as such. The list is the caller's own."""
-        ids = self.encode_array(text, add_special_tokens)
-        return ids if isinstance(ids, list) else ids.tolist()
+        """Return the ids of a text; special tokens written in it are read as such. Raises RequestError."""
+        return self.encode_array(text, add_special_tokens).tolist()
 
-    def encode_array(self, text: str, add_special_tokens: bool = True) -> array[int] | list[int]:
-        """`encode` in the form that costs least: where there is a segment cache, an array of uint32."""
+    def encode_array(self, text: str, add_special_tokens: bool = True) -> array[int]:
+        """Return the ids of a text as an array of `ID_TYPE`. Raises RequestError for a lone surrogate."""
         try:
-            if self._segment_cache is not None:
-                ids = self._segment_cache.encode_array(text, add_special_tokens=add_special_tokens)
-                if ids is not None:
-                    return ids
-            return encode_plain(self._hf_tokenizer, text, add_special_tokens=add_special_tokens)
+            if self._fast_encoder is None:
+                return array(ID_TYPE, encode_plain(self._hf_tokenizer, text, add_special_tokens=add_special_tokens))
+            ids = array(ID_TYPE)
+            ids.frombytes(self._fast_encoder.encode(text, add_special_tokens=add_special_tokens))
+            return ids
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
 
-    def starts_segment(self, text: str, position: int = 0) -> bool:
-        """Whether the ids of any text and of this one, from `position` on, behind it are those of both."""
-        return self._segment_cache is not None and self._segment_cache.starts_segment(text, position)
-
-    def find_segment(self, text: str, start: int = 0) -> int | None:
-        """Return the first position from `start` on at which `starts_segment` holds; None where there is none."""
-        return None if self._segment_cache is None else self._segment_cache.find_segment(text, start)
+    @cached_property
+    def cut_tokens(self) -> CutTokens:
+        """Added tokens before which any text may be cut. Finding them takes a second for a large vocabulary."""
+        return find_cut_tokens(self._hf_tokenizer)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
@@ -181,15 +168,6 @@ class Tokenizer:
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self._template
-
-    def clear_cache(self) -> None:
-        """Forget the segment cache, and what was counted there."""
-        if self._segment_cache is not None:
-            self._segment_cache.clear()
-
-    def cache_stats(self) -> SegmentStats | None:
-        """Counters of the segment cache; None where this tokenizer has none."""
-        return None if self._segment_cache is None else self._segment_cache.stats()
 
     def _named_token_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)

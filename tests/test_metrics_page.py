@@ -38,7 +38,7 @@ def declare_router_metrics() -> list[Metric]:
     report = MetricsReport(
         metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), index=IndexStats(0, 0, 0, 0, 0), starting_workers=(),
         failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0, peer_messages={},
-        tokenize_cpu_s=0.0, conversation_cache=no_cache, conversation_checks=0, conversation_differences=0, segments={},
+        tokenize_cpu_s=0.0, conversation_cache=no_cache, conversation_checks=0, conversation_differences=0,
         large_bodies={}, waiting_bytes=0,
     )  # fmt: skip
     return list(build_page_families(report))

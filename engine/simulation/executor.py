@@ -39,7 +39,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
         if is_set:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
-    tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
+    tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
     if spec.script_turns and (reason := unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     word_ids, script = sample_words(tokenizer), _encode_script(spec, tokenizer)

@@ -130,11 +130,6 @@ def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
     yield Row("peer_messages",
               "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired.",
               report.peer_messages, ("outcome",))  # fmt: skip
-    segments = report.segments.items()
-    yield Row("segment_cache_hit_tokens", "Prompt tokens found encoded.",
-              {model: counts.hits for model, counts in segments}, ("model",))  # fmt: skip
-    yield Row("segment_cache_miss_tokens", "Prompt tokens encoded anew.",
-              {model: counts.misses for model, counts in segments}, ("model",))  # fmt: skip
     for name, help_text, count in (
         ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
          report.tokenize_cpu_s),
@@ -155,8 +150,6 @@ def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
 
 def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
     """Yield the gauges of the whole router."""
-    yield Row("segment_cache_bytes", "Memory of encoded segments.",
-              {model: counts.memory_bytes for model, counts in report.segments.items()}, ("model",))  # fmt: skip
     index = report.index
     for name, help_text, value in (
         ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", report.metrics.request_buffer_bytes),

@@ -48,8 +48,6 @@ class MetricsReport:
     """Hits and misses count bodies."""
     conversation_checks: int
     conversation_differences: int
-    segments: Mapping[str, CacheCounts]
-    """Model -> counts of its segment cache, in tokens."""
     large_bodies: Mapping[str, int]
     """Outcome -> bodies read by worker processes."""
     waiting_bytes: int
@@ -97,10 +95,6 @@ class MetricsCollector:
             ),
             conversation_checks=conversations.check_count,
             conversation_differences=conversations.difference_count,
-            segments={
-                model: CacheCounts(stats.hit_tokens, stats.miss_tokens, stats.used_bytes)
-                for model, stats in prompt_reader.cache_stats().items()
-            },
             large_bodies=worker_pool.counts,
             waiting_bytes=worker_pool.waiting_bytes,
         )

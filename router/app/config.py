@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedConfig, Schema, Size
-from prompts.segments import CACHE_BYTES_DEFAULT
 from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
@@ -84,9 +83,6 @@ class ProcessConfig:
         "Folder with the tokenizer of every model. [default: the workers' own]"] = None
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Chat template instead of the model's own, as the workers have it."] = None
-    segment_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
-        "Memory for the encoded parts of prompts, each model; 0 encodes every prompt whole.",
-    ] = CACHE_BYTES_DEFAULT >> 20
     conversation_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for conversations with bodies from 1 KB on, so that only the new part of one that returns is read; 0 "
         "reads every body whole.",

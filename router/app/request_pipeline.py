@@ -33,7 +33,7 @@ class RequestPipeline:
         worker_tls: ssl.SSLContext | None,
         now: Callable[[], float],
     ) -> None:
-        worker_api_key, cache_bytes = config.worker_api_key, config.segment_cache_mb << 20
+        worker_api_key = config.worker_api_key
         self.executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
@@ -46,14 +46,11 @@ class RequestPipeline:
             worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
         )
         self.proxy.log_share = config.log_decisions
-        self.worker_pool = PromptWorkerPool(
-            config.prompt_workers, chat_template=config.chat_template, cache_bytes=cache_bytes
-        )
+        self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = PromptReader(
             self.executor,
             override=config.tokenizer,
             chat_template=config.chat_template,
-            cache_bytes=cache_bytes,
             conversation_bytes=config.conversation_cache_mb << 20,
         )
         self.prompt_reader.worker_pool = self.worker_pool

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from prompts.segments import ID_TYPE
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import ID_TYPE, Tokenizer
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView

@@ -99,7 +99,7 @@ class BoundaryRenderer:
             text = self._render_after(rendered, inputs, messages)
             if text is not None and turn is not None:
                 self._memo.add(turn, text, lambda others: self._render_after(rendered, inputs, others))
-        return text if text is not None and self.tokenizer.starts_segment(text) else None
+        return text if text is not None and self.tokenizer.cut_tokens.starts_with_cut(text) else None
 
     def cut_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message], count: int, text: str
@@ -131,7 +131,7 @@ class BoundaryRenderer:
             short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
         except RequestError:
             return None
-        position = self.tokenizer.find_segment(text, len(text) - _count_common_end(text, short_text))
+        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - _count_common_end(text, short_text))
         if position is None or len(short_text) <= len(text) - position:
             return None
         if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):

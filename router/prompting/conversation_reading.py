@@ -22,8 +22,7 @@ from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
 from prompts.schemas import Message
-from prompts.segments import ID_TYPE
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
@@ -196,7 +195,7 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         if cut is None:
             continue
         has_late_system = cut.rendered.has_late_system
-        tail_ids = _encode(renderer.tokenizer, whole.text[cut.position :])
+        tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
         token_count = len(whole.token_ids) - len(tail_ids)
         if whole.token_ids[token_count:] == tail_ids:
             bracket_count = count_openings(whole.body, body_end)
@@ -258,9 +257,9 @@ def continue_conversation(
         conversation, boundary, tail, inputs, body, text, renderer, further_differs=further_differs
     )
     next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
-    text_ids = _encode(renderer.tokenizer, text[:next_position])
+    text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
     next_token_count = boundary.token_count + len(text_ids)
-    text_ids += _encode(renderer.tokenizer, text[next_position:])
+    text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids
     continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text), None)
@@ -278,11 +277,6 @@ def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
         tail.template_digest == conversation.template_digest
         and tail.system_message_count == conversation.system_message_count
     )
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> array[int]:
-    ids = tokenizer.encode_array(text, add_special_tokens=False) if text else ()
-    return ids if isinstance(ids, array) else array(ID_TYPE, ids)
 
 
 def _find_next_boundary(

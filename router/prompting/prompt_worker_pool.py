@@ -20,8 +20,7 @@ import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_routing_of_kind
-from prompts.segments import ID_TYPE
-from prompts.tokenizer import Tokenizer, TokenizerError
+from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.chat_outline import Outline
@@ -96,9 +95,9 @@ class BodyRead(NamedTuple):
 class PromptWorkerPool:
     """`await read(...)` reads one body."""
 
-    def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None, cache_bytes: int) -> None:
+    def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None) -> None:
         self._config = config
-        setup = WorkerState, (chat_template, cache_bytes)
+        setup = WorkerState, (chat_template,)
         self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
         self.waiting_bytes = 0
         self._tenant_bytes: dict[str, int] = {}
@@ -210,9 +209,8 @@ def _overloaded_error(message: str, status: int = 503) -> RequestError:
 class WorkerState:
     """State of a worker process: tokenizers, and the body that it was given last."""
 
-    def __init__(self, chat_template: str | None, cache_bytes: int) -> None:
+    def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
-        self.cache_bytes = cache_bytes
         self.tokenizers: dict[str, Tokenizer | TokenizerError] = {}
         self.body = b""
 
@@ -229,7 +227,7 @@ def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
     if folder is None or folder in state.tokenizers:
         return
     try:
-        tokenizer = Tokenizer.load(Path(folder), state.chat_template, cache_bytes=state.cache_bytes)
+        tokenizer = Tokenizer.load(Path(folder), state.chat_template)
     except TokenizerError as error:
         state.tokenizers[folder] = error
     else:

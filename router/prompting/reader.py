@@ -22,8 +22,7 @@ from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing, parse_routing_of_kind
-from prompts.segments import CACHE_BYTES_DEFAULT, ID_TYPE, SegmentStats
-from prompts.tokenizer import Tokenizer, TokenizerError, find_checkpoint_folder
+from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError, find_checkpoint_folder
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
@@ -166,7 +165,6 @@ class PromptReader:
         *,
         override: str | None = None,
         chat_template: str | None = None,
-        cache_bytes: int = CACHE_BYTES_DEFAULT,
         render_s_max: float | None = RENDER_S_MAX,
         conversation_bytes: int = 0,
     ) -> None:
@@ -176,7 +174,6 @@ class PromptReader:
         self._checks: set[asyncio.Task[None]] = set()
         self._executor = executor
         self._render_s_max = render_s_max
-        self._cache_bytes = cache_bytes
         self.remote: RemoteTokenizer | None = None
         """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
         self.worker_pool: PromptWorkerPool | None = None
@@ -202,11 +199,6 @@ class PromptReader:
 
     def tokenizer_of(self, model: str) -> Tokenizer | None:
         return self._tokenizers.get(model)
-
-    def cache_stats(self) -> dict[str, SegmentStats]:
-        """model -> counters of its segment cache, where it has one."""
-        stats_by_model = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
-        return {model: stats for model, stats in stats_by_model.items() if stats is not None}
 
     async def discover_tokenizer(self, model: str, path: str | None, worker: RemoteWorker) -> None:
         """Load the tokenizer of a base model: from the command line's folder, from where the worker has it,
@@ -358,7 +350,7 @@ class PromptReader:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
 
     def _read_folder(self, folder: Path) -> Tokenizer:
-        tokenizer = Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes)
+        tokenizer = Tokenizer.load(folder, self._chat_template)
         if self._render_s_max is not None and tokenizer.chat_template is not None:
             tokenizer.chat_template.set_time_limit(self._render_s_max)
         return tokenizer

@@ -87,15 +87,7 @@ class _Messages:
 
 
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
-    """Return why conversations of a chat template must be rendered whole; None where they need not. What the tokenizer
-    caches of the trial is forgotten."""
-    try:
-        return _find_problem(renderer)
-    finally:
-        renderer.tokenizer.clear_cache()
-
-
-def _find_problem(renderer: BoundaryRenderer) -> str | None:
+    """Return why conversations of a chat template must be rendered whole; None if they need not."""
     reused_count = 0
     for filler in _FILLERS:
         variants: list[dict[str, Any]] = [{}]

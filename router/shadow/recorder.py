@@ -17,7 +17,7 @@ from itertools import count
 import msgspec
 import xxhash
 
-from prompts.segments import ID_TYPE
+from prompts.tokenizer import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.edge.mirrored_exchange import MIRRORED

@@ -343,7 +343,7 @@ def test_the_page_s_file_is_one(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
     config = load_config(ROUTER, table=read_file(file)).config
-    assert config.segment_cache_mb == 1024
+    assert config.conversation_cache_mb == 1024
     assert len(config.worker_flags) == 2
 
 

@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from prompts import fast_encoder
 from prompts.fast_encoder import FastEncoder, build_fast_encoder
-from prompts.segments import SegmentPlan, make_segment_plan
 
 pytest.importorskip("fastokens", reason="without it, the library encodes everything")
 
@@ -69,13 +68,13 @@ def make_pattern_tokenizer(name: str) -> Tokenizer:
 @cache
 def make_encoder(name: str) -> FastEncoder:
     hf_tokenizer = make_pattern_tokenizer(name)
-    encoder = build_fast_encoder(hf_tokenizer, hf_tokenizer.to_str(), CORPUS)
+    encoder = build_fast_encoder(hf_tokenizer, CORPUS)
     assert isinstance(encoder, FastEncoder), encoder
     return encoder
 
 
-def encode_by_library(hf_tokenizer: Tokenizer, text: str) -> bytes:
-    return array("I", hf_tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+def encode_by_library(hf_tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> bytes:
+    return array("I", hf_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids).tobytes()
 
 
 PIECES = st.sampled_from(
@@ -96,13 +95,13 @@ TEXTS = st.lists(st.one_of(PIECES, PIECES, st.text(max_size=5)), max_size=20).ma
 def test_ids_equal_the_library_s(name: str, text: str) -> None:
     want = encode_by_library(make_pattern_tokenizer(name), text)
     for _ in range(2):  # new words, then cached ones
-        assert make_encoder(name).encode(text) == want
+        assert make_encoder(name).encode(text, add_special_tokens=False) == want
 
 
 @cache
 def make_kind_encoder(kind: str, tokenizer_json: str) -> tuple[Tokenizer, FastEncoder | str]:
     hf_tokenizer = Tokenizer.from_str(tokenizer_json)
-    return hf_tokenizer, build_fast_encoder(hf_tokenizer, tokenizer_json, CORPUS)
+    return hf_tokenizer, build_fast_encoder(hf_tokenizer, CORPUS)
 
 
 @pytest.mark.parametrize("bpe_kind", ENCODED_KINDS)
@@ -117,7 +116,9 @@ def test_other_kinds_of_bpe_give_the_library_s_ids(bpe_kind: str, make_tokenizer
             rng.choice(words) if rng.random() < 0.8 else chr(rng.randrange(0x21, 0xD7FF))
             for _ in range(rng.randrange(12))
         )
-        assert encoder.encode(text) == encode_by_library(hf_tokenizer, text), text
+        for special in (False, True):
+            want = encode_by_library(hf_tokenizer, text, add_special_tokens=special)
+            assert encoder.encode(text, add_special_tokens=special) == want, text
 
 
 def test_the_text_encoded_before_changes_nothing() -> None:
@@ -129,8 +130,11 @@ def test_the_text_encoded_before_changes_nothing() -> None:
         before = f"{filler}{' ' * 700}x{filler}"
         for after in (" ", "\n", "\tx", "y", "", "x" * 700):
             text = f"{filler}{' ' * 700}{after}"
-            encoder.encode(before)
-            assert encoder.encode(text) == encode_by_library(hf_tokenizer, text), (name, after)
+            encoder.encode(before, add_special_tokens=False)
+            assert encoder.encode(text, add_special_tokens=False) == encode_by_library(hf_tokenizer, text), (
+                name,
+                after,
+            )
 
 
 def test_threads_share_an_encoder() -> None:
@@ -139,32 +143,28 @@ def test_threads_share_an_encoder() -> None:
              for _ in range(40)]  # fmt: skip
     hf_tokenizer, encoder = make_pattern_tokenizer("qwen"), make_encoder("qwen")
     with ThreadPoolExecutor(4) as pool:
-        for text, ids in zip(texts, pool.map(encoder.encode, texts)):
+        for text, ids in zip(texts, pool.map(partial(encoder.encode, add_special_tokens=False), texts)):
             assert ids == encode_by_library(hf_tokenizer, text)
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(UnicodeEncodeError):
-        make_encoder("qwen").encode("fox \ud800")
-
-
-def test_segments_are_encoded_by_it_where_it_can(make_tokenizer: Callable[[str], Tokenizer]) -> None:
-    for kind in ("byte_level", "qwen", "llama3", "gemma_whitespace"):
-        plan = make_segment_plan(make_tokenizer(kind))
-        assert isinstance(plan, SegmentPlan)
-        assert plan.fast_encoder is not None, kind
-    for kind in ("unigram", "word_piece", "metaspace_first"):
-        plan = make_segment_plan(make_tokenizer(kind))
-        assert not isinstance(plan, SegmentPlan) or plan.fast_encoder is None, kind
+        make_encoder("qwen").encode("fox \ud800", add_special_tokens=False)
 
 
 def test_the_reason_is_said_where_there_is_none(
     make_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unigram, qwen = make_tokenizer("unigram"), make_tokenizer("qwen")
-    assert "NFKC" in str(build_fast_encoder(unigram, unigram.to_str(), []))
-    reason = build_fast_encoder(qwen, make_tokenizer("byte_level").to_str(), ["fox", "It's <think> 1234 tests!"])
-    assert "other ids ('It's <think>" in str(reason).replace('"', "'")
+    qwen = make_tokenizer("qwen")
+    assert "NFKC" in str(build_fast_encoder(make_tokenizer("unigram")))
+    for kind in ("word_piece", "metaspace_first"):
+        assert isinstance(build_fast_encoder(make_tokenizer(kind)), str), kind
+    random_merges = Tokenizer(models.BPE(vocab={"a": 0}, merges=[], dropout=0.1))
+    assert "random" in str(build_fast_encoder(random_merges))
+    fast_tokenizer = fast_encoder.FastTokenizer
+    another = fast_tokenizer.from_json_str(make_tokenizer("byte_level").to_str())
+    monkeypatch.setattr(fast_tokenizer, "from_json_str", lambda _: another, raising=False)
+    assert "other ids" in str(build_fast_encoder(qwen))
     missing: Any = None
     monkeypatch.setattr(fast_encoder, "FastTokenizer", missing)
-    assert build_fast_encoder(qwen, qwen.to_str(), []) == "fastokens is not installed"
+    assert build_fast_encoder(qwen) == "fastokens is not installed"

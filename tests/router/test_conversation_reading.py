@@ -237,11 +237,6 @@ def test_templates_are_tried_out(tmp_path: Any) -> None:
     for name, template in TEMPLATES.items():
         problem = find_trial_problem(BoundaryRenderer(load_tokenizer(tmp_path, template)))
         assert (problem is None) == (name not in UNCUT), (name, problem)
-    tokenizer = load_tokenizer(tmp_path, None)
-    find_trial_problem(BoundaryRenderer(tokenizer))
-    stats = tokenizer.cache_stats()
-    assert stats is not None
-    assert (stats.entries, stats.used_bytes, stats.hit_tokens, stats.miss_tokens) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from router.admin.dashboard import Dashboard
 from router.app.accounting import RequestAccounting
 from router.decide import cache_state
 
-CACHE_BYTES = 40_000
 WARM, MORE = 1000, 1000
 """Requests before the first look (what is bounded is full then) and between it and the second: what grows with the
 requests doubles."""
@@ -77,7 +76,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.start(policy="kv", core={"session_affinity": True, "sessions_max": 100})
         await edge.worker(edge.reply(b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'))
         await edge.worker(edge.reply(status=b"500 Oops"))
-        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path, cache_bytes=CACHE_BYTES)
+        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
         dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
         dashboard.register(edge.routes)
         edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)
@@ -92,9 +91,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         after = await look()
         grown = {path: (before[path], count) for path, count in after.items() if count > 1.3 * before[path] + SLACK}
         assert not grown, f"grew with the number of requests: {grown}"
-        stats = edge.prompts.cache_stats()["tiny"]
-        assert stats.used_bytes <= CACHE_BYTES
-        assert stats.misses > MORE // 2  # so the cache was full, and not unused
+        assert edge.metrics.prompt_tokens > MORE  # so prompts were read
 
     async def send(number: int) -> None:
         edge.advance(0.001)

@@ -114,7 +114,7 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
 
 def run(config: PromptWorkerConfig, work: Any) -> None:
     async def scenario() -> None:
-        worker_pool = PromptWorkerPool(config, chat_template=None, cache_bytes=1 << 20)
+        worker_pool = PromptWorkerPool(config, chat_template=None)
         try:
             await work(worker_pool)
             worker_pool.check_invariants()

@@ -1,0 +1,136 @@
+"""Added tokens before which a text may be cut, so that its token ids are those of both parts.
+
+A tokenizer of Hugging Face's `tokenizers` first finds the added tokens in a text (leftmost, longest first), then
+normalizes, pre-tokenizes and encodes what is between them piece by piece. Where that does not hold, or a sample text
+shows another result, there are no cut tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from prompts.fast_encoder import SAMPLE_TEXTS, encode_plain
+
+_START_CHECKS_MAX = 1024
+_TOKEN_CHARS_MIN = 3
+"""Shorter tokens, as a newline or two spaces, are no boundaries between messages."""
+
+
+class CutTokens:
+    """The cut tokens of one tokenizer. Thread-safe."""
+
+    def __init__(self, added_tokens: Sequence[str], cut_tokens: Iterable[str]) -> None:
+        """`added_tokens`: all that are found in the text as it is, before a normalizer changes it."""
+        self._pattern = re.compile(_build_trie_pattern(added_tokens)) if added_tokens else None
+        self.texts = frozenset(cut_tokens)
+        self._chars_max = max(map(len, added_tokens), default=0)
+        self._is_cut_by_start: dict[str, bool] = {}
+        """First characters of a text, as many as a token may have -> whether a cut token begins there."""
+
+    def find_cut(self, text: str, start: int = 0) -> int | None:
+        """Return the first position from `start` on at which the text may be cut; None if there is none."""
+        return next(self._find_cuts(text, start), None)
+
+    def starts_with_cut(self, text: str) -> bool:
+        """Whether the ids of any text and of this one after it are those of both."""
+        text_start = text[: self._chars_max]
+        is_cut = self._is_cut_by_start.get(text_start)
+        if is_cut is None:
+            is_cut = self.find_cut(text_start) == 0
+            if len(self._is_cut_by_start) >= _START_CHECKS_MAX:
+                self._is_cut_by_start = {}
+            self._is_cut_by_start[text_start] = is_cut
+        return is_cut
+
+    def split(self, text: str) -> list[str]:
+        """Split a text before each of its cut tokens."""
+        positions = [0, *self._find_cuts(text), len(text)]
+        return [text[start:end] for start, end in pairwise(positions) if start < end]
+
+    def _find_cuts(self, text: str, start: int = 0) -> Iterator[int]:
+        if self._pattern is not None:
+            for match in self._pattern.finditer(text, start):
+                if match.group() in self.texts:
+                    yield match.start()
+
+
+def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
+    """Return the cut tokens of a tokenizer; none if its pieces are not certain to be encoded independently."""
+    tokenizer_json: dict[str, Any] = json.loads(hf_tokenizer.to_str())
+    if (tokenizer_json.get("model") or {}).get("dropout"):
+        return CutTokens((), ())
+    all_tokens = tokenizer_json["added_tokens"]
+    literal_tokens = [token for token in all_tokens if not token["normalized"] and token["content"]]
+    literal_texts = [token["content"] for token in literal_tokens]
+    any_looks_around = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in all_tokens)
+    cut_tokens = CutTokens(
+        literal_texts,
+        [
+            token["content"]
+            for token in literal_tokens
+            if _can_cut(token, any_looks_around)
+            and not any(text.find(token["content"], 1) >= 0 for text in literal_texts)
+        ],
+    )
+    has_mismatch = _has_sample_mismatch(hf_tokenizer, cut_tokens, [token["content"] for token in all_tokens])
+    return CutTokens((), ()) if has_mismatch else cut_tokens
+
+
+def _can_cut(token: dict[str, Any], any_looks_around: bool) -> bool:
+    """Whether the texts before and after an added token are encoded without regard to the token.
+
+    Other added tokens may look at their neighbours: lstrip and rstrip take white space, single_word asks for the edge
+    of a word. Then the token must look to them like the end of the text: neither white space nor a letter of a word.
+    """
+    text: str = token["content"]
+    if token["lstrip"] or token["rstrip"] or token["single_word"]:
+        return False
+    if len(text) < _TOKEN_CHARS_MIN or text.isspace():
+        return False
+    edges = text[0] + text[-1]
+    return not (any_looks_around and any(char.isspace() or char.isalnum() or char == "_" for char in edges))
+
+
+def _build_trie_pattern(words: Iterable[str]) -> str:
+    """Return a regular expression that matches the leftmost, longest of thousands of words quickly."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _build_branch_pattern(root)
+
+
+def _build_branch_pattern(node: dict[str, Any]) -> str:
+    chain_pattern = ""
+    while len(node) == 1 and "" not in node:  # a loop, so that only branches take from the limit of recursion
+        ((char, node),) = node.items()
+        chain_pattern += re.escape(char)
+    ends_word = "" in node
+    branch_patterns = [re.escape(char) + _build_branch_pattern(child) for char, child in sorted(node.items()) if char]
+    if not branch_patterns:
+        return chain_pattern
+    return f"{chain_pattern}(?:{'|'.join(branch_patterns)}){'?' if ends_word else ''}"
+
+
+def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added_tokens: Sequence[str]) -> bool:
+    """Whether cutting changes the ids of a sample text."""
+    cuts = sorted(cut_tokens.texts)
+    tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
+    texts = [first + second for first in tokens for second in tokens[:6]]
+    for shift in range(len(tokens)):
+        rotated_tokens = [tokens[(i + shift) % len(tokens)] for i in range(len(SAMPLE_TEXTS))]
+        texts.append("".join(text + token for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
+        texts.append("".join(token + text for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
+    return any(
+        [token_id for part in cut_tokens.split(text) for token_id in encode_plain(hf_tokenizer, part)]
+        != encode_plain(hf_tokenizer, text)
+        for text in texts
+    )
