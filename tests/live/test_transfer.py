@@ -1,0 +1,142 @@
+"""Blocks that move between engines in processes of their own, by requests of every API; clients without the key."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from programs import Program, call
+
+from prompts.kv_source import RemoteKVSource
+
+pytestmark = pytest.mark.live
+
+FLEET_KEY = "a key of sixteen or more"
+TEXT = " ".join(f"{i} times {i} is {i * i}." for i in range(60))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Program]]:
+    """A source and a consumer."""
+    folder = tmp_path_factory.mktemp("transfer")
+    key_file = folder / "key"
+    key_file.write_text(f"{FLEET_KEY}\n")
+    flags = ("--port", "0", "--kv-transfer", "0", "--kv-transfer-key-file", str(key_file), "--check-invariants")
+    programs = [Program(folder / f"e{i}.log", "engine", "serve", *flags) for i in range(2)]
+    try:
+        yield [program.await_ready() for program in programs]
+    finally:
+        for program in programs:
+            program.close()
+
+
+def transfer_params(source: Program, fleet_key: str = FLEET_KEY) -> dict[str, Any]:
+    match = re.search(r"^transfers (\S+):(\d+)$", source.log(), re.MULTILINE)
+    assert match is not None, source.log()
+    kv_source = RemoteKVSource(kv_request_id="r1", remote_host=match[1], remote_port=int(match[2]))
+    return {"remote_kv_source": msgspec.to_builtins(kv_source.sign(fleet_key.encode()))}
+
+
+def metrics(program: Program) -> dict[str, float]:
+    with urllib.request.urlopen(f"{program.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {m[1]: float(m[2]) for m in re.finditer(r"^engine:kv_transfer_(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def bodies(api: str) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request of an API; each has another prompt."""
+    text = f"{api}: {TEXT}"
+    messages = [{"role": "user", "content": text}]
+    return {
+        "chat": ("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}),
+        "completions": ("/v1/completions", {"prompt": text, "max_tokens": 8, "temperature": 0, "n": 2}),
+        "messages": ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}),
+        "responses": ("/v1/responses", {"input": text, "max_output_tokens": 8, "temperature": 0}),
+    }[api]
+
+
+def cached_tokens(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    count = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+    assert isinstance(count, int), usage
+    return count
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "messages", "responses"])
+def test_a_request_of_every_api_takes_blocks_from_the_source_that_it_names(engines: list[Program], api: str) -> None:
+    source, consumer = engines
+    path, body = bodies(api)
+    status, _, first_answer = call(source.url + path, body)
+    assert status == 200, first_answer
+    before = metrics(consumer)
+    status, _, answer = call(consumer.url + path, {**body, "kv_transfer_params": transfer_params(source)})
+    assert status == 200, answer
+    after = metrics(consumer)
+    assert _texts(answer) == _texts(first_answer)
+    moved_blocks = after["pulled_blocks_total"] - before["pulled_blocks_total"]
+    assert cached_tokens(answer["usage"]) == moved_blocks * 16 > 300
+    assert after["pulls_total"] - before["pulls_total"] == 1
+    assert metrics(source)["sent_blocks_total"] >= after["pulled_blocks_total"]
+
+
+def _texts(answer: dict[str, Any]) -> list[Any]:
+    if "choices" in answer:
+        return [choice.get("message", choice.get("text")) for choice in answer["choices"]]
+    parts = answer["content"] if "content" in answer else answer["output"][0]["content"]
+    return [part["text"] for part in parts]
+
+
+@pytest.mark.parametrize("fault", ["another key", "no signature", "another host"])
+def test_a_source_without_the_fleets_signature_is_refused(engines: list[Program], fault: str) -> None:
+    source, consumer = engines
+    params = transfer_params(source, "the key of somebody else" if fault == "another key" else FLEET_KEY)
+    if fault == "no signature":
+        del params["remote_kv_source"]["signature"]
+    if fault == "another host":
+        params["remote_kv_source"]["remote_host"] = "10.0.0.1"
+    before = metrics(consumer)
+    path, body = bodies("chat")
+    status, _, answer = call(consumer.url + path, {**body, "kv_transfer_params": params})
+    assert status == 403, answer
+    assert "signature" in answer["error"]["message"]
+    assert metrics(consumer) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("host:1", "expected `object`"),
+        ({}, "missing required field"),
+        ({"kv_request_id": "a", "remote_host": "h\nh", "remote_port": 1}, "remote_host"),
+        ({"kv_request_id": "a", "remote_host": "h", "remote_port": 70000}, "remote_port"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_a_clients_error(engines: list[Program], value: Any, problem: str) -> None:
+    path, body = bodies("chat")
+    status, _, answer = call(engines[1].url + path, {**body, "kv_transfer_params": {"remote_kv_source": value}})
+    assert status == 400, answer
+    assert problem.lower() in answer["error"]["message"].lower()
+
+
+def test_params_of_other_dialects_are_none_of_ours(engines: list[Program]) -> None:
+    path, body = bodies("chat")
+    params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1, "remote_block_ids": [[1]]}
+    assert call(engines[1].url + path, {**body, "kv_transfer_params": params})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"), [(None, "expected the fleet's key"), ("short", "a key of 5 bytes, expected at least 16")]
+)
+def test_no_engine_starts_without_a_key(tmp_path: Path, key: str | None, problem: str) -> None:
+    key_flags: tuple[str, ...] = ()
+    if key is not None:
+        (tmp_path / "key").write_text(key)
+        key_flags = ("--kv-transfer-key-file", str(tmp_path / "key"))
+    program = Program(tmp_path / "log", "engine", "serve", "--port", "0", "--kv-transfer", "0", *key_flags)
+    assert program.process.wait(60) == 2
+    assert problem in program.log()
