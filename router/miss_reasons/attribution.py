@@ -95,15 +95,21 @@ class _RangeBuilder:
         chosen_ttft_s: float | None = None,
         best_ttft_s: float | None = None,
     ) -> None:
-        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing where it is empty."""
+        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing where it is empty.
+
+        A range that differs from the last one in nothing but its place extends that one.
+        """
         end = min(end, self._prompt_tokens)
-        if end > self.offset:
-            self.ranges.append(
-                UncachedRange(
-                    reason, self.offset, end, position, message, worker, lost_ago_s, chosen_ttft_s, best_ttft_s
-                )
-            )
-            self.offset = end
+        if end <= self.offset:
+            return
+        uncached_range = UncachedRange(
+            reason, self.offset, end, position, message, worker, lost_ago_s, chosen_ttft_s, best_ttft_s
+        )
+        if self.ranges and self.ranges[-1].has_same_cause(uncached_range):
+            self.ranges[-1].end = end
+        else:
+            self.ranges.append(uncached_range)
+        self.offset = end
 
 
 def find_first_missing_token(decision: Decision) -> int:

@@ -42,6 +42,10 @@ class UncachedRange(msgspec.Struct, omit_defaults=True):
     def tokens(self) -> int:
         return self.end - self.start
 
+    def has_same_cause(self, other: UncachedRange) -> bool:
+        """Return whether two ranges differ in nothing but their place."""
+        return msgspec.structs.replace(self, start=other.start, end=other.end) == other
+
 
 class MissExplanation(msgspec.Struct, omit_defaults=True):
     """One request."""

@@ -238,7 +238,8 @@ def labels_of(
     removed_end = gone.end_token if gone is not None and looks_for_gone else 0
     missing = min(max(missing, removed_end), length)
     is_lost = past is not None and differs is None and missing < min(shared_tokens, length - 1) // block * block
-    answer_from = max(missing, usable) if is_lost else missing
+    answer_from = missing if differs is None else max(missing, min(shared_tokens, length))
+    answer_from = max(missing, usable) if is_lost else answer_from
 
     def label(at: int) -> tuple[Any, ...]:
         if at < first:
@@ -264,7 +265,7 @@ def labels_of(
             if reason is not None and at < known_tokens:
                 return "answer", reason, {"position": max(answer_from, shared_tokens), "message": message}
         elif at < known_tokens:
-            return "rest of it", "partial_block", {}
+            return "rest", "partial_block", {}
         return "new", "new_text" if same_session else "new_session", {}
 
     return [label(at) for at in range(length)]
