@@ -325,7 +325,7 @@ class LlmD(Residency):
         if now - self.scraped_s >= self.SCRAPE_S:
             self.scraped_s = now
             self.waiting = [len(w.waiting_sequences) for w in self.cluster.workers]
-            self.usage = [w.cache.usage() for w in self.cluster.workers]
+            self.usage = [w.cache.compute_usage() for w in self.cluster.workers]
         prefix = self.credited_blocks(request)
         high, low = max(self.waiting), min(self.waiting)
         return [

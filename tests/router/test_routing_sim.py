@@ -511,3 +511,12 @@ def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == full_result}
     assert idle <= {"blockcast_without_tie_break"}, "it decides among equals only"
     assert sim.runs.run("blockcast", setting, workload, 1.0, options)[1] == full_result
+
+
+def test_every_policy_answers_every_request_of_a_small_trace(sim: Any) -> None:
+    workload = sim.traces.generate_tool_use("tools", seed=1, max_requests=60)
+    setting = sim.runs.Setting(workload.name, 3, 0.3, 0.7)
+    for policy in (*sim.runs.BOUNDS, *sim.runs.POLICIES, "oracle"):
+        result, score = sim.runs.run(policy, setting, workload, 1.0, sim.runs.Options())
+        assert len(result.e2e_s_by_request) == len(workload.requests), policy
+        assert 0.0 < score.ttft_mean < score.e2e, policy

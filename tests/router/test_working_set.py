@@ -137,6 +137,13 @@ def sessions(core: RouterCore) -> None:
         send(core, f"short{turn}", list(range(50_000, 58_000)), 21.0 + turn, worker="b")
 
 
+def test_an_empty_prompt_is_routed_where_no_cache_has_room() -> None:
+    core = pool(capacity=1000)
+    sessions(core)
+    assert core.cache_state.working_sets.may_overflow(0, 24.0)
+    assert all(terms.pressure_s == 0.0 for terms in send(core, "empty", [], 24.0).decision.candidates)
+
+
 def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
     """b is the dearer by a request that waits there; but on a live nearly 11k tokens that were used twice, which 6k
     more would push out of a cache of 16k. What was used once does not count."""
