@@ -20,6 +20,7 @@ from options.tls import make_server_context
 __version__ = "0.1.0"
 
 Count = Annotated[int, Meta(ge=1, le=10**9, title="N")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 Tokens = Annotated[int, Meta(ge=1, le=10**9, title="TOKENS")]
 Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", title="DEVICE", examples=["auto", "cpu", "cuda:0"])]
@@ -44,7 +45,7 @@ FLEET_KEY_CHARS_MIN = 16
 class KVTransferConfig:
     """Blocks that move between engines (docs/concepts/moving-kv.md)."""
 
-    port: Annotated[int | None, Meta(ge=0, le=65535), Flag("--kv-transfer", metavar="PORT"),
+    port: Annotated[Port | None, Flag("--kv-transfer", metavar="PORT"),
         "Give cached blocks to peers on this port, and take theirs. [default: off]",
         "Needs the fleet's key; 0 lets the system choose a port (docs/concepts/moving-kv.md)."] = None
     host: Annotated[str, "Address of that port. [default: --host]"] = ""
