@@ -135,6 +135,8 @@ _OMITTED_TEXT_PATTERN = re.compile(
     "|such as 4GB or 512MiB, plain numbers "
 )
 """Words that the list of settings leaves out of the expected values."""
+_RANGE_PATTERN = re.compile(r"(?<!above )(?:from )?(?P<lowest>-?\d[\d.e]*) to (?=\d)")
+"""A range, which the list writes as `0..10`."""
 
 
 def render_settings_list(schema: Schema) -> str:
@@ -142,7 +144,7 @@ def render_settings_list(schema: Schema) -> str:
     lines = []
     for option in _list_visible_options(schema):
         setting_names = [option.path, *(option.flag_names if option.config_field.flag is not None else ())]
-        expected = _OMITTED_TEXT_PATTERN.sub("", option.expected)
+        expected = _RANGE_PATTERN.sub(r"\g<lowest>..", _OMITTED_TEXT_PATTERN.sub("", option.expected))
         details = [] if isinstance(option.default, bool) else [expected]
         if option.default is not None and not option.config_field.is_section:
             details.append(f"`{_format_toml_value(option.default)}`")

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
     "events/frames.py:MAX_REQUEST_BYTES": "of who follows an engine: its connection ends",
-    "router/fleet/worker_responses.py:METRIC_LINES_BYTES_MAX": "within the bytes of its metrics page",
+    "router/fleet/worker_responses.py:METRICS_READ_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/commands/check.py:MAX_ANSWER_BYTES": "of a command that ends with it",

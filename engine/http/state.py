@@ -21,7 +21,7 @@ from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.http.response_store import ResponseStore
 from engine.messages import CoreInfo
 from engine.output.detokenizer import DetokenizerFactory
-from engine.output.output_parser import resolve_formats
+from engine.output.formats import resolve_formats
 from engine.process.client import EngineClient, OutputStream
 from engine.protocol.params import ModelLimits
 from engine.types import Request

@@ -7,11 +7,10 @@ Owns detokenising, token counts and the finish reason of one choice; its `parser
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
+from engine.output.delta_builder import ToolCallDelta
 from engine.output.detokenizer import Detokenizer, DetokenizerFactory
-from engine.output.output_parser import OutputParser, OutputParserConfig, ParsedDelta
-from engine.output.tool_calls import ToolCallDelta
+from engine.output.parser import OutputParser, OutputParserConfig
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
@@ -114,51 +113,46 @@ class Choice:
                 text += self.detokenizer.flush()
             reason_name = None if finish_reason is None else finish_reason.value
             return ChoiceDelta(text, token_ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
-        parsed_delta = ParsedDelta()
         for i, token_id in enumerate(token_ids):  # those after the one that completes a stop string are not counted
             text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
             if finish_reason is not None and i == len(token_ids) - 1:
                 text += self.detokenizer.flush()
-            self.parser.push(text, parsed_delta, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
+            self.parser.push(text, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
             self.reasoning_tokens += i < len(text_ids) and self.parser.is_reasoning
-            if parsed_delta.stop_string is not None:
-                self.parser.finish(parsed_delta)
+            if self.parser.stop_string is not None:
+                self.parser.finish()
                 return self._make_delta(
-                    parsed_delta,
-                    token_ids[: i + 1],
-                    logprobs[: i + 1],
-                    "stop",
-                    parsed_delta.stop_string,
-                    aborts=finish_reason is None,
+                    token_ids[: i + 1], logprobs[: i + 1], "stop", self.parser.stop_string, aborts=finish_reason is None
                 )
         if finish_reason is not None:
             if not token_ids:
-                self.parser.push(self.detokenizer.flush(), parsed_delta, may_stop=False)
-            self.parser.finish(parsed_delta)
+                self.parser.push(self.detokenizer.flush(), may_stop=False)
+            self.parser.finish()
         return self._make_delta(
-            parsed_delta,
-            token_ids,
-            logprobs,
-            None if finish_reason is None else finish_reason.value,
-            output.stop_token_id,
+            token_ids, logprobs, None if finish_reason is None else finish_reason.value, output.stop_token_id
         )
 
     def _make_delta(
         self,
-        parsed_delta: ParsedDelta,
-        ids: list[int],
+        token_ids: list[int],
         logprobs: list[TokenLogprobs],
-        reason: str | None,
+        finish_reason: str | None,
         stop_reason: str | int | None,
+        *,
         aborts: bool = False,
     ) -> ChoiceDelta:
         assert self.parser is not None
-        reasoning = "".join(parsed_delta.reasoning) if self.parser.config.shows_reasoning else ""
+        parsed_delta = self.parser.build_delta()
         return ChoiceDelta(
-            "".join(parsed_delta.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason,
-            reasoning=reasoning,
-            tool_calls=_merge_call_deltas(parsed_delta.calls), should_abort=aborts,
-        )  # fmt: skip
+            parsed_delta.text,
+            token_ids,
+            logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            reasoning=parsed_delta.reasoning if self.parser.config.shows_reasoning else "",
+            tool_calls=parsed_delta.tool_calls,
+            should_abort=aborts,
+        )
 
     def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
@@ -166,19 +160,6 @@ class Choice:
         if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
         return output.token_ids
-
-
-def _merge_call_deltas(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """One piece of each call."""
-    merged_deltas = []
-    for _, group in groupby(deltas, key=lambda delta: delta.index):
-        first_delta, *later_deltas = group
-        merged_deltas.append(
-            replace(
-                first_delta, arguments="".join([first_delta.arguments, *(delta.arguments for delta in later_deltas)])
-            )
-        )
-    return merged_deltas
 
 
 PLAIN_TEXT_CONFIG = OutputParserConfig()

@@ -1,7 +1,6 @@
 """Token ids -> text, a few tokens at a time, such that the pieces join to what a decode of the whole would give.
 
-Owns the incremental decoding and the stop strings of one sequence. Knows nothing of requests, HTTP or the engine;
-no I/O. Two decoders: byte-level BPE is decoded exactly, bytes first; every other tokenizer is decoded in a short
+Two decoders: byte-level BPE is decoded exactly, bytes first; every other tokenizer is decoded in a short
 sliding window of tokens. Text that a later token can still change (half a character, the beginning of a stop string)
 is held back, never emitted and taken back.
 """
@@ -9,8 +8,6 @@ is held back, never emitted and taken back.
 from __future__ import annotations
 
 import codecs
-import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -144,77 +141,6 @@ class DetokenizerFactory:
         if self.is_byte_level:
             return self._table(frozenset())[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-
-
-class StopStrings:
-    """Finds the first stop string in a growing text, whatever the pieces it grows by.
-
-    The first is the one that is complete earliest; of those that are complete at the same character, the longest.
-    Holds back the longest tail of the text that may be the beginning of a stop string, and nothing more.
-    """
-
-    __slots__ = ("_includes_stop", "_scanner", "pending_text")
-
-    def __init__(self, stops: Sequence[str], includes_stop: bool) -> None:
-        """`stops`: none empty. `includes_stop`: a stop string that is found stays in the text."""
-        assert all(stops), "an empty stop string would stop everything"
-        self._scanner = DelimiterScanner(stops)
-        self._includes_stop = includes_stop
-        self.pending_text = ""
-
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """(text that is final, the stop string that was found or None). Nothing may be pushed after one was found."""
-        text = self.pending_text + piece
-        match = self._find_first_stop(text)
-        if match is not None:
-            start, stop = match
-            self.pending_text = ""
-            return text[: start + len(stop)] if self._includes_stop else text[:start], stop
-        final_chars = self._scanner.find_partial(text)
-        self.pending_text = text[final_chars:]
-        return text[:final_chars], None
-
-    def flush(self) -> str:
-        """Return the text that was held back, now that nothing follows."""
-        text, self.pending_text = self.pending_text, ""
-        return text
-
-    def _find_first_stop(self, text: str) -> tuple[int, str] | None:
-        best_match: tuple[int, int, str] | None = None
-        for stop in self._scanner.delimiters:
-            start = text.find(stop)
-            if start >= 0 and (best_match is None or (start + len(stop), start) < best_match[:2]):
-                best_match = (start + len(stop), start, stop)
-        return None if best_match is None else (best_match[1], best_match[2])
-
-
-class DelimiterScanner:
-    """Some words that a growing text is searched for."""
-
-    __slots__ = ("_chars_max", "_inner_chars", "_pattern", "delimiters")
-
-    def __init__(self, delimiters: Sequence[str]) -> None:
-        self.delimiters = sorted(set(delimiters))
-        self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")
-        self._chars_max = max(map(len, delimiters), default=0)
-        self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
-
-    def find_first(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """(where, which) of the word that begins first in `text[start:]`."""
-        match = self._pattern.search(text, start)
-        return None if match is None else (match.start(), match[0])
-
-    def find_partial(self, text: str, start: int = 0) -> int:
-        """Return the start of the longest tail of `text[start:]` that may become a delimiter, or the text's end."""
-        text_end = len(text)
-        if text_end == start or text[-1] not in self._inner_chars:
-            return text_end
-        for length in range(min(self._chars_max - 1, text_end - start), 0, -1):
-            tail = text[text_end - length :]
-            index = bisect_left(self.delimiters, tail)  # those that begin with the tail follow where it would stand
-            if index < len(self.delimiters) and self.delimiters[index].startswith(tail):
-                return text_end - length
-        return text_end
 
 
 def _make_byte_level_alphabet() -> dict[str, int]:

@@ -1,302 +1,223 @@
-"""One tool call out of the text that follows its opening: what every reader does, and those of calls in JSON.
+"""Readers of one tool call in JSON, and of JSON values in growing text. Pure.
 
-A reader takes the text as it comes and tells a `CallSink` the function's name as soon as it is sure that this is a
-call, then the arguments piece by piece, line breaks in their strings as escapes. Before that moment it may find that
-the text is none (`INVALID`); what it took is then text again. After it, what was told stays told: arguments that are no
-JSON reach the client as they were written.
-Every reader looks at a character once. Pure.
+A reader takes one call from the text. It tells the call's name as soon as it is sure that this is a call, then the
+arguments as they come. Before that it may find that the text is no call: it returns False, and its text is still held.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
+from engine.output.delta_builder import DeltaBuilder
+from engine.output.growing_text import SPACE, GrowingText, Steps
+from engine.output.schema_types import ParameterTypes
+
 MAX_NAME_CHARS = 256
-ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""Tool name -> parameter -> JSON types that its schema allows."""
-_SPACE = " \t\r\n"
 NAME_PATTERN = re.compile(r"[\w.\-/$:@]+")
+CallReader = Callable[[GrowingText, DeltaBuilder, ParameterTypes], Steps[bool]]
+"""Takes one call from held text and adds it to the delta. Returns whether it was a call, which has ended."""
+
 _ESCAPE_BY_CONTROL_CHAR = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
-"""Characters that JSON's strings hold as escapes only. Models write line breaks into them all the same."""
+"""JSON strings hold these characters as escapes only. Models write line breaks into them all the same."""
+_NESTING_PATTERN = re.compile(r'["{}\[\]]')
+_STRING_PATTERN = re.compile(r'["\\\x00-\x1f]')
+_SCALAR_END_PATTERN = re.compile(r"[,}\]\s]")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_CALL_KEYS = ("name", *_ARGUMENT_KEYS, "id", "type")
+_ARGUMENTS_MARKER, _ID_MARKER = "[ARGS]", "[CALL_ID]"
 
 
-class ReadStatus(enum.Enum):
-    INCOMPLETE = 0
-    COMPLETE = 1
-    INVALID = 2
-    """The character at which `read` stopped cannot follow: it was not taken."""
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
-class CallSink(Protocol):
-    def begin_call(self, name: str) -> None:
-        """This is a call of that function."""
+def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
+    """Take one JSON value and emit it piece by piece, control characters in its strings escaped.
 
-    def add_arguments(self, piece: str) -> None:
-        """The next of the arguments' JSON."""
-
-    def add_text(self, text: str) -> None:
-        """Text that belongs to no call."""
-
-
-class CallReader:
-    """`status`: how far the call was read; `has_begun`: the sink has the call's name; `is_emitted`: the sink has what
-    the last `read` took, so that it need not be text again."""
-
-    def __init__(self, sink: CallSink) -> None:
-        self._sink = sink
-        self.status = ReadStatus.INCOMPLETE
-        self.has_begun = False
-
-    @property
-    def is_emitted(self) -> bool:
-        return self.has_begun
-
-    def read(self, text: str, position: int) -> int:
-        """Take text from `position`; where it stopped. What is left while MORE may be the beginning of a mark: it comes
-        again with more behind it."""
-        while position < len(text) and self.status is ReadStatus.INCOMPLETE:
-            end = self._read_part(text, position)
-            if end is None:
-                break
-            position = end
-        return position
-
-    def _read_part(self, text: str, position: int) -> int | None:
-        """Take the next part of a text that is not empty; its end, or None where nothing can be taken yet."""
-        raise NotImplementedError
-
-    def _begin_call(self, name: str) -> None:
-        self.has_begun = True
-        self._sink.begin_call(name)
-
-    def finish(self, remaining_text: str) -> None:
-        """Nothing follows; `remaining_text` was not read. Only where the call has begun."""
-
-
-class JsonValueScanner:
-    """Finds the end of one JSON value: follows strings and nesting, and checks nothing else."""
-
-    __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_is_scalar", "is_complete")
-    _NESTING_PATTERN = re.compile(r'["{}\[\]]')
-    _STRING_PATTERN = re.compile(r'["\\\x00-\x1f]')
-    _SCALAR_END_PATTERN = re.compile(r"[,}\]\s]")
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_in_string = self._is_escaped = self._is_scalar = False
-        self.is_complete = False
-
-    def read(self, text: str, position: int) -> tuple[int, str]:
-        """Return the end of what of `text[at:]` belongs to the value, and that as JSON: with control characters in
-        strings escaped. The value's first character is the first that is read."""
-        json_parts: list[str] = []
-        while position < len(text) and not self.is_complete:
-            position, piece = self._read_next(text, position)
-            json_parts.append(piece)
-        return position, "".join(json_parts)
-
-    def _read_next(self, text: str, position: int) -> tuple[int, str]:
-        if self._is_scalar:
-            return self._read_scalar(text, position)
-        if self._is_escaped:
-            self._is_escaped = False
-            return position + 1, _ESCAPE_BY_CONTROL_CHAR[text[position]][1:] if text[
-                position
-            ] in _ESCAPE_BY_CONTROL_CHAR else text[position]  # its backslash is written
-        match = (self._STRING_PATTERN if self._is_in_string else self._NESTING_PATTERN).search(text, position)
-        if self._depth == 0 and not self._is_in_string and (match is None or match.start() != position):
-            self._is_scalar = True
-            return self._read_scalar(text, position)
+    Strings and nesting are followed to the value's end, and nothing else is checked. Returns False if the text ends
+    within the value.
+    """
+    depth = 0
+    first_char = yield from source.peek()
+    if _NESTING_PATTERN.match(first_char) is None:
+        is_complete = yield from _read_scalar(source, emit)
+        return is_complete
+    while (yield from source.peek()):
+        match = _NESTING_PATTERN.search(source.text, source.position)
+        emit(source.take(len(source.text) if match is None else match.end()))
         if match is None:
-            return len(text), text[position:]
-        if match[0] in _ESCAPE_BY_CONTROL_CHAR:
-            return match.end(), text[position : match.start()] + _ESCAPE_BY_CONTROL_CHAR[match[0]]
-        self._track_nesting(match[0])
-        self.is_complete = self._depth <= 0 and not self._is_in_string
-        return match.end(), text[position : match.end()]
-
-    def _track_nesting(self, char: str) -> None:
-        if self._is_in_string:
-            self._is_escaped = char == "\\"
-            self._is_in_string = self._is_escaped
-        elif char == '"':
-            self._is_in_string = True
+            continue
+        if match[0] == '"':
+            if not (yield from _read_string_end(source, emit)):
+                return False
         else:
-            self._depth += 1 if char in "{[" else -1
+            depth += 1 if match[0] in "{[" else -1
+        if depth <= 0:
+            return True
+    return False
 
-    def _read_scalar(self, text: str, position: int) -> tuple[int, str]:
-        match = self._SCALAR_END_PATTERN.search(text, position)
-        self.is_complete = match is not None
-        end = len(text) if match is None else match.start()
-        return end, text[position:end]
+
+def _read_scalar(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
+    """Take a number, true, false or null."""
+    while (yield from source.peek()):
+        match = _SCALAR_END_PATTERN.search(source.text, source.position)
+        emit(source.take(len(source.text) if match is None else match.start()))
+        if match is not None:
+            return True
+    return False
+
+
+def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
+    """Take a string whose opening quotation mark was taken."""
+    while (yield from source.peek()):
+        match = _STRING_PATTERN.search(source.text, source.position)
+        emit(source.take(len(source.text) if match is None else match.start()))
+        if match is None:
+            continue
+        char = source.take(match.end())
+        emit(_ESCAPE_BY_CONTROL_CHAR.get(char, char))
+        if char == '"':
+            return True
+        if char == "\\":
+            escaped_char = yield from source.peek()
+            source.take(source.position + len(escaped_char))
+            escape = _ESCAPE_BY_CONTROL_CHAR.get(escaped_char)
+            emit(escaped_char if escape is None else escape[1:])  # its backslash was emitted
+    return False
+
+
+def _collect_json_value(source: GrowingText) -> Steps[str | None]:
+    """Take one JSON value and return it; None if the text ends within it."""
+    parts: list[str] = []
+    is_complete = yield from read_json_value(source, parts.append)
+    return "".join(parts) if is_complete else None
 
 
 def escape_control_chars(text: str) -> str:
-    """A JSON value as its model wrote it, with control characters in strings escaped."""
-    text = text.strip(_SPACE)
-    end, valid = JsonValueScanner().read(text, 0)
-    return valid + text[end:]
+    """Return a JSON value as a model wrote it, with control characters in strings escaped."""
+    source, parts = GrowingText(text.strip(SPACE), is_complete=True), list[str]()
+    for _ in read_json_value(source, parts.append):
+        raise AssertionError("the text is complete")
+    return "".join(parts) + source.take_all()
 
 
-class JsonObjectCallReader(CallReader):
-    """`{"name": "f", "arguments": {...}}`, in any order; `parameters` is another name for the arguments."""
+# Calls ----------------------------------------------------------------------------------------------------------------
 
-    _ARGUMENT_KEYS = ("arguments", "parameters")
-    _KNOWN_KEYS = ("name", *_ARGUMENT_KEYS, "id", "type")
 
-    def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
-        super().__init__(sink)
-        self._needs_arguments = needs_arguments
-        self._seen_keys: set[str] = set()
-        self._expected_token = "{"
-        self._value_scanner: JsonValueScanner | None = None
-        self._value_parts: list[str] = []
-        self._is_streaming_arguments = False
-        self._key: str | None = None
+def read_object_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
+    """Take a call `{"name": "f", "arguments": {...}}`, with its keys in any order; "parameters" are arguments too."""
+    return _ObjectCall(source, delta).read(needs_arguments=False)
+
+
+def read_object_call_with_arguments(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
+    """Take such a call, but no object without arguments."""
+    return _ObjectCall(source, delta).read(needs_arguments=True)
+
+
+class _ObjectCall:
+    """A call that is one JSON object, while it is read."""
+
+    def __init__(self, source: GrowingText, delta: DeltaBuilder) -> None:
+        self._source = source
+        self._delta = delta
         self._name = ""
         self._arguments_json: str | None = None
-        self._is_emitted = False
+        """Arguments that came before the name, or are no object."""
+        self._seen_keys: set[str] = set()
 
-    @property
-    def is_emitted(self) -> bool:
-        return self._is_emitted
-
-    def read(self, text: str, position: int) -> int:
-        self._is_emitted = self._is_streaming_arguments
-        while position < len(text) and self.status is ReadStatus.INCOMPLETE:
-            if self._value_scanner is not None:
-                end, piece = self._value_scanner.read(text, position)
-                if not self._is_streaming_arguments:
-                    self._value_parts.append(piece)
-                else:
-                    self._sink.add_arguments(piece)
-                    self._is_streaming_arguments = not self._value_scanner.is_complete
-                    if self._value_scanner.is_complete:
-                        self._value_scanner = None
-                        return end
-                position = end
-                if self._value_scanner.is_complete:
-                    self._value_scanner = None
-                    self._end_value()
-                continue
-            char = text[position]
-            if char not in _SPACE and not self._accept_char(char):
-                self.status = ReadStatus.INVALID
-                return position
-            if self._value_scanner is None:  # its first character is its own
-                position += 1
-        return position
-
-    def _accept_char(self, char: str) -> bool:
-        """Take a character of the object itself; whether it may stand there."""
-        if self._expected_token == "{" and char == "{":
-            self._expected_token = "first key"
-        elif self._expected_token in ("first key", "key") and char == '"':
-            self._expected_token = ":"
-            self._key = None
-            self._value_scanner = JsonValueScanner()
-        elif self._expected_token == ":" and char == ":":
-            self._expected_token = "value"
-        elif self._expected_token == "value" and char not in ",:}]":
-            self._expected_token = ","
-            self._value_scanner = JsonValueScanner()
-            if self._key in self._ARGUMENT_KEYS and self._name and char == "{":
-                self._begin_call(self._name)
-                self._is_streaming_arguments = True
-        elif self._expected_token == "," and char == ",":
-            self._expected_token = "key"
-        elif self._expected_token in (",", "first key") and char == "}":
-            return self._finish_call()
-        else:
+    def read(self, *, needs_arguments: bool) -> Steps[bool]:
+        source = self._source
+        source.take(source.position + 1)
+        char = yield from source.peek_after_spaces()
+        while char == '"':
+            if not (yield from self._read_member()):
+                return False
+            char = yield from source.peek_after_spaces()
+            if char == ",":
+                source.take(source.position + 1)
+                char = yield from source.peek_after_spaces()
+                if char != '"':
+                    return False
+            elif char != "}":
+                return False
+        if char != "}":
             return False
-        return True
-
-    def _end_value(self) -> None:
-        value_json = "".join(self._value_parts)
-        self._value_parts = []
-        if self._key in self._ARGUMENT_KEYS:
-            self._arguments_json = value_json
-        elif self._key == "name":
-            self._name = _decode_string(value_json) or ""
-            self.status = self.status if self._name else ReadStatus.INVALID
-        elif self._key is None:
-            self._key = _decode_string(value_json) or ""
-            is_valid_key = self._key in self._KNOWN_KEYS and self._key not in self._seen_keys
-            self._seen_keys |= {self._key} if self._key not in self._ARGUMENT_KEYS else set(self._ARGUMENT_KEYS)
-            self.status = self.status if is_valid_key else ReadStatus.INVALID
-
-    def _finish_call(self) -> bool:
-        if not self.has_begun:
-            arguments = _complete_arguments(self._arguments_json, self._needs_arguments)
+        if not self._delta.is_in_call:
+            arguments = _complete_arguments(self._arguments_json, is_required=needs_arguments)
             if not self._name or arguments is None:
                 return False
-            self._begin_call(self._name)
-            self._sink.add_arguments(arguments)
-        self.status = ReadStatus.COMPLETE
+            self._delta.begin_call(self._name)
+            self._delta.add_arguments(arguments)
+        source.take(source.position + 1)
         return True
 
-    def _begin_call(self, name: str) -> None:
-        self._is_emitted = True
-        super()._begin_call(name)
+    def _read_member(self) -> Steps[bool]:
+        """Take a key and its value. Returns False for those that no call has."""
+        source = self._source
+        key_json = yield from _collect_json_value(source)
+        key = None if key_json is None else _decode_string(key_json)
+        if key not in _CALL_KEYS or key in self._seen_keys:
+            return False
+        self._seen_keys.update(_ARGUMENT_KEYS if key in _ARGUMENT_KEYS else (key,))
+        if (yield from source.peek_after_spaces()) != ":":
+            return False
+        source.take(source.position + 1)
+        first_char = yield from source.peek_after_spaces()
+        if first_char in ("", *",:}]"):
+            return False
+        if key in _ARGUMENT_KEYS and self._name and first_char == "{":
+            is_complete = yield from self._stream_arguments()
+            return is_complete
+        value_json = yield from _collect_json_value(source)
+        if value_json is None:
+            return False
+        if key in _ARGUMENT_KEYS:
+            self._arguments_json = value_json
+        elif key == "name":
+            self._name = _decode_string(value_json) or ""
+            return bool(self._name)
+        return True
+
+    def _stream_arguments(self) -> Steps[bool]:
+        """Take the arguments of a call whose name is known. What comes after them may turn out to be text."""
+        self._source.stop_holding()
+        self._delta.begin_call(self._name)
+        is_complete = yield from read_json_value(self._source, self._delta.add_arguments)
+        self._source.start_holding()
+        return is_complete
 
 
-class NamedCallReader(CallReader):
-    """`f{...}` or `f[ARGS]{...}`."""
-
-    _ARGUMENTS_MARKER, _ID_MARKER = "[ARGS]", "[CALL_ID]"
-
-    def __init__(self, sink: CallSink) -> None:
-        super().__init__(sink)
-        self._name = ""
-        self._name_parts: list[str] = []
-        self._has_id = False
-        self._arguments_scanner: JsonValueScanner | None = None
-
-    def _read_part(self, text: str, position: int) -> int | None:
-        if self._arguments_scanner is None:
-            return self._read_head(text, position)
-        end, piece = self._arguments_scanner.read(text, position)
-        self._sink.add_arguments(piece)
-        if self._arguments_scanner.is_complete:
-            self.status = ReadStatus.COMPLETE
-        return end
-
-    def _read_head(self, text: str, position: int) -> int | None:
-        """Read the text before the arguments; None where the remaining text may be the beginning of a marker."""
-        name = None if self._name else NAME_PATTERN.match(text, position)
-        if name is not None:
-            self._name_parts.append(name[0])
-            if sum(map(len, self._name_parts)) > MAX_NAME_CHARS:
-                self.status = ReadStatus.INVALID
-            return name.end()
-        if text[position] in _SPACE:
-            self._name = self._name or "".join(self._name_parts)
-            return position + 1
-        if text[position] == "{":
-            self._arguments_scanner = JsonValueScanner()
-            self._name = self._name or "".join(self._name_parts)
-            self._begin_call(self._name)
-            return position
-        lookahead = text[position : position + len(self._ID_MARKER)]
-        for marker in (self._ARGUMENTS_MARKER, self._ID_MARKER):
-            if lookahead.startswith(marker):
-                self._name = self._name or "".join(self._name_parts)
-                self._has_id = marker == self._ID_MARKER
-                return position + len(marker)
-            if marker.startswith(lookahead):
-                return None
-        if self._has_id and (
-            match := NAME_PATTERN.match(text, position)
-        ):  # an id that the model gave: clients get ours
-            return match.end()
-        self.status = ReadStatus.INVALID
-        return position
+def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
+    """Take a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`. Clients get our own id."""
+    name = ""
+    is_name_complete = has_id = False
+    while char := (yield from source.peek()):
+        match = NAME_PATTERN.match(source.text, source.position)
+        if match is not None and not is_name_complete:
+            name += source.take(match.end())
+            if len(name) > MAX_NAME_CHARS:
+                return False
+            continue
+        is_name_complete = True
+        if match is not None and has_id:
+            source.take(match.end())
+        elif char in SPACE:
+            source.take_spaces()
+        elif char == "{":
+            source.stop_holding()
+            delta.begin_call(name)
+            is_complete = yield from read_json_value(source, delta.add_arguments)
+            return is_complete
+        else:
+            marker = yield from source.peek_any((_ARGUMENTS_MARKER, _ID_MARKER))
+            if not marker:
+                return False
+            has_id = marker == _ID_MARKER
+            source.take(source.position + len(marker))
+    return False
 
 
 def _decode_string(value_json: str) -> str | None:
@@ -306,8 +227,8 @@ def _decode_string(value_json: str) -> str | None:
         return None
 
 
-def _complete_arguments(value_json: str | None, is_required: bool) -> str | None:
-    """The arguments of a call that is complete, as an object's JSON; None where they are no object."""
+def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | None:
+    """Return the arguments of a complete call as the JSON of an object; None if they are no object."""
     if value_json is None:
         return None if is_required else "{}"
     if value_json == "null":

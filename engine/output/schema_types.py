@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 Json = Any
+ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Tool name -> parameter -> JSON types that its schema allows."""
 DEPTH_MAX = 8
 """Schemas inside each other, and references behind each other, that are looked through."""
 _BRANCHES = ("anyOf", "oneOf", "allOf")
@@ -112,6 +115,16 @@ def properties_of(schema: Json) -> list[Property] | None:
         Property(name, {**definitions, **inner} if isinstance(inner, dict) else inner, name in required_names)
         for name, inner in object_schema["properties"].items()
     ]
+
+
+def parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
+    """Return the types of the tools' parameters, for call formats without types of their own."""
+    functions = [tool.get("function") or {} for tool in tools]
+    return {
+        function["name"]: property_types(function.get("parameters"))
+        for function in functions
+        if isinstance(function.get("name"), str)
+    }
 
 
 def property_types(schema: Json) -> dict[str, tuple[str, ...]]:

@@ -14,9 +14,9 @@ import msgspec
 
 from engine.grammars import read_added_tokens
 from engine.output.choice import PLAIN_TEXT_CONFIG
-from engine.output.output_parser import OutputParserConfig
-from engine.output.reasoning_parser import REASONING_FORMATS, ReasoningState, initial_state, reasoning_end_token
-from engine.output.tool_calls import parameter_types
+from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reasoning_end_token, initial_reasoning_state
+from engine.output.parser import OutputParserConfig
+from engine.output.schema_types import parameter_types
 from engine.protocol.messages import TokenCount
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.responses import ECHOED_FIELDS, ResponseContext
@@ -216,7 +216,7 @@ def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tup
     if config.reasoning_format is None:
         return None, None
     format = REASONING_FORMATS[config.reasoning_format]
-    end_id = reasoning_end_token(format, config.initial_state, tokenizer)
+    end_id = find_reasoning_end_token(format, config.initial_state, tokenizer)
     open_id = next((i for i in map(tokenizer.token_to_id, format.open_markers) if i is not None), None)
     return (open_id if config.initial_state == "before" and end_id is not None else None), end_id
 
@@ -265,7 +265,7 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
         last_content = body.messages[-1].get("content") if body.continue_final_message else None
         if isinstance(last_content, list):
             last_content = last_content[-1].get("text") if last_content and isinstance(last_content[-1], dict) else None
-        reasoning_state = initial_state(
+        reasoning_state = initial_reasoning_state(
             REASONING_FORMATS[limits.reasoning_format], prompt, last_content if isinstance(last_content, str) else None
         )
     tools = body.tools if body.tools and body.tool_choice != "none" else None

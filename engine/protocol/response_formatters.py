@@ -14,8 +14,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.output.choice import Choice, ChoiceDelta
+from engine.output.delta_builder import ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
-from engine.output.tool_calls import ToolCallDelta
 from engine.protocol.generation import Generation
 from engine.protocol.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, join_json_list
 from engine.protocol.response_types import (

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.output.json_calls import NAME_PATTERN
-from engine.output.markup_calls import encode_as_types
 from engine.output.schema_types import Property, listed_values, properties_of, resolve, schema_types
+from engine.output.xml_calls import encode_as_types
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.escaped_lark import UnsupportedGrammar, escape_grammar
 from prompts import RequestError, bad_value

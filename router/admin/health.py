@@ -42,7 +42,7 @@ class HealthRoutes:
         states = [worker.state for worker in self._core.workers.values()]
         up_count = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.is_draining else "ok" if up_count else "no worker is up"
-        worker_count = len(states) + len(self._fleet.starting_reasons())
+        worker_count = len(states) + len(self._fleet.list_starting_reasons())
         body: dict[str, Any] = {"status": status, "workers": worker_count, "workers_up": up_count}
         fault = self._feed.events.describe_fault()
         if fault is not None:
@@ -79,4 +79,4 @@ class HealthRoutes:
             and worker.spec.cache_view is CacheView.EVENTS
             and not self._feed.is_synced(worker.worker_id)
         ]
-        return unsynced_ids + list(self._fleet.starting_reasons())
+        return unsynced_ids + list(self._fleet.list_starting_reasons())

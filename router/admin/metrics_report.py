@@ -83,7 +83,7 @@ class MetricsCollector:
             metrics=metrics,
             core=core.snapshot(self._proxy.now()),
             index=core.index.stats(),
-            starting_workers=self._fleet.starting_reasons(),
+            starting_workers=self._fleet.list_starting_reasons(),
             failed_checks=self._fleet.failed_checks,
             feed_counters=self._feed.sum_counters(),
             feed_fault_count=self._feed.events.fault_count,

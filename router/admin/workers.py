@@ -65,7 +65,7 @@ class WorkerListRoutes:
         """Return the body of `GET /workers`."""
         snapshot = self._core.snapshot(self._now())
         rows = [self._describe_worker(row) for row in snapshot.workers]
-        for worker_id, reason in self._fleet.starting_reasons().items():
+        for worker_id, reason in self._fleet.list_starting_reasons().items():
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": reason})
         stats = self._core.index.stats()
         return {
@@ -83,7 +83,7 @@ class WorkerListRoutes:
         reader = self._prompt_reader
         tokenized_models = [model for model in base_models if reader.tokenizer_of(model) is not None]
         return dataclasses.asdict(row) | {
-            "events": self._fleet.details(row.worker_id),
+            "events": self._fleet.describe_events(row.worker_id),
             "conversation_cache": {
                 model: reader.conversations.problems.get(model, "used") for model in tokenized_models
             },
@@ -110,7 +110,7 @@ class WorkerListRoutes:
         """Remove the worker that the path names, or else the field `worker_id` or `url` of the body."""
         settings = {} if path_name else decode_object(request.body)
         name = path_name or str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._find_worker(name, *self._fleet.starting_reasons())
+        worker_id = self._find_worker(name, *self._fleet.list_starting_reasons())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))

@@ -126,7 +126,7 @@ class Cluster:
         """Wait a little for the configured workers: the first request would find none."""
         now = self._proxy.now
         end_s = now() + min(FIRST_WORKER_WAIT_S, self._config.edge.ready_s)
-        while self.fleet.has_untried() and now() < end_s:
+        while self.fleet.has_unprobed_worker() and now() < end_s:
             if self._proxy.core.workers:
                 end_s = min(end_s, now() + OTHER_WORKERS_WAIT_S)
             await asyncio.sleep(0.01)
@@ -143,7 +143,7 @@ class Cluster:
 
     def count_peer_messages(self) -> dict[str, int]:
         """Return the messages to and from other routers, by outcome."""
-        load_messages = {} if self._peer_sockets is None else self._peer_sockets.counts()
+        load_messages = {} if self._peer_sockets is None else self._peer_sockets.get_message_counts()
         return load_messages | self._peer_client.outcomes
 
     async def close(self) -> None:

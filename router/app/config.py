@@ -13,7 +13,7 @@ from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedCo
 from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
-from router.fleet.kubernetes import SPEC, KubernetesSource
+from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
 from router.fleet.members import FleetConfig
 from router.fleet.worker_lists import read_workers_file
 from router.miss_reasons.config import MissReasonsConfig
@@ -29,7 +29,7 @@ Endpoint = Annotated[
 Url = Annotated[str, Meta(min_length=1, title="URL")]
 HostPort = Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])]
 KubernetesSpec = Annotated[
-    str, Meta(pattern=SPEC, title="SPEC", examples=["vllm", "pool/vllm", "llm/service/vllm:http"])
+    str, Meta(pattern=SOURCE_PATTERN, title="SPEC", examples=["vllm", "pool/vllm", "llm/service/vllm:http"])
 ]
 HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])]
 

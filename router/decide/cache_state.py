@@ -86,7 +86,6 @@ class CacheState:
         self._chunk_tokens = working_sets.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
-        self._running_prompts: set[RunningPrompt] = set()
         self._running_chunks = index.tally()
         """How many of them have each."""
         self._running_chunk_targets = index.tally()
@@ -122,24 +121,9 @@ class CacheState:
             )
 
     def remove_target(self, target: Target) -> None:
-        """The target is about to go, and its holder with it."""
+        """Forget a target. Its pins end with its holder in the index."""
         self.working_sets.set_capacity(target.name, None)
         self._approximate_caches.pop(target.name, None)
-        for running_prompt in self._running_prompts:
-            if running_prompt.target is target:
-                self._release_pin(running_prompt)
-        self._release_grace_pins(target.holder)
-
-    def _release_grace_pins(self, holder: HolderId) -> None:
-        for grace_pin in self._grace_pins:
-            if grace_pin.holder == holder:
-                self._index.unpin(grace_pin.pin)
-        self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != holder)
-
-    def _release_pin(self, running_prompt: RunningPrompt) -> None:
-        if running_prompt.pin is not None:
-            self._index.unpin(running_prompt.pin)
-            running_prompt.pin = None
 
     def clear_target(self, target: Target, running_prompts: Sequence[RunningPrompt], at_s: float) -> None:
         """Nothing is cached there any more at `at_s`, and what is computed there of these prompts, which were sent
@@ -152,9 +136,14 @@ class CacheState:
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
-        self._release_grace_pins(target.holder)
+        for grace_pin in self._grace_pins:
+            if grace_pin.holder == target.holder:
+                self._index.unpin(grace_pin.pin)
+        self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != target.holder)
         for running_prompt in running_prompts:
-            self._release_pin(running_prompt)
+            if running_prompt.pin is not None:
+                self._index.unpin(running_prompt.pin)
+                running_prompt.pin = None
 
     # A request's life --------------------------------------------------------------------------------------------
     def prepare_query(
@@ -220,8 +209,9 @@ class CacheState:
         self.working_sets.add_prompt(
             target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
         )
-        self._running_prompts.add(running_prompt)
-        self._count_running_chunks(target, keys, now)
+        assert target.load.running_chunk_counts is not None
+        duplicates = self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        self._add_duplicate_chunks(target, duplicates)
         return running_prompt
 
     def end_request(
@@ -229,8 +219,10 @@ class CacheState:
     ) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
-        self._running_prompts.remove(running_prompt)
-        self._uncount_running_chunks(running_prompt.target, running_prompt.chunk_keys)
+        target, keys = running_prompt.target, running_prompt.chunk_keys
+        assert target.load.running_chunk_counts is not None
+        duplicates = self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        self._add_duplicate_chunks(target, -duplicates)
         if ended_session is not None:
             self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
         if running_prompt.pin is None:
@@ -241,21 +233,8 @@ class CacheState:
         else:
             self._index.unpin(running_prompt.pin)
 
-    def _count_running_chunks(self, target: Target, keys: Sequence[int], now: float) -> None:
-        """One request more runs there with these chunks; what several have is in memory once."""
-        assert target.load.running_chunk_counts is not None
-        self._add_shared_chunks(
-            target, self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets, now)
-        )
-
-    def _uncount_running_chunks(self, target: Target, keys: Sequence[int]) -> None:
-        """One less."""
-        assert target.load.running_chunk_counts is not None
-        self._add_shared_chunks(
-            target, -self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
-        )
-
-    def _add_shared_chunks(self, target: Target, chunk_count: int) -> None:
+    def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
+        """Count chunks of running prompts that the target's KV cache holds once for several requests."""
         target.load.duplicate_prompt_tokens += self._chunk_tokens * chunk_count
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
@@ -284,22 +263,16 @@ class CacheState:
         return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, running_prompts: Collection[RunningPrompt]) -> None:
-        """Releases are in order; only what is in flight (`running_prompts`) is pinned without an end."""
+        """Assert that pins end in order and that all counts equal those over `running_prompts`."""
         release_times_s = [entry.release_s for entry in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
-        assert self._running_prompts == set(running_prompts)
-        for target in (running.target for running in self._running_prompts):
+        chunk_counts = []
+        for target in {running.target for running in running_prompts}:  # a target's name may come back
             assert target.load.running_chunk_counts is not None
-            duplicates = sum(count - 1 for count in target.load.running_chunk_counts.counts().values())
+            chunk_counts.append(target.load.running_chunk_counts.counts())
+            duplicates = sum(count - 1 for count in chunk_counts[-1].values())
             assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
-        running = Counter(key for prompt in self._running_prompts for key in prompt.chunk_keys)
-        assert self._running_chunks.counts() == running
-        holders = {running.target for running in self._running_prompts}  # a name may come back
-        chunk_counts = [
-            target.load.running_chunk_counts.counts()
-            for target in holders
-            if target.load.running_chunk_counts is not None
-        ]
+        assert self._running_chunks.counts() == Counter(key for prompt in running_prompts for key in prompt.chunk_keys)
         assert self._running_chunk_targets.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()
 

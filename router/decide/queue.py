@@ -12,91 +12,15 @@ import bisect
 import heapq
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from router.decide.cache_state import RunningPrompt
-from router.decide.config import QueueConfig, RetryConfig
-from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
+from router.decide.config import QueueConfig
 from router.tenancy.deficit_round_robin import DeficitRoundRobin
 
 LOOKAHEAD_MAX: Final = 1024
 """Queued requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
-TENANTS_MAX: Final = 4096
-"""Tenants whose retries are counted; who asked longest ago begins anew."""
-_RETRIES_MAX_RATIO: Final = 10.0
-"""The retry budget grows to at most so many times its least."""
-
-
-class ActiveRequest(msgspec.Struct, eq=False):
-    """A request that is queued or in flight."""
-
-    request: RouteRequest
-    arrived_s: float
-    wants_explanation: bool
-    """Its decisions carry every candidate's terms."""
-    attempt: int = 0
-    tried_workers: frozenset[str] = frozenset()
-    decision: Decision | None = None
-    """Set while in flight."""
-    running_prompt: RunningPrompt | None = None
-    """The attempt's prompt in the cache state; None while queued, and where the prompt was not read."""
-    has_first_token: bool = False
-    crash_suspicions: int = 0
-    """Workers that this very request may have ended, or makes fail."""
-
-
-class RetryBudget:
-    """Retries that may still be made, of each tenant: each request adds a part of one, so that a storm of failures is
-    not doubled, and no tenant's failures use up the retries of the others."""
-
-    def __init__(self, config: RetryConfig) -> None:
-        self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
-        self._initial_retries = float(config.budget_min)
-        self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
-        self._retries: OrderedDict[str, float] = OrderedDict()
-        """Tenant -> retries; the one that asked longest ago is first."""
-
-    def __len__(self) -> int:
-        return len(self._retries)
-
-    def add_request(self, tenant: str) -> None:
-        """A new request came."""
-        self._store_retries(
-            tenant, min(self._retries.get(tenant, self._initial_retries) + self._ratio, self._retries_max)
-        )
-
-    def spend_retry(self, tenant: str, attempt: int) -> bool:
-        """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if not self.has_retry(tenant, attempt):
-            return False
-        self._store_retries(tenant, self._retries.get(tenant, self._initial_retries) - 1.0)
-        return True
-
-    def has_retry(self, tenant: str, attempt: int) -> bool:
-        """Whether `spend_retry` would."""
-        return attempt < self._attempts_max and self._retries.get(tenant, self._initial_retries) >= 1.0
-
-    def _store_retries(self, tenant: str, retries: float) -> None:
-        self._retries[tenant] = retries
-        self._retries.move_to_end(tenant)
-        if len(self._retries) > TENANTS_MAX:
-            self._retries.popitem(last=False)
-
-
-def refuse_after_failure(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
-    """The answer where no other worker could be tried."""
-    status, code = 502, "upstream_failed"
-    if kind is FailureKind.OVERLOADED:
-        status, code = 429, "upstream_overloaded"
-    elif kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
-        status, code = 504, "upstream_timeout"
-    message = f"The worker failed ({kind.value}) and no other could be tried."
-    return Refuse(request_id, status, code, message, retry_after_s)
 
 
 @dataclass(slots=True)

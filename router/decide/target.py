@@ -15,12 +15,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from router.decide.config import ServiceModel
 from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad
-from router.decide.observations import WorkTotals
-from router.decide.speed import PoolSpeed, Speed
+from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
@@ -35,40 +32,50 @@ _EXTERNAL_PROMPT_TOKENS: Final = 256
 
 
 class RequestPhase(enum.Enum):
-    """PREFILL until the first token was seen (or estimated), then DECODE."""
+    """PREFILL until the first token was seen (or estimated), then DECODE until the request has ENDED."""
 
     PREFILL = 0
     DECODE = 1
+    ENDED = 2
 
 
-class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
-    """One routed request."""
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """One request that was sent to a target, as the target's load counts it."""
 
-    request_id: str
     target: Target
-    send_index: int
-    """Requests that were routed to the target before."""
     prompt_tokens: int
     cached_tokens: int
     expected_output_tokens: float
-    """Length of its answer, as guessed when the request was routed."""
-    expected_ttft_s: float
-    """Time to its first token, as predicted when the request was routed, had it a slot."""
-    prefill_s: float
-    routed_at_s: float
+    """Expected length of its answer."""
     is_streaming: bool
+    """Whether its first token will be seen; otherwise the time of the first token is estimated."""
     tier_load_s: float
-    """Time to fetch what lies on slower tiers, by the configured rates."""
-    prefill_done_s: float = 0.0
+    """Time to fetch the cached tokens that lie on slower tiers, by the configured rates."""
+    sent_at_s: float
+    prefill_s: float = field(init=False)
+    """Time to compute the uncached tokens, as fast as the target is now thought to be."""
+    expected_ttft_s: float = field(init=False)
+    """Time to its first token without a wait for a sequence slot, as predicted when the request was sent."""
+    send_index: int = field(init=False)
+    """Number of requests that were sent to the target before."""
+    prefill_done_s: float = field(init=False, default=0.0)
     """Part of `prefill_s` that was done when another request went first."""
-    phase: RequestPhase = RequestPhase.PREFILL
-    context_tokens: int = 0
-    output_tokens: int = 0
-    """Generated, as far as the edge has counted."""
-    decode_start_totals: WorkTotals | None = None
-    """What the target had done when the first token was seen, or when the stream was last learned from."""
-    observed_output_tokens: int = 1
-    """Tokens generated at that time."""
+    phase: RequestPhase = field(init=False, default=RequestPhase.PREFILL)
+    context_tokens: int = field(init=False, default=0)
+    """Tokens of the prompt and of the answer so far, once the request decodes."""
+    output_tokens: int = field(init=False, default=0)
+    """Tokens of the answer that the edge has counted."""
+    decode_start_totals: WorkTotals | None = field(init=False, default=None)
+    """Work totals of the target when the answer was last learned from, or else at the first token."""
+    observed_output_tokens: int = field(init=False, default=1)
+    """Tokens of the answer at the time of `decode_start_totals`."""
+
+    def __post_init__(self) -> None:
+        target, now = self.target, self.sent_at_s
+        self.prefill_s = target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
+        self.expected_ttft_s = target.slowdown * (target.estimate_wait_before_s(self.prefill_s, now) + self.prefill_s)
+        self.send_index = target.prefill_queue.next_send_index
 
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""
@@ -79,8 +86,8 @@ class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
 class PrefillQueue:
     """Prompts that were routed to a target and have no first token yet; sums over them, other routers' included."""
 
-    requests: dict[str, InFlightRequest] = field(default_factory=dict)
-    """Requests by id, in the order of routing."""
+    requests: dict[InFlightRequest, None] = field(default_factory=dict)
+    """Ordered set of the requests, the first sent first."""
     own_prefill_s: float = 0.0
     """Sum of P over `requests`."""
     oldest_since_s: float = -math.inf
@@ -110,24 +117,29 @@ class PrefillQueue:
     shortest_since_s: float = -math.inf
     """When it became the first."""
 
+    def get_oldest(self) -> InFlightRequest | None:
+        """Return the request that was sent first."""
+        return next(iter(self.requests), None)
+
     def add(self, request: InFlightRequest) -> None:
-        """A request was routed here."""
-        self.requests[request.request_id] = request
+        """Add a request that was sent to the target."""
+        self.next_send_index += 1
+        self.requests[request] = None
         self.own_prefill_s += request.prefill_s
 
     def remove(self, request: InFlightRequest) -> bool:
         """Take a request off; True where it was the oldest."""
-        was_oldest = next(iter(self.requests)) == request.request_id
-        del self.requests[request.request_id]
+        was_oldest = self.get_oldest() is request
+        del self.requests[request]
         # Recomputed when empty, so that rounding never accumulates.
         self.own_prefill_s = self.own_prefill_s - request.prefill_s if self.requests else 0.0
         return was_oldest
 
     def reprice(self, speed: Speed) -> None:
         """The worker is as fast as `speed` says from now on."""
-        for request in self.requests.values():
+        for request in self.requests:
             request.prefill_s = speed.estimate_prefill_s(request.prompt_tokens, request.cached_tokens)
-        self.own_prefill_s = sum(request.prefill_s for request in self.requests.values())
+        self.own_prefill_s = sum(request.prefill_s for request in self.requests)
 
     def record_progress(self, slowdown: float, now: float) -> None:
         """Call before the queue changes: where the order may change, what was done so far is noted."""
@@ -140,9 +152,9 @@ class PrefillQueue:
     def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
         """Recompute the totals after the queue or the other routers' part changed."""
         oldest_since_s, oldest_prefill_s, oldest_routed_s = self.oldest_since_s, 0.0, math.inf
-        if self.requests:
-            oldest_request = next(iter(self.requests.values()))
-            oldest_prefill_s, oldest_routed_s = oldest_request.prefill_s, oldest_request.routed_at_s
+        oldest_request = self.get_oldest()
+        if oldest_request is not None:
+            oldest_prefill_s, oldest_routed_s = oldest_request.prefill_s, oldest_request.sent_at_s
         self.total_prefill_s = self.own_prefill_s
         if self.is_shortest_first:
             oldest_prefill_s, oldest_routed_s = self._sort_by_remaining_prefill()
@@ -182,7 +194,7 @@ class PrefillQueue:
     def _sort_by_remaining_prefill(self) -> tuple[float, float]:
         """Sort the prompts by what is left of them; return (what is left of the first, since when it is the first)."""
         requests = sorted(
-            itertools.islice(self.requests.values(), _SORTED_PREFILLS_MAX),
+            itertools.islice(self.requests, _SORTED_PREFILLS_MAX),
             key=InFlightRequest.estimate_remaining_prefill_s,
         )
         self.shortest = requests[0] if requests else None

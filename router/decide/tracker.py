@@ -10,7 +10,6 @@ after every request ended, every sum is zero.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -26,9 +25,8 @@ from router.decide.load import (
     estimate_external_load,
     merge_peer_loads,
 )
-from router.decide.observations import PrefillInterval
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeed, SharedSpeed, Speed
+from router.decide.speed import PoolSpeed, PrefillInterval, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
@@ -36,9 +34,8 @@ _SAME_STEP_S: Final = 0.004
 """First tokens this close together came out of one engine step: one observation."""
 OBSERVED_STEPS_MIN: Final = 16
 """So many tokens of an answer teach what a decode step takes."""
-_SILENCE_REQUESTS_MAX: Final = 64
 _SILENCE_CHECK_INTERVAL_S: Final = 0.01
-"""So many of the oldest requests are looked at so often while nothing was heard of a pool."""
+"""Time between two looks at how long a pool without any observation has been waited for."""
 _OVERDUE_RATIO_MIN: Final = 1.1
 """So many times as long as expected is late."""
 TOKEN_S_MIN: Final = 1e-4
@@ -61,10 +58,10 @@ class LoadTracker:
         self._speed_by_pool: dict[str, PoolSpeed] = {}
         """What was learned of each pool's targets; as many as models were ever served."""
         self.targets: dict[str, Target] = {}
-        self.in_flight_requests: dict[str, InFlightRequest] = {}
         self._epoch_s: float | None = None
-        self._estimated_first_token_heap: list[tuple[float, str]] = []
-        """Heap of (estimated first token, request) of requests that do not stream."""
+        self._estimated_first_tokens: list[tuple[float, int, InFlightRequest]] = []
+        """Heap of (estimated time of the first token, number, request) of requests that do not stream."""
+        self._estimate_count = 0
         self._silence_checked_at_s = -math.inf
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """router -> target name -> load."""
@@ -94,44 +91,33 @@ class LoadTracker:
     # A request's life --------------------------------------------------------------------------------------------
     def add_request(
         self,
-        request_id: str,
         target: Target,
         *,
         prompt_tokens: int,
         cached_tokens: int,
-        stream: bool,
+        is_streaming: bool,
         now: float,
-        expected_tokens: float = 0.0,
+        expected_output_tokens: float = 0.0,
         tier_load_s: float = 0.0,
     ) -> InFlightRequest:
-        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `tier_load_s`:
-        to fetch what lies on slower tiers, by the configured rates."""
-        assert request_id not in self.in_flight_requests, f"request {request_id} is already in flight"
-        load, prefill_queue = target.load, target.prefill_queue
-        prefill_s = target.estimate_prefill_s(prompt_tokens, cached_tokens)
+        """Count a request that is sent to `target`, and return it; the other methods take it.
+
+        `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates.
+        """
         target.record_queue_progress(now)
         request = InFlightRequest(
-            request_id=request_id,
-            target=target,
-            send_index=prefill_queue.next_send_index,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            expected_output_tokens=expected_tokens,
-            expected_ttft_s=target.slowdown * (target.estimate_wait_before_s(prefill_s, now) + prefill_s),
-            prefill_s=prefill_s,
-            routed_at_s=now,
-            is_streaming=stream,
-            tier_load_s=tier_load_s,
+            target, prompt_tokens, cached_tokens, expected_output_tokens, is_streaming, tier_load_s, now
         )
-        if not stream:
-            heapq.heappush(self._estimated_first_token_heap, (now + request.expected_ttft_s, request_id))
-        prefill_queue.next_send_index += 1
-        self.in_flight_requests[request_id] = request
+        if not is_streaming:
+            self._estimate_count += 1
+            first_token_at_s = now + request.expected_ttft_s
+            heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
         self._mark_changed(target)
-        prefill_queue.add(request)
+        load = target.load
+        target.prefill_queue.add(request)
         load.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
-        load.remaining_output_tokens += expected_tokens
+        load.remaining_output_tokens += expected_output_tokens
         target.recompute_decode_load()
         target.recompute_queue()
         window_s = UTILISATION_WINDOW_S
@@ -140,21 +126,21 @@ class LoadTracker:
         load.arrivals_scaled += growth / window_s
         return request
 
-    def record_first_token(self, request_id: str, now: float) -> InFlightRequest | None:
-        """PREFILL -> DECODE, seen; None where the request is unknown or already decoding."""
-        request = self.in_flight_requests.get(request_id)
-        if request is None or request.phase is RequestPhase.DECODE:
-            return None
+    def record_first_token(self, request: InFlightRequest, now: float) -> bool:
+        """Record that the first token of a request was seen; return False where the request had it already."""
+        if request.phase is not RequestPhase.PREFILL:
+            return False
         self._observe_first_token(request, now)
         self._start_decode(request, now)
-        request.target.learn_max_num_seqs(now - request.routed_at_s, request.expected_ttft_s, now)
-        return request
+        request.target.learn_max_num_seqs(now - request.sent_at_s, request.expected_ttft_s, now)
+        return True
 
-    def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
-        """A decoding request's context has grown to its prompt plus `output_tokens`, the last of which came `at_s`: an
-        observation of what steps take, where that is known."""
-        request = self.in_flight_requests.get(request_id)
-        if request is None or request.phase is not RequestPhase.DECODE:
+    def record_progress(self, request: InFlightRequest, output_tokens: int, at_s: float | None = None) -> None:
+        """Record that the answer of a decoding request has `output_tokens` by now, the last of them since `at_s`.
+
+        Where that time is given, learn from it what decode steps take.
+        """
+        if request.phase is not RequestPhase.DECODE:
             return
         request.output_tokens = output_tokens
         context_tokens = request.prompt_tokens + output_tokens
@@ -170,14 +156,18 @@ class LoadTracker:
             self._observe_steps(request, output_tokens - request.observed_output_tokens, at_s)
 
     def end_request(
-        self, request_id: str, now: float, *, is_computed: bool = True, reported_cached: int | None = None
-    ) -> InFlightRequest | None:
-        """Finished, failed or aborted: every count it had goes; where nothing was computed, its share of the
-        utilisation too. `reported_cached`: the engine's own figure corrects what was learned from a prediction that
-        was off."""
-        request = self.in_flight_requests.pop(request_id, None)
-        if request is None:
-            return None
+        self,
+        request: InFlightRequest,
+        now: float,
+        *,
+        is_computed: bool = True,
+        reported_cached_tokens: int | None = None,
+    ) -> None:
+        """Take a request that finished, failed or was aborted out of every count.
+
+        Where nothing was computed (`is_computed` is False), its prefill no longer counts as utilisation.
+        """
+        assert request.phase is not RequestPhase.ENDED, "the request has ended already"
         target, load = request.target, request.target.load
         self._mark_changed(target)
         target.advance_work_totals(now)
@@ -195,16 +185,16 @@ class LoadTracker:
         else:
             load.decode_request_count -= 1
             load.decode_context_tokens -= request.context_tokens
+        request.phase = RequestPhase.ENDED
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
             window_s = UTILISATION_WINDOW_S
-            growth = math.exp((request.routed_at_s - self._update_decay_epoch(now)) / window_s)
+            growth = math.exp((request.sent_at_s - self._update_decay_epoch(now)) / window_s)
             load.utilisation_scaled = max(0.0, load.utilisation_scaled - request.prefill_s / window_s * growth)
-        if reported_cached is not None:
+        if reported_cached_tokens is not None:
             load.predicted_cached_tokens += request.cached_tokens
-            load.reported_cached_tokens += reported_cached
-        return request
+            load.reported_cached_tokens += reported_cached_tokens
 
     def has_free_target(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""
@@ -218,11 +208,10 @@ class LoadTracker:
 
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
-        estimates = self._estimated_first_token_heap
+        estimates = self._estimated_first_tokens
         while estimates and estimates[0][0] <= now:
-            first_token_at_s, request_id = heapq.heappop(estimates)
-            request = self.in_flight_requests.get(request_id)
-            if request is not None and request.phase is RequestPhase.PREFILL and not request.is_streaming:
+            first_token_at_s, _, request = heapq.heappop(estimates)
+            if request.phase is RequestPhase.PREFILL:
                 self._start_decode(request, first_token_at_s)
         if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_at_s = now
@@ -233,11 +222,9 @@ class LoadTracker:
     def _learn_from_silence(self, pool: PoolSpeed, now: float) -> None:
         """No worker of a pool has answered yet: how long they are waited for tells something too. Half of them say that
         all are slower than was thought."""
-        oldest_requests = itertools.islice(self.in_flight_requests.values(), _SILENCE_REQUESTS_MAX)
-        targets = {request.target.name: request.target for request in oldest_requests}
         overdue_ratios = sorted(
             target.compute_overdue_ratio(now)
-            for target in targets.values()
+            for target in self.targets.values()
             if target.speed.pool is pool and target.prefill_queue.requests
         )
         median_ratio = overdue_ratios[len(overdue_ratios) // 2] if overdue_ratios else 0.0
@@ -299,20 +286,20 @@ class LoadTracker:
             is_in_turn = request.send_index > prefill_queue.last_answered_send_index
             prefill_queue.last_answered_send_index = max(request.send_index, prefill_queue.last_answered_send_index)
         else:
-            is_in_turn = next(iter(prefill_queue.requests)) == request.request_id
+            is_in_turn = prefill_queue.get_oldest() is request
         is_alone = target.peer_load.prefill_s <= 0.0 and not target.external_load
         interval = target.speed.open_prefill_interval
         oldest_since_s = max(prefill_queue.oldest_since_s, target.peer_load.oldest_prefill_since_s)
         load = target.load
         if interval is not None and now - interval.end_s > _SAME_STEP_S:
-            if is_in_turn and interval.can_add_step(request.routed_at_s, oldest_since_s, target.speed.step_tokens):
+            if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
                 interval.add_step(load.decode_request_count, load.decode_context_tokens)
             else:
                 self.close_interval(target)
                 interval = None
         if interval is None:
-            waited_steps = 0.5 if load.decode_request_count > 0 and request.routed_at_s > oldest_since_s else 0.0
-            start_s = max(oldest_since_s, request.routed_at_s)
+            waited_steps = 0.5 if load.decode_request_count > 0 and request.sent_at_s > oldest_since_s else 0.0
+            start_s = max(oldest_since_s, request.sent_at_s)
             interval = target.speed.open_prefill_interval = PrefillInterval(
                 start_s,
                 load.decode_request_count,
@@ -324,13 +311,14 @@ class LoadTracker:
         interval.is_usable = interval.is_usable and is_alone
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
-    def record_answer(self, request_id: str, reported_tokens: int | None, now: float) -> int:
-        """A whole answer has come: how long it was, as the engine says within reason, or as the edge counted. From its
-        first token on it took a step for each."""
-        request = self.in_flight_requests[request_id]
+    def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
+        """Learn from a whole answer what decode steps take, and return the answer's length in tokens.
+
+        The length is the one that the engine reports, within reason, or else the one that the edge counted.
+        """
         output_tokens = counted_tokens = request.output_tokens if request.is_streaming else 0
         if reported_tokens is not None:
-            output_tokens = min(reported_tokens, int((now - request.routed_at_s) / TOKEN_S_MIN))
+            output_tokens = min(reported_tokens, int((now - request.sent_at_s) / TOKEN_S_MIN))
             if counted_tokens:
                 output_tokens = min(output_tokens, counted_tokens + counted_tokens // 4 + COUNT_TOLERANCE_TOKENS)
         request.output_tokens = output_tokens
@@ -386,13 +374,13 @@ class LoadTracker:
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
         """This router's own part of a target's load."""
         load, prefill_queue = target.load, target.prefill_queue
-        oldest_request = next(iter(prefill_queue.requests.values()), None)
+        oldest_request = prefill_queue.get_oldest()
         factor = self.compute_utilisation_decay(now)
         return PeerLoad(
             prefill_s=prefill_queue.own_prefill_s,
             prefill_requests=len(prefill_queue.requests),
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
-            oldest_routed_s=oldest_request.routed_at_s if oldest_request else now,
+            oldest_routed_s=oldest_request.sent_at_s if oldest_request else now,
             oldest_prefill_since_s=prefill_queue.oldest_since_s,
             decode_requests=load.decode_request_count,
             decode_context_tokens=load.decode_context_tokens,
@@ -460,47 +448,39 @@ class LoadTracker:
         for order in self.load_orders:
             order.mark_changed(target)
 
-    # Truth -------------------------------------------------------------------------------------------------------
-    def check_invariants(self) -> None:
-        """Every sum equals what it sums."""
+    def check_invariants(self, in_flight_requests: Collection[InFlightRequest]) -> None:
+        """Assert that every sum of a target equals the sum over its requests in flight."""
         for target in self.targets.values():
             load, queue = target.load, target.prefill_queue
-            requests = [f for f in self.in_flight_requests.values() if f.target is target]
-            decoding_requests = [f for f in requests if f.phase is RequestPhase.DECODE]
-            prefilling_ids = [f.request_id for f in requests if f.phase is RequestPhase.PREFILL]
-            assert load.request_count == len(requests), (
+            requests = [request for request in in_flight_requests if request.target is target]
+            decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
+            prefilling_requests = [request for request in requests if request.phase is RequestPhase.PREFILL]
+            assert load.request_count == len(requests) == len(decoding_requests) + len(prefilling_requests), (
                 f"{target.name}: {load.request_count} requests, {len(requests)} known"
             )
-            assert sorted(queue.requests) == sorted(prefilling_ids), f"{target.name}: prefills differ"
-            assert math.isclose(
-                queue.own_prefill_s,
-                sum(f.prefill_s for f in queue.requests.values()),
-                abs_tol=1e-6,
-            )
+            assert set(queue.requests) == set(prefilling_requests), f"{target.name}: prefills differ"
+            assert math.isclose(queue.own_prefill_s, sum(request.prefill_s for request in queue.requests), abs_tol=1e-6)
             assert load.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
-            assert load.pending_prompt_tokens == sum(f.prompt_tokens for f in queue.requests.values())
-            assert math.isclose(
-                load.remaining_output_tokens, sum(f.expected_output_tokens for f in requests), abs_tol=1e-3
-            )
-            cached_values = (
-                target.slowdown,
-                queue.total_prefill_s,
-                queue.busy_since_s,
-                queue.oldest_prefill_s,
-                target.mutual_step_delay_s,
-            )
+            assert load.pending_prompt_tokens == sum(request.prompt_tokens for request in queue.requests)
+            expected_output_tokens = sum(request.expected_output_tokens for request in requests)
+            assert math.isclose(load.remaining_output_tokens, expected_output_tokens, abs_tol=1e-3)
+            cached_values = _get_derived_values(target)
             target.recompute_decode_load()
             target.recompute_queue()
-            fresh_values = (
-                target.slowdown,
-                queue.total_prefill_s,
-                queue.busy_since_s,
-                queue.oldest_prefill_s,
-                target.mutual_step_delay_s,
-            )
+            fresh_values = _get_derived_values(target)
             assert cached_values == fresh_values, (
                 f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
             )
-            assert load.decode_context_tokens == sum(f.context_tokens for f in decoding_requests), (
-                f"{target.name}: context"
-            )
+            context_tokens = sum(request.context_tokens for request in decoding_requests)
+            assert load.decode_context_tokens == context_tokens, f"{target.name}: context"
+
+
+def _get_derived_values(target: Target) -> list[float]:
+    queue = target.prefill_queue
+    return [
+        target.slowdown,
+        queue.total_prefill_s,
+        queue.busy_since_s,
+        queue.oldest_prefill_s,
+        target.mutual_step_delay_s,
+    ]

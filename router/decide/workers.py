@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from router.decide.config import HealthConfig
+from router.decide.messages import FailureKind, RouteRequest
 from router.index.protocol import HolderId
 
 BLOCKCAST, VLLM = "blockcast", "vllm"
@@ -163,6 +164,17 @@ class CircuitBreaker:
         if is_over:
             worker.health, worker.probe = WorkerState.PROBING, None
         return is_over
+
+
+def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
+    """Return whether a failure of a request counts against its worker, so that no client can take a worker out.
+
+    A client chooses how long a whole answer takes. A silent stream is the worker's fault where the worker answered no
+    other request since `silent_since_s`.
+    """
+    if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
+        return request.is_streaming and worker.last_answer_at_s <= silent_since_s
+    return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)
 
 
 def find_unusable_reason(worker: Worker) -> str | None:

@@ -1,1 +1,1 @@
-"""Who the workers are and what they hold: discovery, their event streams, snapshots, other routers."""
+"""Workers of a router: discovery, health checks, event streams, snapshots, and load shared with other routers."""

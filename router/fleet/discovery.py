@@ -1,8 +1,8 @@
-"""From a worker's HTTP address to everything the router needs to know of it.
+"""Discovery of workers: from a worker's HTTP address to all that the router needs to know of it.
 
-The `--worker` flag, and one thin asynchronous prober that asks; what comes back is read by
-router/fleet/worker_responses.py. A worker that answers no event source is tried at vLLM's default port; where nobody
-listens there, its cache is followed by history.
+Reads the `--worker` flag and asks the worker over HTTP; router/fleet/worker_responses.py parses the answers. A worker
+that names no event source is tried at vLLM's default port. If nothing listens there, its cache is estimated from the
+requests that were sent to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from options import ConfigError
 from router.decide.load import EngineLoad
 from router.decide.workers import BLOCKCAST, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.worker_responses import (
-    is_asleep,
+    are_ranks_asleep,
     parse_number,
     read_block_size,
     read_cache_capacity,
@@ -42,56 +42,56 @@ from router.http_client import FetchError, fetch
 
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
-NAME_S_MAX = 5.0
-"""For the address of a host that a worker names."""
+RESOLVE_S_MAX = 5.0
+"""Longest resolution of a host name that a worker names."""
 NOT_OFFERED = frozenset((404, 405, 410, 501))
-"""Statuses by which a worker says that it has no such route; any other is about this moment."""
+"""Statuses by which a worker says that it has no such route; with any other it may have the route later."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlag:
-    """One worker as an operator names it. What is given here is not asked for."""
+    """One worker as an operator describes it; values that are given here are not discovered."""
 
     url: str
-    """Empty: others send it its requests, and ask here where to."""
+    """Empty if another program sends requests to the worker, and asks this router only which one to take."""
     worker_id: str
     events: tuple[str, ...] = ()
-    """PUB endpoints, one a data-parallel rank; empty: discover them."""
+    """PUB endpoints, one for each data-parallel rank; empty: discover them."""
     replay: tuple[str, ...] = ()
     topic: str = ""
     no_events: bool = False
-    """`events=none`: follow the cache by history."""
+    """`events=none`: estimate the cache from the requests that were sent there."""
     roles: frozenset[str] = frozenset()
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
-    """Sequences it runs at once; engines do not tell."""
+    """Sequences that the worker runs at once; engines do not publish it."""
     is_shortest_first: bool | None = None
-    """`prefill_order=shortest`: which of its prompts it computes first; None: as it tells, else in their order."""
+    """`prefill_order=shortest`: whether the shortest prompt is computed first; None: as the worker says."""
     reannounces: bool = False
-    """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
+    """`reannounce=1`: the worker may publish blocks as stored that it has already (EventSource.reannounces)."""
     sends_api_key: bool = True
-    """It is sent the workers' API key: the operator named it when the router started, or said `send_key=1`."""
+    """Whether the worker is sent the workers' API key, as for any named at the router's start."""
     model: str = ""
-    """What it serves; told where nobody can be asked."""
+    """Model that the worker serves, if it has no URL to be asked at."""
     root: str = ""
-    """The folder, or name on a hub, of the model's tokenizer."""
+    """Folder, or name on a hub, of the model's tokenizer."""
     block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What one probe found."""
+    """Result of one probe of a worker."""
 
     is_alive: bool
     reason: str = ""
-    """Why it is not alive."""
+    """Why the worker is not alive."""
     models: tuple[ServedModel, ...] = ()
     sources: tuple[EventSource, ...] = ()
-    """Empty: no events."""
+    """Event sources, one for each data-parallel rank; empty: the worker publishes none."""
     cache_tokens: int | None = None
     block_size: int | None = None
     roots: dict[str, str] = field(default_factory=dict)
-    """model -> what the worker loaded it from: a folder, or a name on a hub."""
+    """Folder, or name on a hub, from which the worker loaded each model, by model name."""
     engine: str = ""
     host_tokens: int | None = None
     is_shortest_first: bool = False
@@ -99,26 +99,26 @@ class WorkerFacts:
 
 
 _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-"""One part of a host's name; with underscores, as containers have them."""
+"""One label of a host's name; with underscores, which names of containers have."""
 _ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
-"""It stands in headers and metrics."""
+"""Characters of a worker's id, which stands in headers and metrics."""
 _FLAG_KEYS = (
     "url", "events", "replay", "topic", "id", "roles", "cache_tokens", "max_num_seqs", "prefill_order", "reannounce",
     "send_key", "model", "root", "block_size",
 )  # fmt: skip
-"""The last three instead of `url`."""
+"""Keys of `--worker`. The last three replace `url`."""
+_NUMBER_KEYS = ("cache_tokens", "max_num_seqs", "block_size")
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
-"""What an operator adds to `vllm serve` or `engine serve` to have events published."""
+"""Option that makes `vllm serve` or `engine serve` publish events."""
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
-    """`http://host:8000`, or
-    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,max_num_seqs=N,
-    prefill_order=shortest,reannounce=1`;
-    `model=...,root=...,block_size=N` instead of `url` for one that is sent its requests by others.
+    """Parse a value of `--worker`; ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
 
-    Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
+    Forms: `http://host:8000`; or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,
+    cache_tokens=N,max_num_seqs=N,prefill_order=shortest,reannounce=1`; or `model=...,root=...,block_size=N` in place of
+    `url`, if other programs send the requests to the worker.
     """
     value_by_key: dict[str, str] = {}
     if re.match(r"[a-z_]+=", text) is None:
@@ -135,12 +135,12 @@ def parse_worker_flag(text: str) -> WorkerFlag:
 
 
 def is_key_refused(reason: str) -> bool:
-    """Whether a worker refused the router's API key, by what `WorkerFacts.reason` says."""
+    """Return whether `WorkerFacts.reason` says that a worker refused the router's API key."""
     return "answers 401" in reason or "answers 403" in reason
 
 
 def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
-    """The next step of an operator whose worker could not be probed for this reason."""
+    """Return what an operator can do about a worker that could not be probed for this reason."""
     if is_key_refused(reason):
         return "give the worker's key, --worker-api-key"
     if "certificate" in reason:
@@ -151,54 +151,27 @@ def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
 
 
 def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
-    """The same from its parts. Raises ConfigError."""
-    unknown = next((key for key in value_by_key if key not in _FLAG_KEYS), None)
-    if unknown is not None:
-        closest = difflib.get_close_matches(unknown, _FLAG_KEYS, 1)
-        hint = f", the nearest is {closest[0]}" if closest else ""
-        raise ConfigError(f"--worker: unknown key {unknown!r}{hint}; expected {', '.join(_FLAG_KEYS)}")
-    is_external = {"model", "root", "block_size"} & value_by_key.keys()
-    if is_external and "url" in value_by_key:
-        raise ConfigError(f"worker: {min(is_external)}= and url=: expected one of them, a worker with a URL is asked")
-    required_keys = ("model", "events", "id") if is_external else ("url",)
-    missing_key = next((key for key in required_keys if not value_by_key.get(key)), None)
-    if missing_key is not None:
-        raise ConfigError(f"worker: {missing_key}= is missing")
-    url = "" if is_external else normalise_url(value_by_key["url"])
-    events, replay = value_by_key.get("events", ""), value_by_key.get("replay", "")
-    endpoints = () if events in ("", "none") else tuple(events.split(";"))
-    replay_endpoints = tuple(replay.split(";")) if replay else ()
-    for endpoint in (*endpoints, *replay_endpoints):
-        if _ENDPOINT_PATTERN.fullmatch(endpoint) is None:
-            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
-    if replay_endpoints and len(replay_endpoints) != len(endpoints):
-        raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
+    """Make a WorkerFlag from the keys and values of `--worker`. Raises ConfigError."""
+    is_external = _check_keys(value_by_key)
+    _check_values(value_by_key)
+    endpoints, replay_endpoints = _split_endpoints(value_by_key)
     if is_external and not endpoints:
-        raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
-    capacity, max_num_seqs, block_size = (
-        value_by_key.get(key) for key in ("cache_tokens", "max_num_seqs", "block_size")
-    )
-    for key, value in (("cache_tokens", capacity), ("max_num_seqs", max_num_seqs), ("block_size", block_size)):
-        if value is not None and not parse_number(value):
-            raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
-    for key in ("reannounce", "send_key"):
-        if value_by_key.get(key, "0") not in ("0", "1"):
-            raise ConfigError(f"worker: {key}={value_by_key[key]!r}, expected 0 or 1")
-    prefill_order = value_by_key.get("prefill_order")
-    if prefill_order not in (None, "arrival", "shortest"):
-        raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
+        raise ConfigError(f"worker: events={value_by_key['events']!r}, expected an endpoint where there is no url=")
+    url = "" if is_external else normalise_url(value_by_key["url"])
     worker_id = value_by_key.get("id") or derive_worker_id(url)
     if _WORKER_ID_PATTERN.fullmatch(worker_id) is None:
         raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
+    cache_tokens, max_num_seqs, block_size = (value_by_key.get(key) for key in _NUMBER_KEYS)
+    prefill_order = value_by_key.get("prefill_order")
     return WorkerFlag(
         url=url,
         worker_id=worker_id,
         events=endpoints,
         replay=replay_endpoints,
         topic=value_by_key.get("topic", ""),
-        no_events=events == "none",
+        no_events=value_by_key.get("events") == "none",
         roles=frozenset(filter(None, value_by_key.get("roles", "").split(";"))),
-        cache_tokens=int(capacity) if capacity is not None else None,
+        cache_tokens=int(cache_tokens) if cache_tokens is not None else None,
         max_num_seqs=int(max_num_seqs) if max_num_seqs is not None else None,
         is_shortest_first=None if prefill_order is None else prefill_order == "shortest",
         reannounces=value_by_key.get("reannounce") == "1",
@@ -209,9 +182,52 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     )
 
 
+def _check_keys(value_by_key: Mapping[str, str]) -> bool:
+    """Check that required keys are there and no unknown ones; return whether they describe a worker without a URL."""
+    unknown_key = next((key for key in value_by_key if key not in _FLAG_KEYS), None)
+    if unknown_key is not None:
+        closest_keys = difflib.get_close_matches(unknown_key, _FLAG_KEYS, 1)
+        hint = f", the nearest is {closest_keys[0]}" if closest_keys else ""
+        raise ConfigError(f"--worker: unknown key {unknown_key!r}{hint}; expected {', '.join(_FLAG_KEYS)}")
+    external_keys = {"model", "root", "block_size"} & value_by_key.keys()
+    if external_keys and "url" in value_by_key:
+        raise ConfigError(f"worker: {min(external_keys)}= and url=: expected one of them, a worker with a URL is asked")
+    required_keys = ("model", "events", "id") if external_keys else ("url",)
+    missing_key = next((key for key in required_keys if not value_by_key.get(key)), None)
+    if missing_key is not None:
+        raise ConfigError(f"worker: {missing_key}= is missing")
+    return bool(external_keys)
+
+
+def _check_values(value_by_key: Mapping[str, str]) -> None:
+    """Raise ConfigError for a number, a switch or a prefill order that cannot be read."""
+    for key in _NUMBER_KEYS:
+        value = value_by_key.get(key)
+        if value is not None and not parse_number(value):
+            raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
+    for key in ("reannounce", "send_key"):
+        if value_by_key.get(key, "0") not in ("0", "1"):
+            raise ConfigError(f"worker: {key}={value_by_key[key]!r}, expected 0 or 1")
+    prefill_order = value_by_key.get("prefill_order")
+    if prefill_order not in (None, "arrival", "shortest"):
+        raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
+
+
+def _split_endpoints(value_by_key: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the event endpoints and the replay endpoints of all ranks. Raises ConfigError."""
+    events, replay = value_by_key.get("events", ""), value_by_key.get("replay", "")
+    endpoints = () if events in ("", "none") else tuple(events.split(";"))
+    replay_endpoints = tuple(replay.split(";")) if replay else ()
+    for endpoint in (*endpoints, *replay_endpoints):
+        if _ENDPOINT_PATTERN.fullmatch(endpoint) is None:
+            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
+    if replay_endpoints and len(replay_endpoints) != len(endpoints):
+        raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
+    return endpoints, replay_endpoints
+
+
 def normalise_url(url: str) -> str:
-    """An address as given by hand becomes `http://host:port` without a trailing slash, and without the `/v1` that
-    clients of OpenAI's API are given. Raises ConfigError."""
+    """Return a worker's address as `http://host:port`, without a trailing slash or `/v1`. Raises ConfigError."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
@@ -222,15 +238,15 @@ def normalise_url(url: str) -> str:
         raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
     if parts.username is not None:
         raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")
-    if not _is_host(parts.hostname) or not url.isprintable() or " " in url:
+    if not _is_valid_host(parts.hostname) or not url.isprintable() or " " in url:
         raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     host_port = host if port is None else f"{host}:{port}"
     return f"{parts.scheme}://{host_port}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _is_host(host: str) -> bool:
-    """An IP address, or what can be a name: whether it resolves is for the probes to find out."""
+def _is_valid_host(host: str) -> bool:
+    """Return whether a text is an IP address or can be a host name. It is not resolved."""
     if ":" in host or host.rpartition(".")[2].isdigit():
         try:
             ipaddress.ip_address(host)
@@ -245,7 +261,7 @@ def _is_host(host: str) -> bool:
 
 
 def derive_worker_id(url: str) -> str:
-    """host:port of a normalised URL: short, stable, unique."""
+    """Return the id of a worker without a given one: host:port (and path) of its normalised URL."""
     parts = urlsplit(url)
     default_port = 443 if parts.scheme == "https" else 80
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
@@ -253,7 +269,10 @@ def derive_worker_id(url: str) -> str:
 
 
 def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
-    """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
+    """Return the event sources of an operator's endpoints.
+
+    It is unknown whether they offer snapshots, so other routers are asked for snapshots too.
+    """
     return tuple(
         EventSource(
             data_parallel_rank=rank,
@@ -266,7 +285,7 @@ def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
 
 
 def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
-    """What the core is told of a worker that was probed."""
+    """Return the description of a probed worker for the router's core."""
     return WorkerSpec(
         worker_id=flag.worker_id,
         url=flag.url,
@@ -284,16 +303,16 @@ def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
 
 
 async def _resolve_addresses(host: str) -> set[str]:
-    """The IP addresses of a host; none where its name is not known."""
+    """Return the IP addresses of a host; empty if its name cannot be resolved."""
     try:
-        address_infos = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), NAME_S_MAX)
+        address_infos = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), RESOLVE_S_MAX)
     except (OSError, UnicodeError, asyncio.TimeoutError):
         return set()
     return {str(address[0]).partition("%")[0] for *_, address in address_infos}
 
 
 class Prober:
-    """Asks workers over HTTP. Every answer is bounded in time and size; a worker's fault never raises."""
+    """Asks workers over HTTP. Every answer is bounded in time and size, and no fault of a worker raises."""
 
     def __init__(
         self,
@@ -303,14 +322,14 @@ class Prober:
         headers: dict[str, str] | None = None,
         trusts_endpoints: bool = False,
     ):
-        """`trusts_endpoints`: workers may name event endpoints that are not on their own host."""
+        """`trusts_endpoints`: workers may name event endpoints on hosts other than their own."""
         self._session = session
         self._trusts_endpoints = trusts_endpoints
         self._timeout_s = timeout_s
         self._headers = headers or {}
 
     async def check_health(self, flag: WorkerFlag) -> str | None:
-        """None where `/health` answers 200; else why not. Without a URL whoever named it takes it back."""
+        """Return None if `/health` answers 200, else the reason. A worker without a URL is taken as healthy."""
         if not flag.url:
             return None
         try:
@@ -320,7 +339,10 @@ class Prober:
         return None if status == 200 else f"/health answers {status}"
 
     async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
-        """Everything about a worker: models, event sources, capacity. `previous`: what an earlier probe found."""
+        """Find out a worker's models, event sources and cache size.
+
+        `previous` is the result of an earlier probe: its event sources stand if the worker is too busy to say.
+        """
         if not flag.url:
             roots = {flag.model: flag.root} if flag.root else {}
             sources = await self.discover_sources(flag)
@@ -347,7 +369,7 @@ class Prober:
         # vLLM's label of that name is of its swap space.
         host_tokens = read_host_capacity(metrics) if engine == BLOCKCAST else None
         is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
-        is_engine_asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
+        is_engine_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources)))) is True
         return WorkerFacts(
             True,
             "",
@@ -363,7 +385,7 @@ class Prober:
         )
 
     async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
-        """What the worker serves now: models, and what each was loaded from. Raises FetchError, DecodeError."""
+        """Return the models that a worker serves, and the root of each. Raises FetchError, DecodeError."""
         if not flag.url:
             return (ServedModel(flag.model, flag.model),), {flag.model: flag.root} if flag.root else {}
         status, body = await self._get(flag, "/v1/models")
@@ -375,7 +397,7 @@ class Prober:
         return models, read_roots(body)
 
     async def discover_sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
-        """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
+        """Return where a worker publishes events; empty if it does not. Poll it to see a new epoch."""
         sources = await self._find_sources(flag, previous)
         if not flag.reannounces:
             return sources
@@ -398,8 +420,11 @@ class Prober:
         return (make_default_source(host, flag.topic),) if await self._is_listening(host, DEFAULT_PORT) else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
-        """Raises DecodeError where a worker names an endpoint of another host: the router would connect to it from
-        where the worker may not."""
+        """Raise DecodeError if a worker names an event endpoint on another host.
+
+        The router may reach hosts that the worker may not, so it connects to such an endpoint only if the operator
+        allows it.
+        """
         worker_host = urlsplit(flag.url).hostname or ""
         addresses: set[str] | None = None
         for source in sources:
@@ -417,11 +442,11 @@ class Prober:
                     )
 
     async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
-        """What each rank says of its load."""
+        """Return the load that each rank reports; None for a rank that reports none."""
         return read_loads(await self._fetch_metrics(flag), ranks)
 
     async def _fetch_metrics(self, flag: WorkerFlag) -> str:
-        """The lines of the worker's `/metrics` that are read; empty where there are none."""
+        """Return the lines of the worker's `/metrics` that are used; empty if there are none."""
         if not flag.url:
             return ""
         try:

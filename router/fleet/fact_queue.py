@@ -1,7 +1,7 @@
-"""Facts that the event feed learns about workers, and their way to the event loop.
+"""Facts that the event feed learns about workers, and the queue that hands them to the event loop.
 
-The feed learns them on its own thread; the core lives on the loop. Health checks run on the loop and call the core
-themselves.
+The feed learns facts on its own thread, and the core runs on the event loop. Health checks run on the event loop and
+call the core directly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class CacheCleared(NamedTuple):
-    """All that a rank had cached is gone: it restarted, said so, or events were lost that would have told."""
+    """A rank's cache is empty, or unknown because events were lost."""
 
     worker_id: str
     rank: int
@@ -22,7 +22,7 @@ class CacheCleared(NamedTuple):
 
 
 class CapacityObserved(NamedTuple):
-    """Number of tokens that the cache of a rank holds, as its events show it; None where they do not show it yet."""
+    """Number of tokens that the cache of a rank holds, as its events show; None if they do not show it yet."""
 
     worker_id: str
     rank: int
@@ -30,7 +30,7 @@ class CapacityObserved(NamedTuple):
 
 
 class StreamLost(NamedTuple):
-    """The subscription of a rank's events broke off, maybe because its worker died."""
+    """The subscription of a rank's events broke, maybe because its worker died."""
 
     worker_id: str
     rank: int
@@ -40,10 +40,10 @@ WorkerFact = CacheCleared | CapacityObserved | StreamLost
 
 
 class FactQueue:
-    """Hands facts over to the event loop, in order. Call `put` on any thread.
+    """Hands facts to the event loop, in order. `put` may be called on any thread.
 
-    A later fact of the same kind about the same rank replaces the one that waits. So a worker that repeats itself costs
-    one call in each turn of the loop, however fast it is.
+    A later fact of the same kind about the same rank replaces the waiting one. So a worker that repeats itself costs at
+    most one call in each turn of the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, apply: Callable[[WorkerFact], None]) -> None:
@@ -52,7 +52,7 @@ class FactQueue:
         self._apply = apply
         self._lock = threading.Lock()
         self._facts: dict[tuple[type[WorkerFact], str, int], WorkerFact] = {}
-        """(kind, worker, rank) -> the fact that waits."""
+        """Waiting facts by kind, worker and rank."""
 
     def put(self, fact: WorkerFact) -> None:
         """Hand over a fact in the loop's next turn."""

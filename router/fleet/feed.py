@@ -1,9 +1,9 @@
-"""The worker streams' way into the index: what each stream says is applied, in order, to its holder.
+"""Applies the event streams of workers to the prefix index: each stream, in order, to the holder of its rank.
 
-Owns which streams are followed, and their records (worker_stream.py); events/feed.py owns the sockets, the thread and
-the healing. The handler runs on the feed's thread, everything else on the caller's; one lock keeps a stream that was
-forgotten from writing into a holder that is gone. A stream id is never used twice, so what was still on its way when
-its stream was replaced is dropped.
+This module knows which streams are followed (worker_stream.py has their records). events/feed.py owns the sockets, the
+thread and the replay after gaps. `handle` runs on the feed's thread, everything else on the caller's. A lock keeps a
+forgotten stream from writing into a holder that was removed. No stream id is used twice, so late messages of a replaced
+stream are dropped.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ log = logging.getLogger("router")
 SNAPSHOT_VERSION = 2
 SNAPSHOT_S_MAX = 60.0
 COUNT_EVERY, MEASURE_EVERY = 1 << 14, 1 << 17
-"""Blocks stored between two looks at how many one stream holds, and at how much memory all take."""
+"""Blocks stored after which the blocks of a stream are counted, and after which the index is measured."""
 UNSLICED_BYTES_MAX = 64 << 10
-"""Longer payloads are applied in slices, with turns of other streams between them."""
+"""Longest payload that is applied at once; longer ones are applied in slices, in turn with other streams."""
 
 
 class PeerSnapshot(msgspec.Struct, array_like=True):
-    """One stream as a router knows it, for another that starts late (peer_snapshots.py)."""
+    """State of one event stream that a router sends to another one (peer_snapshots.py)."""
 
     version: int
     seq: int
     digest: int
-    """Of the payload of batch `seq`, as events.stream makes it."""
+    """Digest of the payload of batch `seq`, as made by events.stream."""
     complete_from: int
-    """Every batch from this one to `seq` is in it; 0: nothing that is resident is missing."""
+    """The snapshot has every batch from this one to `seq`; 0: it has all resident blocks."""
     chunks: list[bytes]
     """Payloads for an index with the same seed."""
 
 
 class IndexFeed:
-    """Follows the streams of any number of workers into an index."""
+    """Follows the event streams of many workers and applies them to an index."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class IndexFeed:
         streams_max: int = 16_384,
         index_bytes_max: int = 8 << 30,
     ) -> None:
-        """`report` is called with what is learned of workers, in order, on whichever thread learns it."""
+        """`report` is called with each fact about a worker, in order, on the thread that learns it."""
         self._max_streams = streams_max
         self._index_bytes_max = index_bytes_max
         self._blocks_stored_since_measured = 0
@@ -81,10 +81,9 @@ class IndexFeed:
         self._report = report
         self._lock = threading.Lock()
         self._stream_by_id: dict[str, WorkerStream] = {}
-        """stream id -> stream."""
         self._streams_by_worker: dict[str, list[WorkerStream]] = {}
         self._counters: dict[tuple[str, int], StreamCounters] = {}
-        """(worker, rank) -> counters, kept while the worker is followed."""
+        """Counters by (worker, rank), kept while the worker is followed."""
         self._stream_generation = itertools.count()
         self.events = EventFeed(self)
 
@@ -96,10 +95,10 @@ class IndexFeed:
         self.events.close()
 
     def bind(self, endpoint: str) -> str:
-        """Listen for publishers that connect to us; each is known by its topic. Returns the bound address.
+        """Listen for publishers that connect to this router, and return the bound address.
 
-        A topic belongs to the followed stream whose source names it, or, in the form `kv@HOST...`, to the worker of
-        that host or id. Raises zmq.ZMQError where the endpoint cannot be bound.
+        A publisher is known by its topic: that of a followed stream, or `kv@NAME...`, where NAME is the worker's id or
+        host. Raises zmq.ZMQError if the endpoint cannot be bound.
         """
         return self.events.bind(endpoint, self._find_stream)
 
@@ -111,11 +110,11 @@ class IndexFeed:
         snapshots: Mapping[int, PeerSnapshot] | None = None,
         blocks_max: int = 1 << 24,
     ) -> None:
-        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before. Without a change of
-        address or holder only the epochs are passed on.
+        """Follow `sources[rank]` for `holders[rank]`, in place of the streams followed before.
 
-        `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
-        `blocks_max`: that each rank may announce.
+        Without a change of address or holder, only new epochs are passed on. A rank with an entry in `snapshots` starts
+        from that state of another router, if the worker's replay confirms it. `blocks_max` is the number of blocks that
+        each rank may announce.
         """
         streams = self._streams_by_worker.get(worker_id, [])
         sources_with_holders = list(zip(sources, holders))
@@ -128,11 +127,11 @@ class IndexFeed:
                 if source.epoch is not None:
                     self.events.report_epoch(stream.stream_id, source.epoch)
             return
-        self._drop(worker_id)
+        self._stop_streams(worker_id)
         for stream in streams:
             self._clear_and_report(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._streams_by_worker[worker_id] = [
-            self._add(
+            self._start_stream(
                 worker_id,
                 rank,
                 source,
@@ -147,45 +146,52 @@ class IndexFeed:
         self.events.rematch_topics()
 
     def count_free_streams(self, worker_id: str) -> int:
-        """How many streams of this worker can be followed."""
+        """Return how many streams of this worker can be followed."""
         return self._max_streams - sum(
             len(streams) for name, streams in self._streams_by_worker.items() if name != worker_id
         )
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
-        self._drop(worker_id)
+        self._stop_streams(worker_id)
         self._streams_by_worker.pop(worker_id, None)
         for key in [key for key in self._counters if key[0] == worker_id]:
             del self._counters[key]
 
     def clear_worker(self, worker_id: str) -> None:
-        """The worker's cache is empty, although its events do not say so, or not yet: it gave its memory back. Its
-        streams go on from where they are."""
+        """Forget a worker's cached blocks, because it gave its memory back and may not have said so.
+
+        Its streams are followed on from where they are.
+        """
         for stream in self._streams_by_worker.get(worker_id, []):
             with self._lock:
                 self._clear_and_report(stream)
                 stream.complete_from = 0  # what comes now is all there is
 
     def restart_streams(self, worker_id: str) -> None:
-        """The worker died, says the core: clear its entries, and start from a snapshot (or its ring) when its stream
-        comes back."""
+        """Forget the blocks of a worker that died.
+
+        When its streams come back, they start from a snapshot or from the worker's replay buffer.
+        """
         streams = self._streams_by_worker.get(worker_id, [])
         positions = [stream.position or stream.position_before_restart for stream in streams]
-        self._drop(worker_id)
+        self._stop_streams(worker_id)
         for stream in streams:
             self._clear(stream)
         self._streams_by_worker[worker_id] = [
-            self._add(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
+            self._start_stream(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
         ]
         for stream, position in zip(self._streams_by_worker[worker_id], positions):
             stream.position_before_restart = position if stream.source.epoch is None else None  # else a new epoch tells
         self.events.rematch_topics()
 
     def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
-        """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
-        the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,
-        and without those that could confirm none."""
+        """Return the ranks with unknown earlier blocks, and the first batch known of each.
+
+        A rank is incomplete after a gap that its worker's replay did not cover, after a reconnect, or after a late
+        start. Left out are ranks which offer a snapshot of their own, or which have no replay to confirm another
+        router's.
+        """
         if not self.is_synced(worker_id):
             return {}
         return {
@@ -199,7 +205,7 @@ class IndexFeed:
         }
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
-        """Restart a stream from another router's snapshot, if that is complete from an earlier batch on; else False.
+        """Restart a stream from another router's snapshot; False if that has no earlier batches than are known.
 
         The stream is followed from the snapshot's batch on. If the worker's replay does not begin with that batch, the
         snapshot is dropped and the whole replay buffer is read, so the index stays exact.
@@ -212,19 +218,21 @@ class IndexFeed:
         with self._lock:
             self._stream_by_id.pop(old_stream.stream_id, None)
         self._clear_and_report(old_stream)
-        streams[rank] = self._add(
+        streams[rank] = self._start_stream(
             worker_id, rank, old_stream.source, old_stream.holder, snapshot, is_only_rank=old_stream.is_only_rank
         )
         return True
 
     # Seeing --------------------------------------------------------------------------------------------------------
     def count_stored_blocks(self, worker_id: str) -> int:
-        """Blocks the worker announced so far: what the drift watchdog wants to know."""
+        """Return how many blocks the worker has announced so far."""
         return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
 
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
-        """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
-        thread makes it slice by slice, before anything else of this stream and between the turns of the others."""
+        """Return the state of a stream for another router; None if this router has not caught up with it.
+
+        Waits while the feed's thread writes the snapshot slice by slice, in turn with other streams.
+        """
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
@@ -262,14 +270,16 @@ class IndexFeed:
         return None
 
     def describe_streams(self, worker_id: str) -> dict[str, Any]:
-        """What is known of a worker's streams, for `/workers`."""
+        """Return the state of a worker's streams, for `/workers`."""
         streams = self._streams_by_worker.get(worker_id, [])
         return {
-            "streams": [s.to_json(self.events.get_stream_state(s.stream_id), self._groups(s.holder)) for s in streams]
+            "streams": [
+                s.to_json(self.events.get_stream_state(s.stream_id), self._get_groups(s.holder)) for s in streams
+            ]
         }
 
     def sum_counters(self) -> dict[str, dict[str, int]]:
-        """worker -> summed counters over its ranks, for `/metrics`."""
+        """Return the counters of each worker, summed over its ranks, for `/metrics`."""
         sums_by_worker: dict[str, dict[str, int]] = {}
         for worker_id, streams in list(self._streams_by_worker.items()):
             sums = sums_by_worker.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
@@ -279,21 +289,21 @@ class IndexFeed:
         return sums_by_worker
 
     def is_synced(self, worker_id: str) -> bool:
-        """Whether every stream of the worker is connected and has caught up."""
+        """Return whether every stream of the worker is connected and has caught up."""
         streams = self._streams_by_worker.get(worker_id, [])
         return bool(streams) and all(
             s.is_up and (state := self.events.get_stream_state(s.stream_id)) is not None and state.phase.value == "live"
             for s in streams
         )
 
-    def _groups(self, holder: HolderId) -> list[dict[str, object]]:
+    def _get_groups(self, holder: HolderId) -> list[dict[str, object]]:
         try:
             return self._index.groups(holder)
         except KeyError:
             return []
 
     # Changing what is followed -------------------------------------------------------------------------------------
-    def _add(
+    def _start_stream(
         self,
         worker_id: str,
         rank: int,
@@ -310,13 +320,13 @@ class IndexFeed:
         self._report_capacity(stream)
         with self._lock:
             self._stream_by_id[stream_id] = stream
-        self.events.add(stream.feed_source(self._apply_snapshot(stream, snapshot)))
+        self.events.add(stream.make_feed_source(self._apply_snapshot(stream, snapshot)))
         if source.epoch is not None:
             self.events.report_epoch(stream_id, source.epoch)
         return stream
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
-        """Apply a peer's snapshot; the place in the stream that the worker has to confirm, None without one."""
+        """Apply another router's snapshot; return the position that the worker has to confirm, if any."""
         if snapshot is None:
             return None
         for chunk in snapshot.chunks:
@@ -335,7 +345,7 @@ class IndexFeed:
         if stream.source.groups:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
 
-    def _drop(self, worker_id: str) -> None:
+    def _stop_streams(self, worker_id: str) -> None:
         for stream in self._streams_by_worker.get(worker_id, []):
             self.events.remove(stream.stream_id)
             with self._lock:
@@ -359,7 +369,7 @@ class IndexFeed:
             log.debug("holder of %s is gone already", stream.stream_id)
 
     def _find_stream(self, topic: str) -> StreamSource | None:
-        """The stream of a publisher that connected to us (feed's thread)."""
+        """Return the stream that a publisher's topic names. Called on the feed's thread."""
         with self._lock:
             streams = list(self._stream_by_id.values())
         topic_names = topic.split("@")[1:2]
@@ -367,14 +377,17 @@ class IndexFeed:
             host = stream.worker_id.rpartition(":")[0]
             if stream.source.topic == topic or (topic_names and topic_names[0] in (stream.worker_id, host)):
                 stream.topic = topic
-                return stream.feed_source()
+                return stream.make_feed_source()
         return None
 
     def _enforce_limits(self, stream: WorkerStream, stored_blocks: int) -> None:
-        """Count what a stream holds, and measure the index, once in a while: a worker may announce what it likes."""
-        stream.stored_since += stored_blocks
-        if stream.stored_since >= min(COUNT_EVERY, stream.blocks_max):
-            stream.stored_since = 0
+        """Forget the blocks of a stream that has too many, or of the largest one if the index is full.
+
+        Counting and measuring are slow, so they are done only after many stored blocks.
+        """
+        stream.stored_since_counted += stored_blocks
+        if stream.stored_since_counted >= min(COUNT_EVERY, stream.blocks_max):
+            stream.stored_since_counted = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
         self._blocks_stored_since_measured += stored_blocks
@@ -392,7 +405,7 @@ class IndexFeed:
                 self._drop_blocks(largest_stream, "most for its cache, and the index is full (--index-memory)")
 
     def _count_blocks(self, stream: WorkerStream) -> int:
-        return sum(int(str(group["blocks"])) for group in self._groups(stream.holder))
+        return sum(int(str(group["blocks"])) for group in self._get_groups(stream.holder))
 
     def _drop_blocks(self, stream: WorkerStream, reason: str) -> None:
         block_count = self._count_blocks(stream)
@@ -412,14 +425,18 @@ class IndexFeed:
                 self._report(StreamLost(stream.worker_id, stream.rank))
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
-        """Apply one instruction of a stream, or its first slice: then the rest is handed back."""
+        """Apply one instruction of a stream.
+
+        Of a long payload only the first slice is applied; the returned function applies the next one and returns
+        whether there are more.
+        """
         with self._lock:
             stream = self._stream_by_id.get(stream_id)
             if stream is None:
                 return None
             counters = stream.counters
             if isinstance(instruction, Apply):
-                return self._apply(stream, instruction)
+                return self._ingest(stream, instruction)
             if isinstance(instruction, Clear):
                 self._clear_and_report(stream)
             elif isinstance(instruction, Gap):
@@ -436,7 +453,7 @@ class IndexFeed:
                 counters.overflowed += instruction.count
         return None
 
-    def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
+    def _ingest(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
         try:
             if len(apply.payload) <= UNSLICED_BYTES_MAX:
                 self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
@@ -450,7 +467,7 @@ class IndexFeed:
         return None
 
     def _continue_ingest(self, stream: WorkerStream, apply: Apply, task: IngestTask) -> bool:
-        """The next slice of a long payload; False where there is no other."""
+        """Apply the next slice of a long payload and return whether there are more."""
         with self._lock:
             if self._stream_by_id.get(stream.stream_id) is not stream:
                 return False
@@ -465,7 +482,7 @@ class IndexFeed:
     def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
         counters = stream.counters
         if stream.last_seq is None and not stream.is_only_rank:
-            stream.check_rank(decode_batch_rank(apply.payload))
+            stream.record_batch_rank(decode_batch_rank(apply.payload))
         counters.record_batch(len(apply.payload), report)
         stream.record_skipped(report.malformed)
         if report.removed:  # only then it can be full

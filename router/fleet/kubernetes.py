@@ -1,8 +1,8 @@
-"""Workers that Kubernetes knows: a Service's EndpointSlices, or an InferencePool's pods, listed and then watched.
+"""Workers that Kubernetes lists: a Service's EndpointSlices, or the pods of an InferencePool.
 
-A shell: owns the API client, the watch that is open and its clock. What the objects mean is
-router/fleet/kubernetes_objects.py's. A list is asked for in pages; the watch goes on from its version, by
-bookmarks too, and after 410 everything is listed anew. While the API cannot be reached, the workers stay as they are.
+Lists objects in pages and then watches them from the version of the list on; after status 410 everything is listed
+again. While the API cannot be reached, the workers stay as they are. router/fleet/kubernetes_objects.py parses the
+objects.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ log = logging.getLogger("router")
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PAGE_OBJECTS = 500
 WATCH_S = 300
-"""The server ends a watch after so long; the next goes on where it ended."""
+"""Time after which the server ends a watch; the next one continues from its last version."""
 POOL_S = 10.0
-"""Between two looks at what a pool selects."""
+"""Time between two requests for what a pool selects."""
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
-SPEC = r"^(?:(?:[a-z0-9-]+/)?(?:service|pool)/)?[a-z0-9][a-z0-9.-]*(?::[a-z0-9-]+)?$"
-_SPEC = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
+SOURCE_PATTERN = r"^(?:(?:[a-z0-9-]+/)?(?:service|pool)/)?[a-z0-9][a-z0-9.-]*(?::[a-z0-9-]+)?$"
+_SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
 AddressCallback = Callable[[EndpointReadiness], None]
 _CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class _RetryableError(Exception):
-    """The API did not give what was asked for."""
+    """The API gave no usable answer; it is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSource:
-    """Which workers."""
+    """Service or InferencePool that has the workers as its endpoints."""
 
     kind: str
     """`service` or `pool`."""
     name: str
     namespace: str | None
-    """None: the pod's own, else `default`."""
+    """None: the namespace of the router's pod, else `default`."""
     port: str | None
-    """Number or name; None: the slices' first, or the pool's."""
+    """Number or name; None: the first port of each slice, or the port of the pool."""
 
     @classmethod
     def parse(cls, text: str) -> KubernetesSource:
-        """Raises ConfigError."""
-        match = _SPEC.fullmatch(text)
+        """Parse a value of `--kubernetes`. Raises ConfigError."""
+        match = _SOURCE_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(f"--kubernetes: got {text!r}, expected [[NAMESPACE/](service|pool)/]NAME[:PORT]")
         if match[2] == "pool" and match[4] is not None and not match[4].isdigit():
@@ -76,8 +76,10 @@ class KubernetesSource:
 
 
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
-    """Tell all addresses at the start and whenever one has changed. Runs until cancelled. Raises ConfigError where the
-    package or the way to the API is missing."""
+    """Call `update` with all addresses at the start and after each change, until cancelled.
+
+    Raises ConfigError if the Python package or the way to the API is missing.
+    """
     try:
         from kubernetes_asyncio import client, config
     except ImportError as error:
@@ -90,7 +92,7 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
             f"--kubernetes: the API cannot be reached: {error} Run the router in a pod with a service account, or set "
             "KUBECONFIG"
         ) from error
-    namespace = source.namespace or _own_namespace()
+    namespace = source.namespace or _read_own_namespace()
     async with client.ApiClient(configuration) as api:
         follow = _follow_service if source.kind == "service" else _follow_pool
         await follow(api, source, namespace, update)
@@ -103,7 +105,7 @@ async def _follow_service(api: Any, source: KubernetesSource, namespace: str, up
 
 
 async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
-    """Follow the pods that the pool selects; begin anew where it selects others."""
+    """Follow the pods that a pool selects, and start anew when its selection changes."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     selection: tuple[str, tuple[int, ...]] | None = None
     task: asyncio.Task[None] | None = None
@@ -137,7 +139,7 @@ async def _follow(api: Any, path: str, labels: str, cache: ObjectCache, update: 
         try:
             if not cache.version:
                 await _list(api, path, labels, cache)
-                update(cache.addresses())
+                update(cache.merge_addresses())
             await _watch(api, path, labels, cache, update)
             pause_s = RETRY_S
             if cache.version and time.monotonic() - started_s < RETRY_S:
@@ -160,7 +162,7 @@ async def _list(api: Any, path: str, labels: str, cache: ObjectCache) -> None:
 
 
 async def _watch(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
-    """One watch, until the server ends it or says 410."""
+    """Apply the events of one watch, until the server ends it or says 410."""
     query = [
         ("labelSelector", labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
         ("resourceVersion", cache.version), ("timeoutSeconds", str(WATCH_S)),
@@ -181,7 +183,7 @@ async def _watch(api: Any, path: str, labels: str, cache: ObjectCache, update: A
             if not cache.version:
                 return
             if any(changes):
-                update(cache.addresses())
+                update(cache.merge_addresses())
     except _CONNECTION_ERRORS as error:
         raise _RetryableError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -211,7 +213,7 @@ async def _request(api: Any, path: str, query: list[tuple[str, str]], seconds: f
         raise _RetryableError(f"{type(error).__name__}: {error}") from error
 
 
-def _own_namespace() -> str:
+def _read_own_namespace() -> str:
     try:
         return NAMESPACE_FILE.read_text().strip()
     except OSError:

@@ -1,8 +1,7 @@
-"""Kubernetes' objects as workers: what EndpointSlices and pods say about who may get requests. Pure.
+"""Parsers of Kubernetes objects: which addresses EndpointSlices and pods name, and which take new requests. Pure.
 
-Conventions kept (discovery.k8s.io/v1): without a condition an endpoint is ready; one that terminates or is not ready
-gets no new request and keeps those it has; an address that stands in two slices while it moves counts once. Refuses to
-know how the objects are fetched (router/fleet/kubernetes.py).
+Conventions of discovery.k8s.io/v1: an endpoint without conditions is ready. An endpoint that terminates or is not ready
+gets no new request and keeps those it has. An address that is in two slices while it moves counts once.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import msgspec
 from events.types import DecodeError
 
 LINE_BYTES_MAX = 16 << 20
-"""Of one event of a watch: etcd keeps no object of over 1.5 MiB."""
+"""Longest event of a watch; etcd stores no object of over 1.5 MiB."""
 GONE = 410
+"""Status of a watch whose version is too old to continue from."""
 
 
 class _Conditions(msgspec.Struct):
@@ -104,12 +104,15 @@ class _Pool(msgspec.Struct):
 
 
 EndpointReadiness = dict[str, bool]
-"""`host:port` -> whether it takes new requests."""
+"""Whether an address, `host:port`, takes new requests."""
 ObjectReader = Callable[[bytes], EndpointReadiness]
 
 
 def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
-    """Of an EndpointSlice, at the port of this number or name; None: at its first. Raises DecodeError."""
+    """Return the addresses of an EndpointSlice at the port with this number or name. Raises DecodeError.
+
+    With `port` None, its first port is taken.
+    """
     endpoint_slice = _decode(raw, _Slice)
     ports = [p.port for p in endpoint_slice.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
     if not ports or endpoint_slice.address_type == "FQDN":
@@ -124,7 +127,7 @@ def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
 
 
 def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
-    """Of a pod, at each of the ports; none before it has an address. Raises DecodeError."""
+    """Return the addresses of a pod at each of the ports; empty before it has an IP address. Raises DecodeError."""
     pod = _decode(raw, _Pod)
     if pod.status.pod_ip is None:
         return {}
@@ -134,25 +137,25 @@ def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
 
 
 def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
-    """(label selector, target ports) of an InferencePool. Raises DecodeError."""
+    """Return the label selector and the target ports of an InferencePool. Raises DecodeError."""
     spec = _decode(raw, _Pool).spec
     labels = ",".join(f"{name}={value}" for name, value in sorted(spec.selector.match_labels.items()))
     return labels, tuple(port.number for port in spec.target_ports)
 
 
 class ObjectCache:
-    """Objects of one list, kept up to date by its watch."""
+    """Objects of one Kubernetes list, kept up to date by its watch."""
 
     def __init__(self, read: ObjectReader) -> None:
         self._read = read
         self._objects: dict[str, EndpointReadiness] = {}
         self._pending_list: dict[str, EndpointReadiness] | None = None
-        """Of a list whose last page has not come."""
+        """Objects of a list whose last page has not come yet."""
         self.version = ""
-        """Where a watch goes on; empty: a list is needed."""
+        """Version from which a watch continues; empty: a new list is needed."""
 
     def add_page(self, raw: bytes) -> str:
-        """A page of a list; what to ask the next with, or empty behind the last. Raises DecodeError."""
+        """Add a page of a list; return the token for the next page, empty after the last. Raises DecodeError."""
         page = _decode(raw, _List)
         pending_list = self._pending_list = self._pending_list or {}
         for item in page.items or ():
@@ -162,12 +165,15 @@ class ObjectCache:
         return str(page.metadata.next)
 
     def require_list(self) -> None:
-        """A list is needed; until it is there, what was known stands."""
+        """Note that a new list is needed. Until it is complete, the known objects stand."""
         self.version, self._pending_list = "", None
 
     def apply_event(self, line: bytes) -> bool:
-        """A line of the watch; whether anything changed. Raises DecodeError, also where the server ends the watch by an
-        error; after 410 a list is needed."""
+        """Apply one event of a watch; return whether addresses changed.
+
+        After status 410 a new list is needed. Raises DecodeError if the event is malformed or another error of the
+        server.
+        """
         event = _decode(line, _Event)
         if event.type == "ERROR":
             failure = _decode(bytes(event.object), _Failure)
@@ -184,8 +190,8 @@ class ObjectCache:
         self.version = metadata.resource_version or self.version
         return previous != self._objects.get(_object_key(event.object))
 
-    def addresses(self) -> EndpointReadiness:
-        """All of them."""
+    def merge_addresses(self) -> EndpointReadiness:
+        """Return the addresses of all objects; one is ready if any object says so."""
         readiness: EndpointReadiness = {}
         for addresses in self._objects.values():
             for address, is_ready in addresses.items():

@@ -1,8 +1,8 @@
-"""The list of workers as it is lived: probed until they answer, watched while they serve, changed at run time.
+"""The workers of a router: probed until they answer, checked while they serve, added and removed at run time.
 
-Owns one task a worker. Turns what the prober sees into calls of the core (added, up, down) and of the event feed
-(follow, forget). Refuses to know requests: failures seen by traffic go to the core directly; here they only hasten the
-next check of the worker.
+There is one task for each worker. It turns what the prober finds into calls of the core (add, up, down) and of the
+event feed (follow, forget). Failures of requests go to the core directly; here they only make the next check come
+sooner.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_name
-from router.fleet.worker_responses import is_asleep
+from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.reader import PromptReader
 
@@ -50,41 +50,41 @@ TRAFFIC_ONLY_RECOVERY = frozenset(
     f"{kind.value} failure"
     for kind in (FailureKind.TIMEOUT, FailureKind.STALLED, FailureKind.SERVER_ERROR, FailureKind.STREAM)
 )
-"""Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
+"""Reasons for which a worker is broken although its `/health` may answer; only a successful request ends them."""
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
-"""After a fault of our own in a worker's watch, or in following a list: doubles up to the second."""
+"""Longest pause after a fault of the router in a worker's task; it doubles from RESTART_S on."""
 LOADS_S_MAX = 60.0
 DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
-"""Between two looks for models that nobody is known to serve, the longer of the two: of all workers and of each."""
+"""Shortest time between two searches for unknown models: the longer of a fixed one and one for each worker."""
 DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
-"""How long a client waits for such a look, and the pauses in which it sees whether its model came."""
+"""Longest time that a client waits for such a search, and the pause between two looks at its result."""
 CONCURRENT_POLLS_MAX = 32
-"""Workers that are asked at once."""
+"""Workers that are asked for their models at once."""
 REASON_CHARS_MAX = 300
-"""What a worker says goes into the log and `/workers` up to here."""
+"""Longest text of a worker that is written to the log and to `/workers`."""
 TOKENIZER_S_MAX = 60.0
 BLOCKS_MAX_DEFAULT = 1 << 22
-"""Blocks of a rank whose worker does not tell how much it holds."""
+"""Blocks that a rank may announce if its worker does not say how much its cache holds."""
 BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
-"""Else so many, and so many times those of its cache, of so many tokens at the most."""
+"""Terms of `compute_max_blocks`: fixed part, factor of the blocks in the cache, and largest size of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How often workers are looked at."""
+    """How often workers are checked, and how much of them is followed."""
 
     health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
     sources_s: Annotated[Seconds, "Time between two requests for a worker's event sources."] = 10.0
-    """A new epoch means that it restarted."""
+    """A new epoch means that the worker restarted."""
     loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
-    """Doubles up to a minute while it says nothing."""
+    """Doubles up to a minute while the worker reports no load."""
     starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
     starting_s_max: Annotated[Seconds, "The pause before a worker that was never reached doubles up to this."] = 5.0
     failures_to_down: Annotated[
         int, Meta(ge=1, le=10**9), "Failed health checks in a row after which a worker is down."
     ] = 2
-    """Traffic's own failures do so at once."""
+    """One failed check is enough after a failed request."""
     trust_event_endpoints: Annotated[
         bool,
         Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
@@ -109,27 +109,29 @@ class FleetConfig:
 
 @dataclass(slots=True)
 class _Member:
+    """One worker and the state of its task."""
+
     flag: WorkerFlag
     origin: str
-    """Who asked for it: `operator`, `file`, or the name it was resolved from."""
+    """List that the worker comes from: `operator`, `file`, or a name that was resolved."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have it looked at now."""
+    """Set to have the worker checked now."""
     task: asyncio.Task[None] | None = None
     facts: WorkerFacts | None = None
     problem: str = ""
     failures: int = 0
-    """Checks, or probes before it was ever reached, that failed in a row."""
+    """Checks that failed in a row, or probes if the worker was never reached."""
     starting_pause_s: float = 0.0
     peers_from_s: float = 0.0
-    """When other routers may be asked for what this one lacks."""
+    """Time from which other routers may be asked for missing snapshots."""
     peers_pause_s: float = 0.0
     loads_from_s: float = 0.0
-    """When it may be asked for its load again."""
+    """Time from which the worker may be asked for its load again."""
     loads_pause_s: float = 0.0
     lacks_room: bool = False
-    """It has more event streams than can be followed."""
+    """Whether the worker has more event streams than can be followed."""
     restart_s: float = 0.0
-    """The pause after the last fault of its watch."""
+    """Pause after the last fault of its task."""
 
     def cancel(self) -> None:
         task, self.task = self.task, None  # which would keep both until the collector looks at what is old
@@ -138,14 +140,14 @@ class _Member:
 
     @property
     def starting_reason(self) -> str:
-        """Why a worker that was never reached is not there."""
+        """Why a worker that was never reached is not available."""
         if not self.problem:
             return "not tried yet"
         return f"{self.problem} (tried {self.failures} times, again every {self.starting_pause_s:g} s)"
 
 
 class Fleet:
-    """All workers of this process."""
+    """All workers of this router."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class Fleet:
         now: Callable[[], float],
         peers: PeerClient | None = None,
     ) -> None:
-        """`peers`: other routers, to start from what they know of a worker's cache."""
+        """`peers` are other routers that may have snapshots of a worker's cache."""
         self._core = core
         self._peers = peers
         self._prober = prober
@@ -171,16 +173,16 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._closed = False
         self._discovery: asyncio.Task[None] | None = None
-        """Asks all workers which models they serve."""
+        """Task that asks all workers which models they serve."""
         self._discovered_s = -math.inf
         self._background: set[asyncio.Task[None]] = set()
         self.failed_checks: Counter[str] = Counter()
-        """worker -> checks and probes that failed: for `/metrics`."""
+        """Failed checks and probes by worker, for `/metrics`."""
 
     # Changes ------------------------------------------------------------------------------------------------------
 
     async def add(self, settings: dict[str, Any]) -> str:
-        """Add a worker from `{"url": ..., "events": ..., "replay": ..., ...}`; its id. Raises ConfigError."""
+        """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
         invalid_key = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
         if invalid_key is not None:
             raise ConfigError(f"worker: {invalid_key} is {settings[invalid_key]!r}, expected a string")
@@ -189,7 +191,7 @@ class Fleet:
         return flag.worker_id
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
-        """Start to probe a worker. One with the same id is replaced where its flags differ."""
+        """Start to probe a worker. It replaces one with the same id and other settings."""
         existing = self._members.get(flag.worker_id)
         if existing is not None:
             if existing.flag == flag:
@@ -198,12 +200,12 @@ class Fleet:
             existing.cancel()
         member = _Member(flag, origin)
         self._members[flag.worker_id] = member
-        self._start(member)
+        self._start_watching(member)
 
-    def _start(self, member: _Member) -> None:
+    def _start_watching(self, member: _Member) -> None:
         if self._members.get(member.flag.worker_id) is not member:
             return
-        member.task = asyncio.get_running_loop().create_task(self._run(member))
+        member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
 
         def restart_after_fault(task: asyncio.Task[None]) -> None:
             if task.cancelled() or self._closed or (error := task.exception()) is None:
@@ -214,12 +216,12 @@ class Fleet:
             member.problem = reason
             self.failed_checks[member.flag.worker_id] += 1
             member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
-            asyncio.get_running_loop().call_later(member.restart_s, self._start, member)
+            asyncio.get_running_loop().call_later(member.restart_s, self._start_watching, member)
 
         member.task.add_done_callback(restart_after_fault)
 
     async def remove(self, worker_id: str) -> None:
-        """Forget a worker; what it is answering goes on. One that is not known is forgotten already."""
+        """Forget a worker, if it is there. Its running answers are not cut off."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return
@@ -230,8 +232,11 @@ class Fleet:
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
     async def discover_model(self, model: str) -> None:
-        """A client asks for a model that nobody serves: ask all workers now, and wait for it. Those who ask meanwhile
-        share one look, and after one there is none for a while: names come from clients."""
+        """Ask all workers for a model that none is known to serve, and wait for their answers.
+
+        Clients that ask at the same time share one search. After a search there is a pause, because clients may ask for
+        any name.
+        """
         discovery = self._discovery
         if discovery is None or discovery.done():
             if self._now() - self._discovered_s < max(
@@ -247,13 +252,13 @@ class Fleet:
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=on))
 
     def check_soon(self, worker_id: str) -> None:
-        """Traffic to this worker failed, or its stream broke off: check it now."""
+        """Check a worker now, because a request to it failed or its event stream broke."""
         member = self._members.get(worker_id)
         if member is not None:
             member.wake.set()
 
     def apply_fact(self, fact: WorkerFact) -> None:
-        """Tell the core what the feed learned of a worker."""
+        """Pass on to the core what the event feed learned about a worker."""
         match fact:
             case CacheCleared(worker_id, rank, at_s):
                 self._core.clear_worker_cache(worker_id, at_s, rank)
@@ -269,8 +274,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def details(self, worker_id: str) -> dict[str, Any]:
-        """What is known of a worker's events, for `/workers`."""
+    def describe_events(self, worker_id: str) -> dict[str, Any]:
+        """Return the state of a worker's event streams, for `/workers`."""
         member = self._members.get(worker_id)
         details = self._feed.describe_streams(worker_id)
         if member is not None and member.problem:
@@ -278,16 +283,16 @@ class Fleet:
         return details
 
     def may_receive_api_key(self, worker_id: str) -> bool:
-        """Whether it may be sent the workers' API key."""
+        """Return whether a worker may be sent the workers' API key."""
         member = self._members.get(worker_id)
         return member is not None and member.flag.sends_api_key
 
-    def starting_reasons(self) -> dict[str, str]:
-        """Workers that were never reached: id -> why not."""
+    def list_starting_reasons(self) -> dict[str, str]:
+        """Return why each worker that was never reached is not available, by its id."""
         return {key: m.starting_reason for key, m in self._members.items() if key not in self._core.workers}
 
-    def has_untried(self) -> bool:
-        """Whether there are workers whose first answer, or the lack of one, is awaited."""
+    def has_unprobed_worker(self) -> bool:
+        """Return whether some worker's first probe has not ended yet."""
         return any(
             member.facts is None and not member.failures and not member.problem for member in self._members.values()
         )
@@ -295,18 +300,21 @@ class Fleet:
     # Where workers come from --------------------------------------------------------------------------------------
 
     def follow_file(self, path: Path) -> None:
-        """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
+        """Add the workers in a file of `--worker` lines, and follow its changes. Raises ConfigError."""
         self._update_origin("file", read_workers_file(path))
         self._spawn(self._watch_forever(lambda: watch_file(path, partial(self._update_origin, "file"))))
 
     def follow_name(self, flag: WorkerFlag) -> None:
-        """Keep to the addresses that the host of `flag` resolves to, one worker each."""
+        """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
         origin = f"dns {urlsplit(flag.url).hostname}"
         update = partial(self._update_origin, origin)
         self._spawn(self._watch_forever(lambda: watch_name(flag, self._config.names_s, update)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
-        """Keep to the endpoints of a Service or of an InferencePool. Those that are not ready get nothing new."""
+        """Add the endpoints of a Service or an InferencePool, and follow changes.
+
+        Endpoints that are not ready get no new requests.
+        """
         origin = f"{source.kind} {source.name}"
         drained_ids: set[str] = set()
 
@@ -324,7 +332,7 @@ class Fleet:
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_readiness)))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Follow a list for as long as the router runs."""
+        """Call `watch` again and again, with a pause after each time it ends or fails."""
         pause_s = 0.0
         while True:
             try:
@@ -337,7 +345,7 @@ class Fleet:
             await asyncio.sleep(pause_s)
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
-        """What came from `origin` before and is not among `flags` leaves."""
+        """Watch the workers of a list, and remove those that came from `origin` and are not in it any more."""
         listed_ids = {flag.worker_id for flag in flags}
         for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
             if worker_id not in listed_ids:
@@ -355,8 +363,8 @@ class Fleet:
 
     # One worker ---------------------------------------------------------------------------------------------------
 
-    async def _run(self, member: _Member) -> None:
-        """Probe until it answers, then check it for as long as it is ours."""
+    async def _watch_worker(self, member: _Member) -> None:
+        """Probe a worker until it answers, then check it until the task is cancelled."""
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
@@ -381,7 +389,7 @@ class Fleet:
                 self._spawn(self._poll_load(member))
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
-        """Take from other routers what a gap or a reconnect made this one forget."""
+        """Take snapshots of incomplete event streams from other routers, at most once in a while."""
         if (
             self._peers is None
             or not self._peers.has_peers
@@ -401,13 +409,13 @@ class Fleet:
         member.peers_from_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
-        """What does the worker itself say that it has to do?"""
+        """Ask a worker for the load of its ranks, and pass it on to the core."""
         worker_id, is_silent = member.flag.worker_id, True
         in_flight = self._core.count_in_flight_by_rank(worker_id)
         try:
             loads = await self._prober.fetch_loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
-            is_engine_asleep = is_asleep(loads)
+            is_engine_asleep = are_ranks_asleep(loads)
             is_silent = is_engine_asleep is None
             if is_engine_asleep is not None:
                 self._set_asleep(worker_id, asleep=is_engine_asleep)
@@ -418,7 +426,10 @@ class Fleet:
             member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
     def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
-        """An engine that sleeps has lost its cache, and tells so with its first step afterwards at the earliest."""
+        """Record whether a worker sleeps.
+
+        A sleeping engine has lost its cache, and publishes that no earlier than its first step afterwards.
+        """
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not asleep:
             self._feed.clear_worker(worker_id)
@@ -438,8 +449,10 @@ class Fleet:
             self._discovered_s = self._now()
 
     async def _poll_models(self, member: _Member) -> None:
-        """Does the worker serve other models than before? Adapters are loaded while it runs, and another process may
-        have taken its place."""
+        """Join a worker again if it serves other models than before.
+
+        Adapters are loaded at run time, and another process may have taken the worker's address.
+        """
         try:
             models, roots = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
@@ -452,7 +465,7 @@ class Fleet:
             await self._join(member)
 
     async def _join(self, member: _Member) -> bool:
-        """Learn what the worker is and register it; False where it does not answer yet."""
+        """Probe a worker and register it; False if it does not answer yet."""
         facts = await self._prober.probe(member.flag, member.facts)
         if not facts.is_alive:
             reason = facts.reason[:REASON_CHARS_MAX]
@@ -505,20 +518,20 @@ class Fleet:
         spec = make_worker_spec(member.flag, facts)
         worker = self._core.add_worker(spec, self._now(), is_up=True)
         member.facts = facts
-        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
+        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=compute_max_blocks(spec))
         if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         self._set_asleep(spec.worker_id, asleep=facts.is_asleep)
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
-        """Load what the worker's models are tokenised with before it gets its first request."""
+        """Load the tokenizers of the worker's models before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
             await _run_with_timeout(
                 TOKENIZER_S_MAX, self._prompts.discover_tokenizer(base, facts.roots.get(base), member.flag)
             )
 
     async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:
-        """Another start, other models, other sources? Take over what changed."""
+        """Join a worker again if it was down, or if its event sources changed."""
         if was_down:
             await self._join(member)
             return
@@ -533,7 +546,7 @@ class Fleet:
             await self._join(member)
 
     def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:
-        """A check failed. After a failure seen by traffic, one is enough."""
+        """Count a failed check; mark the worker as down after one if a request failed too, else after several."""
         member.problem = problem[:REASON_CHARS_MAX]
         member.failures += 1
         self.failed_checks[member.flag.worker_id] += 1
@@ -541,7 +554,7 @@ class Fleet:
             self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
-        """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
+        """Sleep, and return True at once if the worker is to be checked now."""
         await _run_with_timeout(seconds, member.wake.wait())
         is_woken = member.wake.is_set()
         if is_woken:
@@ -550,9 +563,12 @@ class Fleet:
         return is_woken
 
 
-def blocks_max(spec: WorkerSpec) -> int:
-    """How many blocks a rank of this worker may announce: many times those of its cache, as blocks may be small, in
-    several groups, and in memory or storage besides."""
+def compute_max_blocks(spec: WorkerSpec) -> int:
+    """Return how many blocks a rank of this worker may announce.
+
+    It is many times those that fit into its cache, as blocks may be small, in several groups, and in host memory or
+    storage as well.
+    """
     if spec.cache_tokens is None:
         return BLOCKS_MAX_DEFAULT
     tokens = spec.cache_tokens + (spec.host_tokens or 0)
@@ -561,8 +577,11 @@ def blocks_max(spec: WorkerSpec) -> int:
 
 
 async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, object]) -> None:
-    """Do `work`, but not for longer. A cancellation always gets through: up to Python 3.11 `asyncio.wait_for` loses one
-    that comes in the moment in which the work is done, and then a worker would be watched for ever."""
+    """Await `work`, but no longer than `seconds`.
+
+    Up to Python 3.11, `asyncio.wait_for` loses a cancellation that comes when the work is done, and the task of a
+    removed worker would run for ever.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -573,7 +592,7 @@ async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, object]) -
 
 
 def _next_pause(pause_s: float, first_s: float, max_s: float) -> float:
-    """The pause after one of `pause_s` that did not help."""
+    """Return twice the last pause, between `first_s` and `max_s`."""
     return min(max(2 * pause_s, first_s), max_s)
 
 

@@ -1,12 +1,16 @@
-"""A router that lacks the past of a stream takes what another one knows: at its start, and after a gap or a reconnect
-that the worker's replay does not cover. For workers that offer no snapshot of their own.
+"""Snapshots of event streams that one router takes from another.
 
-Owns the two routes (`GET /peer`, `GET /peer/WORKER%23RANK`), their bodies, and the asking. A snapshot is the index's
-dump of one stream with the place in the stream it is true for: (seq, digest of that batch). It is applied before the
-stream is followed, and the stream then resumes from that place, which the worker's own replay has to confirm byte for
-byte; where it does not, everything is forgotten and the ring is replayed. So a peer that is behind, or that follows
-another worker of the same name, costs a request and never a false hit. A worker without replay cannot confirm anything:
-its snapshot is not asked for. Dumps hold digests, so a router takes its peer's digest seed when it starts.
+A router asks for one when it starts, and after a gap or reconnect that the worker's replay does not cover. Workers that
+offer snapshots of their own are left out.
+
+A snapshot is the index's dump of one stream, with its position: the number and digest of the last batch. It is applied
+before the stream is followed. The stream then resumes from that position, which the worker's replay must confirm byte
+for byte; if it does not, everything is forgotten and the replay buffer is read. So a peer that is behind, or that
+follows another worker of the same name, costs a request and never a false hit. A worker without replay cannot confirm
+anything, so no snapshot of it is requested.
+
+Dumps hold digests, so a router takes the digest seed of its peer when it starts. The routes are `GET /peer` and `GET
+/peer/WORKER%23RANK`.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ MSGPACK = b"application/msgpack"
 
 
 class _NoRedirectHandler(urllib.request.HTTPRedirectHandler):
-    """A key goes to whom the operator named, and nowhere else."""
+    """Follows no redirect, so that the API key goes only to the address that the operator named."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -54,25 +58,25 @@ class _SeedBody(msgspec.Struct):
 
 
 SnapshotSource = Callable[[str, int], "PeerSnapshot | None"]
-"""(worker, rank) -> what is known; None: nothing that could be proven. May take seconds."""
+"""Makes the snapshot of a worker's rank; None if it could not be confirmed. May take seconds."""
 
 
 class PeerRoutes:
-    """The serving side. Both routes tell what is cached: they are for the admin address."""
+    """Routes by which other routers get snapshots. They tell what is cached, so they are at the admin address."""
 
     def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str] | None = None) -> None:
-        """`outcomes`: counts snapshot_served and snapshot_refused (nothing that could be proven, or too large)."""
+        """`outcomes` counts snapshot_served and snapshot_refused (cannot be confirmed, or too large)."""
         self._seed = seed
         self._dump = dump
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._lock = asyncio.Lock()
 
     def get_seed(self, request: HttpRequest, _: str) -> Response:
-        """GET /peer: the seed of this router's digests."""
+        """Answer `GET /peer` with the seed of this router's digests."""
         return Response(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
 
     async def get_snapshot(self, request: HttpRequest, argument: str) -> Response:
-        """GET /peer/WORKER%23RANK: a PeerSnapshot."""
+        """Answer `GET /peer/WORKER%23RANK` with a PeerSnapshot."""
         worker, _, rank = argument.rpartition("#")
         if not worker or parse_number(rank) is None:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
@@ -92,16 +96,15 @@ class PeerRoutes:
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
-    """The digest seed of the first router that answers at one of `urls`, and the URLs of all that have it. `key`: of
-    their admin routes.
+    """Return the digest seed of the first router that answers, and the URLs of all routers with that seed.
 
-    (None, []) where nobody answers. Waits up to SEED_S_MAX for each.
+    Returns (None, []) if none answers. Waits up to SEED_S_MAX for each. `key` is the key of their admin routes.
     """
     seed: int | None = None
     matching_urls: list[str] = []
     for url in urls:
         try:
-            request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_key_header(key))
+            request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_make_key_header(key))
             with _OPENER.open(request, timeout=SEED_S_MAX) as response:
                 answer = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
@@ -117,17 +120,17 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
     return seed, matching_urls
 
 
-def _key_header(key: str | None) -> dict[str, str]:
+def _make_key_header(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 class PeerClient:
-    """The asking side. `urls`: routers of the same seed, asked in turn. A peer's fault never raises."""
+    """Asks other routers for snapshots. All of them have the same digest seed. No fault of a peer raises."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str], key: str | None = None) -> None:
         self.outcomes: Counter[str] = Counter()
-        """snapshot_taken, snapshot_older, snapshot_malformed, snapshot_unanswered (also too large)."""
-        self._headers = _key_header(key)
+        """Counts snapshot_taken, snapshot_older, snapshot_malformed, snapshot_unanswered (also too large)."""
+        self._headers = _make_key_header(key)
         self._session = session
         self._urls = list(urls)
 
@@ -138,9 +141,10 @@ class PeerClient:
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
-        """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves.
+        """Return other routers' snapshots of a worker's streams, by rank.
 
-        `only_before`: only these ranks, and only what goes back further than the batch given for each.
+        Streams that cannot confirm a snapshot, or offer one themselves, are left out. With `only_before`, only its
+        ranks are fetched, and only snapshots that begin before the batch given there.
         """
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):

@@ -1,11 +1,12 @@
-"""Several routers before the same workers: each tells the others what it has in flight, and counts theirs as load.
+"""Load that several routers before the same workers share with each other.
 
-`PeerLoads` is pure: messages in, the tracker's view of other routers changed; the tracker's changes in, messages out.
-`PeerSockets` is the shell: one PUB that is bound, one SUB connected to every peer, polled by the router's beat.
+`PeerLoads` is pure: it turns messages into the tracker's view of other routers, and the tracker's changes into
+messages. `PeerSockets` owns one PUB socket and one SUB socket that is connected to every peer.
 
-A message carries whole states of targets, never differences, so a lost one is repaired by the next about the same
-target or by the full one that every router sends once a heartbeat. Times travel as ages, so clocks need not agree. A
-router that falls silent for `expire_s` no longer counts; one that restarts has a new epoch and replaces what it said.
+A message has the whole state of targets, never differences. So a lost one is repaired by the next about the same
+target, or by the full message that every router sends once a heartbeat. Times are sent as ages, so clocks need not
+agree. The load of a router that is silent for `expire_s` is dropped. A router that restarts has a new epoch, and its
+messages replace what it sent before.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ VERSION = 1
 MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
 TARGETS_MAX = 8192
-"""Of one router."""
+"""Most targets in the message of one router."""
 POOLS_MAX = 256
 POLL_BYTES_MAX = 256 << 10
-"""Read at one beat; the rest waits for the next."""
+"""Most bytes read at one call of `exchange_loads`; the rest is read at the next."""
 QUEUE_MESSAGES = 64
-"""Of each peer, in the socket."""
+"""Messages of each peer that wait in the socket."""
 
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-"""Seconds, or seconds per second: finite."""
+"""Seconds, or seconds per second; finite."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Duration = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
@@ -47,14 +48,14 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class TargetLoad(msgspec.Struct, array_like=True):
-    """One router's part of one target's load; `_age` fields are seconds before the message was made."""
+    """Load that one router has on one target; `_age` fields are seconds before the message was made."""
 
     target: Name
     prefill_s: Amount
     oldest_prefill_s: Amount
     oldest_routed_age: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
     oldest_prefill_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
-    """Infinite where the target was never busy."""
+    """Infinite if the target was never busy."""
     decode_requests: Count
     decode_context_tokens: Count
     utilisation: Amount
@@ -63,7 +64,7 @@ class TargetLoad(msgspec.Struct, array_like=True):
 
 
 class LearnedSpeed(msgspec.Struct, array_like=True):
-    """How fast the workers of one pool are, as one router learned it, and how many observations say so."""
+    """Speed of the workers of one pool as one router learned it, and how many observations it is from."""
 
     pool: Name
     prefill_s_per_token: Duration
@@ -73,7 +74,7 @@ class LearnedSpeed(msgspec.Struct, array_like=True):
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
-    """What one router has in flight. `full`: targets it does not name are idle; what it has learned is told too."""
+    """Load of one router. With `full`, targets without an entry are idle, and `speeds` are given."""
 
     version: int
     router: Name
@@ -88,7 +89,7 @@ _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])
 
 
 class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `PUT /peers`: all routers to follow, and no others."""
+    """Body of `PUT /peers`: all routers to follow."""
 
     peers: Annotated[
         list[Annotated[str, msgspec.Meta(max_length=1024, pattern=rf"^tcp://[^\s;,]+:{_PORT}$")]],
@@ -98,12 +99,12 @@ class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Seconds."""
+    """Times of the exchange, in seconds."""
 
     heartbeat_s: float = 0.5
-    """Between two full messages."""
+    """Time between two full messages."""
     expire_s: float = 2.0
-    """Silence after which a router's load is forgotten."""
+    """Silence after which a router's load is dropped."""
 
 
 @dataclass(slots=True)
@@ -129,10 +130,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class PeerLoads:
-    """This router's share of the conversation."""
+    """Exchanges this router's load with other routers."""
 
     def __init__(self, tracker: LoadTracker, router: str, config: PeerConfig | None = None) -> None:
-        """`router`: a name unique among the peers."""
+        """`router` is a name that is unique among the peers."""
         self._tracker = tracker
         self._router = router
         self._config = config or PeerConfig()
@@ -143,7 +144,7 @@ class PeerLoads:
         self.stats = PeerStats()
 
     def next_message(self, now: float) -> bytes | None:
-        """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
+        """Return the message to publish now, if any: changed targets, or everything once a heartbeat."""
         tracker = self._tracker
         is_full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
         if not is_full and not tracker.changed_targets:
@@ -151,7 +152,7 @@ class PeerLoads:
         tracker.advance(now)
         names = list(tracker.targets) if is_full else sorted(tracker.changed_targets)
         tracker.changed_targets.clear()
-        loads = [self._load(name, now) for name in names if name in tracker.targets]
+        loads = [self._make_target_load(name, now) for name in names if name in tracker.targets]
         if is_full:
             self._last_full_s = now
             loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
@@ -163,7 +164,7 @@ class PeerLoads:
         return _ENCODER.encode(message)
 
     def apply_message(self, payload: bytes, now: float) -> None:
-        """A peer's message. What cannot be read is counted and logged once."""
+        """Apply a peer's message. A malformed one is counted, and the first is logged."""
         try:
             message = _DECODER.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -184,13 +185,13 @@ class PeerLoads:
         is_restarted = peer is None or peer.epoch != message.epoch
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
-        loads = {load.target: _peer_load(load, now) for load in message.loads}
+        loads = {load.target: _make_peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
         if message.full or is_restarted:
-            self._tracker.set_peer_speeds(message.router, {s.pool: _shared_speed(s) for s in message.speeds})
+            self._tracker.set_peer_speeds(message.router, {s.pool: _make_shared_speed(s) for s in message.speeds})
 
     def expire(self, now: float) -> None:
-        """Forget the load of routers that fell silent."""
+        """Drop the load of routers that are silent."""
         silent_peers = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
         for name in silent_peers:
             del self._peers[name]
@@ -199,7 +200,7 @@ class PeerLoads:
             self.stats.expired += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 
-    def _load(self, name: str, now: float) -> TargetLoad:
+    def _make_target_load(self, name: str, now: float) -> TargetLoad:
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,
@@ -220,11 +221,11 @@ class PeerLoads:
         self.stats.malformed += 1
 
 
-def _shared_speed(speed: LearnedSpeed) -> SharedSpeed:
+def _make_shared_speed(speed: LearnedSpeed) -> SharedSpeed:
     return SharedSpeed(speed.prefill_s_per_token, speed.prefill_weight, speed.step_s, speed.step_weight)
 
 
-def _peer_load(load: TargetLoad, now: float) -> PeerLoad:
+def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
     return PeerLoad(
         prefill_s=load.prefill_s,
         prefill_requests=load.prefill_requests,
@@ -240,7 +241,7 @@ def _peer_load(load: TargetLoad, now: float) -> PeerLoad:
 
 
 class PeerSockets:
-    """The sockets."""
+    """ZeroMQ sockets that publish this router's messages and receive those of its peers."""
 
     def __init__(self, loads: PeerLoads) -> None:
         self._loads = loads
@@ -259,25 +260,28 @@ class PeerSockets:
         self.address: str | None = None
         self._endpoints: set[str] = set()
 
-    def counts(self) -> dict[str, int]:
-        """outcome -> messages."""
+    def get_message_counts(self) -> dict[str, int]:
+        """Return the number of messages by outcome."""
         return asdict(self._loads.stats)
 
     def bind(self, endpoint: str) -> None:
-        """Publish our messages there. Raises zmq.ZMQError."""
+        """Publish messages at an endpoint. Raises zmq.ZMQError."""
         self._pub.bind(endpoint)
         bound_endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
         self.address = bound_endpoint.rstrip(b"\0").decode()
 
     def connect(self, endpoint: str) -> None:
-        """Hear a peer's messages from there. Raises zmq.ZMQError."""
+        """Receive a peer's messages from an endpoint. Raises zmq.ZMQError."""
         if endpoint not in self._endpoints:
             self._sub.connect(endpoint)
             self._endpoints.add(endpoint)
 
     def follow(self, body: bytes) -> list[str]:
-        """The body of `PUT /peers`: from now on these alone. Raises RequestError, and nobody is left out."""
+        """Follow exactly the routers in the body of `PUT /peers` and return them.
+
+        Raises RequestError, and then every router that was followed before still is.
+        """
         try:
             endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -293,7 +297,7 @@ class PeerSockets:
         return sorted(endpoints)
 
     def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
-        """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""
+        """Apply the received messages and publish changes. Never waits. Call it every few milliseconds."""
         received_bytes = 0
         for _ in range(messages_max):
             try:

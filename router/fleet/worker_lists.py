@@ -1,6 +1,6 @@
-"""Lists of workers kept elsewhere: a file that operators or scripts write, a name that resolves to many addresses.
+"""Lists of workers kept elsewhere: a file that operators write, or a host name that resolves to many addresses.
 
-Owns looking for changes. Refuses to know what a worker does; the fleet is told the whole list each time.
+Each change is passed on as the whole list.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from router.fleet.discovery import WorkerFlag, derive_worker_id, parse_worker_fl
 log = logging.getLogger("router")
 
 NAME_HOSTS_MAX = 4096
-"""Workers of one name."""
+"""Most workers of one host name."""
 FILE_POLL_S = 1.0
-"""Between two looks at a file."""
+"""Time between two looks at a file."""
 
 WorkerListCallback = Callable[[list[WorkerFlag]], None]
 
 
 def read_workers_file(path: Path) -> list[WorkerFlag]:
-    """One worker a line, as `--worker` takes it; `#` begins a comment. Raises ConfigError."""
+    """Read a file with one `--worker` value a line; `#` begins a comment. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,11 +44,11 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
-    """Tell the list whenever the file has changed; one that cannot be read changes nothing."""
-    signature = _file_signature(path)
+    """Call `update` with the list whenever the file has changed. An unreadable file changes nothing."""
+    signature = _get_file_signature(path)
     while True:
         await asyncio.sleep(FILE_POLL_S)
-        latest = _file_signature(path)
+        latest = _get_file_signature(path)
         if latest == signature:
             continue
         signature = latest
@@ -58,8 +58,8 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
             log.error("workers file not applied: %s", error)
 
 
-def _file_signature(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file does; None while it is not there."""
+def _get_file_signature(path: Path) -> tuple[int, int, int] | None:
+    """Return values that differ after the file changed; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -68,7 +68,10 @@ def _file_signature(path: Path) -> tuple[int, int, int] | None:
 
 
 async def watch_name(flag: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:
-    """Tell the addresses that the host of `flag` resolves to, one worker each; a failed look-up changes nothing."""
+    """Call `update` with one worker for each address that the host of `flag` resolves to.
+
+    A failed resolution changes nothing.
+    """
     parts = urlsplit(flag.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     while True:

@@ -1,7 +1,7 @@
-"""What workers answer, read: `/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`. Pure.
+"""Parsers of workers' answers: `/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`. Pure.
 
-A worker may answer anything: what cannot be used is one DecodeError that says why, and takes time in proportion to its
-length. Numbers and names that go on into books and native code are bounded here.
+A worker may answer anything. A useless answer raises one DecodeError that says why, and parsing takes time in
+proportion to its length. Numbers and names that are passed on to native code are bounded here.
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ from router.decide.workers import VLLM, ServedModel
 MODELS_MAX = 4096
 NAME_CHARS_MAX = 1024
 TOKENS_MAX = 2**48
-"""Of a context or a cache."""
+"""Most tokens of a context or a cache."""
 RANKS_MAX = 256
-"""Of a worker: each takes four file descriptors."""
+"""Most ranks of a worker; each takes four file descriptors."""
 GROUPS_MAX = 256
 GROUP_INDEX_MAX = 1 << 16
 BLOCK_TOKENS_MAX = 1 << 24
 OBJECTS_MAX = 32_768
-"""Lists and objects of an answer: 4,096 models of vLLM's have three each."""
+"""Most lists and objects in an answer; 4,096 models of vLLM's have three each."""
 LINE_CHARS_MAX = 8192
-"""Of a line of metrics that is read."""
+"""Longest line of metrics that is read."""
 SLICE_BYTES = 64 << 10
-METRIC_LINES_BYTES_MAX = 256 << 10
-"""Of all lines of metrics that are read: 256 ranks with vLLM's of 800 bytes."""
+METRICS_READ_BYTES_MAX = 256 << 10
+"""Most bytes of metric lines that are read; 256 ranks with vLLM's lines of 800 bytes fit."""
 _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 """Other names under which vLLM serves."""
-_PORT = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
+_ENDPOINT_PATTERN = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 REQUESTS_MAX = 10**6
-"""That an engine has at once."""
-_LOAD_KINDS = {
+"""Most requests that an engine can report."""
+LOAD_KIND_BY_METRIC = {
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage", "vllm:gpu_cache_usage_perc": "usage",
     "vllm:engine_sleep_state": "awake",
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
-_LOAD = re.compile(rf"^({'|'.join(_LOAD_KINDS)})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
-_READ_LINES = re.compile(
-    rf"^(?:{'|'.join(_LOAD_KINDS)}|[a-zA-Z0-9_:]{{0,64}}cache_config_info)[{{ \t][^\n]{{0,{LINE_CHARS_MAX}}}".encode(),
+_LOAD_METRICS = "|".join(LOAD_KIND_BY_METRIC)
+_LOAD_PATTERN = re.compile(rf"^({_LOAD_METRICS})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
+_METRIC_LINE_PATTERN = re.compile(
+    rf"^(?:{_LOAD_METRICS}|[a-zA-Z0-9_:]{{0,64}}cache_config_info)[{{ \t][^\n]{{0,{LINE_CHARS_MAX}}}".encode(),
     re.MULTILINE,
 )
-_LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
+_LABEL_PATTERN = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 
 
 def parse_number(text: str) -> int | None:
-    """A whole number of up to 15 ASCII digits; None for anything else."""
+    """Parse a whole number of up to 15 ASCII digits; None for anything else."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
 
 
 def read_models(body: bytes) -> tuple[ServedModel, ...]:
-    """Names of `GET /v1/models`, base model first. Raises DecodeError.
+    """Return the models of `GET /v1/models`, base model first. Raises DecodeError.
 
-    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`: aliases share one cache, so all names
+    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`. Aliases share one cache, so all names
     without a parent count as the first of them.
     """
     base: str | None = None
     models: list[ServedModel] = []
     adapters: list[ServedModel] = []
-    for card in _model_cards(body):
-        name, limit, parent = card.get("id"), _token_count(card.get("max_model_len")), card.get("parent")
+    for card in _decode_model_cards(body):
+        name, limit, parent = card.get("id"), _accept_token_count(card.get("max_model_len")), card.get("parent")
         if not _is_name(name):
             continue
         if _is_name(parent):
@@ -87,21 +88,24 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
 
 
 def read_roots(body: bytes) -> dict[str, str]:
-    """model -> `root` of `GET /v1/models`. Raises DecodeError."""
-    pairs = [(card.get("id"), card.get("root")) for card in _model_cards(body)]
+    """Return the `root` of each model in `GET /v1/models`. Raises DecodeError."""
+    pairs = [(card.get("id"), card.get("root")) for card in _decode_model_cards(body)]
     return {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
 
 
 def read_engine(body: bytes) -> str:
-    """`owned_by` of the first model of `GET /v1/models`, vLLM's name for all of its frontends. Raises DecodeError."""
-    owner = next((card.get("owned_by") for card in _model_cards(body)), None)
+    """Return `owned_by` of the first model of `GET /v1/models`, one name for all of vLLM's frontends.
+
+    Raises DecodeError.
+    """
+    owner = next((card.get("owned_by") for card in _decode_model_cards(body)), None)
     if owner in _VLLM_FRONTENDS:
         return VLLM
     return owner if _is_name(owner) else ""
 
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
-    """Streams of `GET /kv_event_sources`. Raises DecodeError."""
+    """Return the event streams of `GET /kv_event_sources`. Raises DecodeError."""
     _check_object_count(body, "/kv_event_sources")
     try:
         sources = parse_sources(body, url)
@@ -110,16 +114,16 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     if len(sources) > RANKS_MAX:
         raise DecodeError(f"/kv_event_sources: {len(sources)} ranks, more than {RANKS_MAX}")
     for source in sources:
-        reason = _invalid_source_reason(source)
+        reason = _find_source_fault(source)
         if reason is not None:
             raise DecodeError(f"/kv_event_sources: rank {source.data_parallel_rank}: {reason}")
     return tuple(sources)
 
 
-def _invalid_source_reason(source: EventSource) -> str | None:
-    """Why a stream cannot be followed."""
+def _find_source_fault(source: EventSource) -> str | None:
+    """Return why an event stream cannot be followed; None if it can."""
     for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
-        match = _PORT.fullmatch(endpoint)
+        match = _ENDPOINT_PATTERN.fullmatch(endpoint)
         if match is None or not 0 < int(match[1] or 1) < 65536:
             return f"{endpoint[:80]!r} is no address"
     if any(len(text or "") > NAME_CHARS_MAX for text in (source.topic, source.epoch, source.model)):
@@ -135,82 +139,86 @@ def _invalid_source_reason(source: EventSource) -> str | None:
 
 
 def read_server_info(body: bytes) -> int | None:
-    """Cache capacity in tokens as SGLang's `/server_info` gives it."""
-    return _token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
+    """Return the cache capacity in tokens from SGLang's `/server_info`."""
+    return _accept_token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
 
 
 def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:
-    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (ours has the same), summed over ranks, of
-    each of which has `reserved_blocks` that no prompt can use."""
+    """Return the cache capacity in tokens from the labels of `cache_config_info`, summed over ranks.
+
+    `reserved_blocks` is the number of blocks of each rank that no prompt can use.
+    """
     total = 0
-    for labels in _cache_configs(metrics):
+    for labels in _iterate_cache_configs(metrics):
         blocks, size = parse_number(labels.get("num_gpu_blocks", "")), parse_number(labels.get("block_size", ""))
         total += max((blocks or 0) - reserved_blocks, 0) * (size or 0)
-    return _token_count(total)
+    return _accept_token_count(total)
 
 
 def read_host_capacity(metrics: str) -> int | None:
-    """Tokens of host memory under the cache of an engine of ours, as `read_cache_capacity`; None without any."""
+    """Return the tokens that fit into the host tier of an engine of this project; None without a host tier."""
     configs = [
         (parse_number(c.get("num_cpu_blocks", "")), parse_number(c.get("block_size", "")))
-        for c in _cache_configs(metrics)
+        for c in _iterate_cache_configs(metrics)
     ]
-    return _token_count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
+    return _accept_token_count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
 
 
 def read_shortest_first(metrics: str) -> bool:
-    """Whether an engine of ours computes the prompt with the least left first (`--prefill-order`)."""
-    return any(config.get("prefill_order") == "shortest" for config in _cache_configs(metrics))
+    """Return whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
+    return any(config.get("prefill_order") == "shortest" for config in _iterate_cache_configs(metrics))
 
 
 def read_block_size(metrics: str) -> int | None:
-    """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
+    """Return the tokens of the longest cache block in the labels of `cache_config_info`."""
     sizes = [
         parse_number(labels.get(name, "")) or 0
-        for labels in _cache_configs(metrics)
+        for labels in _iterate_cache_configs(metrics)
         for name in ("block_size", "effective_attention_block_size")
     ]
     return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
 
 
 def select_metric_lines(page: bytes) -> Iterator[bytes]:
-    """The lines of a metrics page that anything here reads, for each SLICE_BYTES of it, so that others have turns."""
+    """Yield the lines of a metrics page that are used, for each SLICE_BYTES of the page."""
     start = size = 0
-    while start < len(page) and size < METRIC_LINES_BYTES_MAX:
+    while start < len(page) and size < METRICS_READ_BYTES_MAX:
         end = len(page) if start + SLICE_BYTES >= len(page) else page.rfind(b"\n", start, start + SLICE_BYTES) + 1
         lines = b""
         if not end:  # one line, which nothing here reads
             end = page.find(b"\n", start) + 1 or len(page)
         else:
-            lines = b"\n".join(_READ_LINES.findall(page, start, end))
-            if len(lines) > METRIC_LINES_BYTES_MAX - size:
-                end, lines = len(page), lines[: METRIC_LINES_BYTES_MAX - size].rpartition(b"\n")[0]
+            lines = b"\n".join(_METRIC_LINE_PATTERN.findall(page, start, end))
+            if len(lines) > METRICS_READ_BYTES_MAX - size:
+                end, lines = len(page), lines[: METRICS_READ_BYTES_MAX - size].rpartition(b"\n")[0]
         start, size = end, size + len(lines) + 1
         yield lines
 
 
-def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
-    """The labels of each `cache_config_info`, one a rank at most."""
+def _iterate_cache_configs(metrics: str) -> Iterator[dict[str, str]]:
+    """Yield the labels of each `cache_config_info`; there is one for each rank."""
     count = 0
     for line in metrics.splitlines():
         name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
         if brace and name.endswith("cache_config_info") and not name.startswith("#") and count < RANKS_MAX:
             count += 1
-            yield dict(_LABEL.findall(labels))
+            yield dict(_LABEL_PATTERN.findall(labels))
 
 
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
-    """Read the load of each rank from a metrics page; None where it has none, or impossible values.
+    """Return the load of each rank from a metrics page; None for a rank without one or with impossible values.
 
-    The names are vLLM's, which our engine has too, or SGLang's. A rank's series, one for each model, are added up."""
+    The names are those of vLLM, which this project's engine has too, or of SGLang. The series of a rank, one for each
+    model, are added up.
+    """
     values_by_rank: dict[tuple[int, str], list[float]] = {}
-    for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
-        labels = dict(_LABEL.findall(line[2] or ""))
+    for line in itertools.islice(_LOAD_PATTERN.finditer(metrics), 8 * RANKS_MAX):
+        labels = dict(_LABEL_PATTERN.findall(line[2] or ""))
         engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
-        kind = _LOAD_KINDS[line[1]]
+        kind = LOAD_KIND_BY_METRIC[line[1]]
         if kind == "awake" and labels.get("sleep_state") != "awake":
             continue  # the other series of that gauge are the sleep levels
-        value = _float(line[3])
+        value = _parse_float(line[3])
         if engine is not None and engine < ranks:
             is_possible = value is not None and 0.0 <= value <= (
                 REQUESTS_MAX if kind in ("running", "waiting") else 1.0
@@ -232,20 +240,20 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     return loads
 
 
-def is_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
-    """Whether a worker sleeps, by what its ranks say; None where they say nothing."""
+def are_ranks_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
+    """Return whether all ranks of a worker sleep; None if no rank says."""
     rank_states = [load.is_asleep for load in loads if load is not None]
     return all(rank_states) if rank_states else None
 
 
-def _float(text: str) -> float | None:
+def _parse_float(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
 
 
-def _model_cards(body: bytes) -> list[dict[str, Any]]:
+def _decode_model_cards(body: bytes) -> list[dict[str, Any]]:
     cards = _decode_object(body, "/v1/models").get("data")
     if not isinstance(cards, list):
         raise DecodeError("/v1/models: `data` is not a list")
@@ -266,7 +274,10 @@ def _decode_object(body: bytes, path: str) -> dict[str, Any]:
 
 
 def _check_object_count(body: bytes, path: str) -> None:
-    """A megabyte of empty lists takes a tenth of a second to build, and every client waits for it."""
+    """Raise DecodeError for too many lists and objects.
+
+    A megabyte of empty lists takes 0.1 s to decode, and every client waits for it.
+    """
     if (count := body.count(b"[") + body.count(b"{")) > OBJECTS_MAX:
         raise DecodeError(f"{path}: {count} lists and objects, more than {OBJECTS_MAX}")
 
@@ -275,6 +286,6 @@ def _is_name(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= NAME_CHARS_MAX and value.isprintable()
 
 
-def _token_count(value: Any) -> int | None:
-    """A number of tokens; None for anything else."""
+def _accept_token_count(value: Any) -> int | None:
+    """Return a valid number of tokens; None for anything else."""
     return value if type(value) is int and 0 < value <= TOKENS_MAX else None

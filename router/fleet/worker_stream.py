@@ -1,7 +1,4 @@
-"""One followed stream of a worker: where it is, how far the index has come with it, and what it brought.
-
-Refuses to know the index and the sockets: feed.py moves what is said here.
-"""
+"""Record of one followed event stream: its position, how much of it the index has, and its counters. Pure."""
 
 from __future__ import annotations
 
@@ -19,29 +16,31 @@ from router.index.protocol import HolderId, IngestReport
 log = logging.getLogger("router")
 
 PROBLEMS_MAX = 3
-"""Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
+"""Messages about malformed events that are kept for `/workers`. All are counted, and the first is logged."""
 
 
 EVICTIONS_MIN, HELD_SHARE_MIN = 8, 0.5
-"""After so many batches that evict and store, of a cache that holds at least such a share of the most it ever held."""
+"""Batches that evict and store before a cache counts as full, and the least share of its peak that it holds then."""
 
 
 @dataclass(slots=True)
 class ObservedCapacity:
-    """How many tokens a cache holds that does not tell: the most that it ever held, once it is full. It is full where
-    it evicts to make room for what it stores; a removal alone (an operator's, one by age) tells nothing, and one that
-    empties half of it shows that it removes for other reasons than room."""
+    """Capacity of a cache as its events show it: the most that it ever held, once it is full.
+
+    A full cache evicts blocks to store others. A removal alone, by an operator or by age, shows nothing. One that
+    empties half of the cache shows that it removes blocks for other reasons than room.
+    """
 
     most_tokens: int = 0
     evictions: int = 0
 
     @property
     def tokens(self) -> int | None:
-        """Its capacity as far as it was seen; None while it was not full."""
+        """Capacity in tokens; None while the cache was never full."""
         return self.most_tokens if self.evictions >= EVICTIONS_MIN else None
 
     def record_batch(self, held_tokens: int, report: IngestReport) -> None:
-        """A batch came, and it holds so much now."""
+        """Record a batch, after which the cache holds `held_tokens`."""
         self.most_tokens = max(self.most_tokens, held_tokens)
         if report.removed and not report.cleared:
             if held_tokens < HELD_SHARE_MIN * self.most_tokens:
@@ -52,7 +51,7 @@ class ObservedCapacity:
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What one stream brought since it was first followed; sums go on over reconnects and restarts."""
+    """Counters of one stream since it was first followed, reconnects and restarts included."""
 
     batches: int = 0
     bytes: int = 0
@@ -74,7 +73,7 @@ class StreamCounters:
     """Blocks forgotten because there were too many."""
 
     def record_batch(self, size: int, report: IngestReport) -> None:
-        """A batch of `size` bytes was ingested."""
+        """Count a batch of `size` bytes that was ingested."""
         self.batches += 1
         self.bytes += size
         self.malformed += report.malformed_events
@@ -87,7 +86,7 @@ _REPORT_FIELDS = [name for name in IngestReport.__slots__ if name in StreamCount
 
 @dataclass(slots=True)
 class WorkerStream:
-    """One of the followed streams. `stream_id` is used once, so a stream that replaces another is told apart."""
+    """One followed event stream. No `stream_id` is used twice, so a replaced stream is told from its successor."""
 
     worker_id: str
     rank: int
@@ -96,34 +95,34 @@ class WorkerStream:
     stream_id: str
     counters: StreamCounters
     is_only_rank: bool
-    """The worker has no other rank."""
+    """Whether the worker has no other rank."""
     is_up: bool = False
     last_seq: int | None = None
     position: tuple[int, int] | None = None
-    """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
+    """Number and digest of the last batch applied; None if the index does not follow from it exactly."""
     complete_from: int | None = None
-    """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
+    """First batch from which on the index has all; 0: it has all resident blocks. None: nothing."""
     position_before_restart: tuple[int, int] | None = None
-    """`position` when the worker died, until what it sends next tells whether it is another process."""
+    """`position` when the worker died, until a batch shows whether it is a new process."""
     wrong_rank: int | None = None
-    """The data-parallel rank that its batches name, where it is not the one they are followed for."""
+    """Data-parallel rank that the batches name, if it is not the one they are followed for."""
     last_event_s: float | None = None
-    """Wall clock of the last live batch's arrival."""
+    """Wall-clock time at which the last live batch arrived."""
     topic: str = ""
     blocks_max: int = 1 << 24
-    """Blocks that it may announce; with more everything it announced is forgotten."""
-    stored_since: int = 0
+    """Most blocks that the stream may announce; with more, all of them are forgotten."""
+    stored_since_counted: int = 0
     """Blocks stored since they were last counted."""
     full_cache: ObservedCapacity = field(default_factory=ObservedCapacity)
     problems: list[str] = field(default_factory=list)
 
     def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
-        """Whether following `source` for `holder` would change nothing but the epoch."""
+        """Return whether following `source` for `holder` would change nothing but the epoch."""
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
-    def feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
-        """Where the feed finds it."""
+    def make_feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
+        """Return the stream's addresses for the event feed; `resume` is the position to start from."""
         source = self.source
         return StreamSource(
             self.stream_id,
@@ -135,8 +134,8 @@ class WorkerStream:
             source.snapshot_endpoint,
         )
 
-    def check_rank(self, batch_rank: int | None) -> None:
-        """What its first batch says: of another rank, all that is decided by it goes to the wrong engine."""
+    def record_batch_rank(self, batch_rank: int | None) -> None:
+        """Log an error if the first batch names another rank than the one it is followed for."""
         expected = self.source.data_parallel_rank
         if batch_rank not in (None, expected) and self.wrong_rank is None:
             log.error(
@@ -145,7 +144,7 @@ class WorkerStream:
             self.wrong_rank = batch_rank
 
     def is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
-        """Whether this batch shows that the worker that died came back as another process."""
+        """Return whether a batch shows that the worker which died came back as a new process."""
         if self.position_before_restart is None:
             return False
         last_seq, last_digest = self.position_before_restart
@@ -155,7 +154,7 @@ class WorkerStream:
         return is_other
 
     def record_skipped(self, reasons: Iterable[str]) -> None:
-        """Why something of it was skipped."""
+        """Keep the reasons for which events were skipped, and log the first."""
         for reason in reasons:
             if not self.problems:
                 log.warning("worker %s rank %d: malformed event skipped: %s", self.worker_id, self.rank, reason)
@@ -163,7 +162,7 @@ class WorkerStream:
                 self.problems.append(reason)
 
     def to_json(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
-        """For `/workers`."""
+        """Return the stream's state for `/workers`."""
         return {
             "rank": self.rank,
             "endpoint": self.source.endpoint,

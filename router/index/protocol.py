@@ -95,30 +95,28 @@ class PromptMemory(Protocol):
 
 
 class Tally(Protocol):
-    """Counts of running prompts by key, of the keys that `PrefixIndex.chunk_keys` gives.
+    """Number of running prompts for each key of `PrefixIndex.chunk_keys`.
 
-    As a key stands for all of the prompt before it, the keys that a prompt shares with others are its first ones.
+    A key stands for all of the prompt before it, so the keys that a prompt shares with others are its first ones.
     """
 
-    def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
-        """Count a prompt that begins to run; return how many of its keys were `there` already.
+    def enter(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
+        """Count a prompt that begins to run on a target; return how many of its keys ran there before.
 
-        It is counted here and among those `there`; a key that none of those had counts as one more place in
-        `places`.
+        `target`: tally of the prompts on that target. `targets`: number of targets for each key.
         """
 
-    def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
-        """Count a prompt that ended; return how many of its keys are still `there`. Raises IndexError for a key without
-        any."""
+    def leave(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
+        """Count a prompt that ended; return how many of its keys still run on its target.
+
+        Raises IndexError for a key that no prompt has.
+        """
 
     def count(self, key: int) -> int:
         """Return how many prompts have a key."""
 
-    def since_s(self, key: int) -> float:
-        """Return the time since which some prompt has always had the key; infinite where none has it."""
-
     def leading(self, keys: Sequence[int], least: int) -> int:
-        """Return how many of the first of these keys at least `least` prompts have."""
+        """Return the number of leading keys that at least `least` prompts have."""
 
     def counts(self) -> dict[int, int]:
         """Return the number of prompts by key; for tests."""

@@ -16,6 +16,7 @@ from itertools import count
 import msgspec
 
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
+from router.decide.target import InFlightRequest
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
@@ -288,6 +289,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     """worker -> what its steps take, as the router learns it of the answers that pass through it."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
+    in_flight_requests: dict[int, InFlightRequest] = {}
     request_events: list[tuple[float, int, ObservedRequest]] = []
     for request in requests:
         if request.first_token_s is not None and request.worker in targets:
@@ -299,25 +301,23 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     for now, event_kind, request in sorted(
         request_events, key=lambda request_event: (request_event[0], request_event[2].serial, request_event[1])
     ):
-        request_id = str(request.serial)
         tracker.advance(now)
         if event_kind == 0:
-            cached_tokens = min(request.cached_tokens or 0, request.prompt_tokens)
-            tracker.add_request(
-                request_id,
+            in_flight_requests[request.serial] = tracker.add_request(
                 targets[request.worker],
                 prompt_tokens=request.prompt_tokens,
-                cached_tokens=cached_tokens,
-                stream=True,
+                cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
+                is_streaming=True,
                 now=now,
-                expected_tokens=float(request.output_tokens or 0),
+                expected_output_tokens=float(request.output_tokens or 0),
             )
         elif event_kind == 1:
-            tracker.record_first_token(request_id, now)
+            tracker.record_first_token(in_flight_requests[request.serial], now)
         else:
-            tracker.record_progress(request_id, request.output_tokens or 0)
-            tracker.record_answer(request_id, request.output_tokens, now)
-            tracker.end_request(request_id, now, reported_cached=request.cached_tokens)
+            in_flight = in_flight_requests.pop(request.serial)
+            tracker.record_progress(in_flight, request.output_tokens or 0)
+            tracker.record_answer(in_flight, request.output_tokens, now)
+            tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
     models = {worker: target.speed.service for worker, target in targets.items()}
     return {worker: StepTimes(**asdict(model)) for worker, model in models.items()}
 

@@ -11,7 +11,7 @@ from reference.tally import NaiveTally
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
-from router.decide.target import Target
+from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.decide.working_set import WorkingSets
@@ -25,6 +25,7 @@ class NaiveIndex:
         self.models: dict[HolderId, str] = {}
         self.resident: dict[HolderId, set[tuple[int, ...]]] = {}
         self.pins: dict[PinId, tuple[HolderId, tuple[int, ...]]] = {}
+        self._pins_of_removed_holders: set[PinId] = set()
         self._next = 0
 
     def add_holder(self, name: str, model: str) -> HolderId:
@@ -35,7 +36,10 @@ class NaiveIndex:
         return holder
 
     def remove_holder(self, holder: HolderId) -> None:
-        assert all(h != holder for h, _ in self.pins.values()), "a pin outlives its holder"
+        pins = [pin for pin, (pinned_holder, _) in self.pins.items() if pinned_holder == holder]
+        for pin in pins:
+            del self.pins[pin]
+        self._pins_of_removed_holders.update(pins)
         del self.models[holder], self.resident[holder]
 
     def clear(self, holder: HolderId) -> None:
@@ -90,7 +94,10 @@ class NaiveIndex:
         return PinId(self._next)
 
     def unpin(self, pin: PinId) -> None:
-        del self.pins[pin]
+        if pin in self._pins_of_removed_holders:
+            self._pins_of_removed_holders.remove(pin)
+        else:
+            del self.pins[pin]
 
     def stats(self) -> IndexStats:
         return IndexStats(len(self.models), 0, 0, len(self.pins), 0)
@@ -123,16 +130,27 @@ def make_core(
     return core, index
 
 
-def apply_operation(tracker: LoadTracker, target: Target, operation: str, name: str, tokens: int, now: float) -> None:
+def apply_operation(
+    tracker: LoadTracker,
+    target: Target,
+    in_flight: dict[str, InFlightRequest],
+    operation: str,
+    name: str,
+    tokens: int,
+    now: float,
+) -> None:
     """Tell a tracker what happened to the request `name`: "route" (streams), "blind", "first", "progress" or "end"."""
-    if operation in ("route", "blind") and name not in tracker.in_flight_requests:
-        tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now)
-    elif operation == "first":
-        tracker.record_first_token(name, now)
-    elif operation == "end":
-        tracker.end_request(name, now)
-    elif operation == "progress":
-        tracker.record_progress(name, tokens)
+    request = in_flight.get(name)
+    if operation in ("route", "blind") and request is None:
+        in_flight[name] = tracker.add_request(
+            target, prompt_tokens=tokens, cached_tokens=0, is_streaming=operation == "route", now=now
+        )
+    elif operation == "first" and request is not None:
+        tracker.record_first_token(request, now)
+    elif operation == "end" and request is not None:
+        tracker.end_request(in_flight.pop(name), now)
+    elif operation == "progress" and request is not None:
+        tracker.record_progress(request, tokens)
 
 
 def chosen_worker(result: object) -> str:

@@ -15,14 +15,15 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarVocabulary
-from engine.output.tool_calls import CALL_FORMATS as CALL_FORMATS
-from engine.output.tool_calls import ToolCallParser, parameter_types
+from engine.output.parser import OutputParser, OutputParserConfig
+from engine.output.schema_types import parameter_types
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint
 from engine.structured_output.constraint import MARKUPS, parse_requested_constraint
 from engine.structured_output.constraint_check import check_constraint
 from engine.structured_output.lark import write_lark
 from engine.tiny.tokenizer import cached_tokenizer
+from engine.types import SamplingParams
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 
 TOKENIZER = Tokenizer.load(cached_tokenizer(), is_fast=False)
@@ -358,11 +359,14 @@ def draw_text(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
 
 def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     """The arguments of the one call that the reader of the markup finds."""
-    parser = ToolCallParser(CALL_FORMATS[markup], parameter_types(tools))
-    outputs = [parser.push(text), parser.finish()]
-    assert "".join(output_text for output_text, _ in outputs) == ""
-    assert parser.call_count == 1
-    return json.loads("".join(piece.arguments for _, pieces in outputs for piece in pieces))
+    config = OutputParserConfig(call_format=markup, parameter_types=parameter_types(tools))
+    parser = OutputParser(config, SamplingParams())
+    parser.push(text, may_stop=True)
+    parser.finish()
+    delta = parser.build_delta()
+    assert delta.text == ""
+    (call,) = delta.tool_calls
+    return json.loads(call.arguments)
 
 
 @pytest.mark.parametrize("markup", MARKUPS)

@@ -11,7 +11,7 @@ from msgspec import structs
 from engine.http.response_store import ResponseStore, StoredResponse
 from engine.output.choice import Choice, ChoiceDelta, make_choice
 from engine.output.content_blocks import ContentBlocks
-from engine.output.tool_calls import ToolCallDelta
+from engine.output.delta_builder import ToolCallDelta
 from engine.protocol.generation import Generation
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.responses import ResponseContext, ResponsesFormatter

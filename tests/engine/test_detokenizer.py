@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.output.detokenizer import ByteLevelDetokenizer, DetokenizerFactory, StopStrings, WindowDetokenizer
+from engine.output.detokenizer import ByteLevelDetokenizer, DetokenizerFactory, WindowDetokenizer
+from engine.output.stop_strings import StopStrings
 
 SPECIAL = "<|im_end|>"
 CORPUS = ["the cat sat on the mat", "naïve café — 你好，世界 🙂🙂", "def f(x):\n    return x\n" * 3, "Ünïcödé ÿ"]

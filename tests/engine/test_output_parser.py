@@ -16,9 +16,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.config import ReasoningParserName, ToolCallParserName
 from engine.output.choice import Choice, make_choice
 from engine.output.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
-from engine.output.output_parser import OutputParserConfig, resolve_formats
-from engine.output.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
-from engine.output.tool_calls import CALL_FORMATS
+from engine.output.formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    find_reasoning_end_token,
+    initial_reasoning_state,
+    resolve_formats,
+)
+from engine.output.parser import OutputParser, OutputParserConfig
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import make_parser_config
@@ -349,7 +354,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
     ],
 )  # fmt: skip
 def test_where_an_answer_begins(name: str, prompt: str, continued_text: str | None, state: str) -> None:
-    assert initial_state(REASONING_FORMATS[name], prompt, continued_text) == state
+    assert initial_reasoning_state(REASONING_FORMATS[name], prompt, continued_text) == state
 
 
 @pytest.mark.parametrize(
@@ -372,25 +377,26 @@ def test_where_an_answer_begins(name: str, prompt: str, continued_text: str | No
     ],
 )  # fmt: skip
 def test_thoughts_wherever_the_text_is_cut(name: str, state: Any, text: str, reasoning: str, answer_text: str) -> None:
-    for cut in range(len(text) + 1):
-        parser = ReasoningParser(REASONING_FORMATS[name], state, ("<tool_call>",))
-        outputs = [*map(parser.push, [text[:cut], text[cut:]]), parser.flush()]
-        assert ("".join(t for t, _ in outputs), "".join(r for _, r in outputs)) == (reasoning, answer_text)
-    parser = ReasoningParser(REASONING_FORMATS[name], state, ("<tool_call>",))
-    outputs = [*map(parser.push, text), parser.flush()]
-    assert ("".join(t for t, _ in outputs), "".join(r for _, r in outputs)) == (reasoning, answer_text)
+    config = OutputParserConfig(reasoning_format=name, initial_state=state, call_format="hermes")
+    for pieces in (list(text), *([text[:cut], text[cut:]] for cut in range(len(text) + 1))):
+        parser = OutputParser(config, SamplingParams())
+        for piece in pieces:
+            parser.push(piece, may_stop=True)
+        parser.finish()
+        delta = parser.build_delta()
+        assert (delta.reasoning, delta.text, delta.tool_calls) == (reasoning, answer_text, [])
 
 
 def test_the_token_that_ends_a_thought() -> None:
     tokenizer = PromptTokenizer.load(cached_tokenizer())
     qwen3 = REASONING_FORMATS["qwen3"]
     assert (
-        reasoning_end_token(qwen3, "inside", tokenizer)
-        == reasoning_end_token(qwen3, "before", tokenizer)
+        find_reasoning_end_token(qwen3, "inside", tokenizer)
+        == find_reasoning_end_token(qwen3, "before", tokenizer)
         == TINY.token_to_id("</think>")
     )
-    assert reasoning_end_token(qwen3, "after", tokenizer) is None
-    assert reasoning_end_token(REASONING_FORMATS["granite"], "inside", tokenizer) is None
+    assert find_reasoning_end_token(qwen3, "after", tokenizer) is None
+    assert find_reasoning_end_token(REASONING_FORMATS["granite"], "inside", tokenizer) is None
 
 
 def test_parsers_are_chosen_by_flag_or_by_template() -> None:

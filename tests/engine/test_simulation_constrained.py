@@ -12,7 +12,9 @@ import pytest
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarCompiler, GrammarVocabulary
-from engine.output.tool_calls import CALL_FORMATS, ToolCallParser, parameter_types
+from engine.output.formats import CALL_FORMATS
+from engine.output.parser import OutputParser, OutputParserConfig
+from engine.output.schema_types import parameter_types
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint
 from engine.simulation.constrained import ConstrainedAnswers
@@ -146,12 +148,12 @@ WORDS = r"( [a-z]+)+"
 
 def parse_output(answer: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
     """(text, calls) of a whole answer."""
-    parser = ToolCallParser(CALL_FORMATS[calls], parameter_types(TOOLS) if calls == "qwen3_coder" else {})
-    (text, deltas), (last_text, last_deltas) = parser.push(answer), parser.finish()
-    arguments_by_call: dict[int, list[str]] = {}
-    for piece in [*deltas, *last_deltas]:
-        arguments_by_call.setdefault(piece.index, [piece.name or "", ""])[1] += piece.arguments
-    return text + last_text, [(name, json.loads(arguments)) for name, arguments in arguments_by_call.values()]
+    types = parameter_types(TOOLS) if calls == "qwen3_coder" else {}
+    parser = OutputParser(OutputParserConfig(call_format=calls, parameter_types=types), SamplingParams())
+    parser.push(answer, may_stop=True)
+    parser.finish()
+    delta = parser.build_delta()
+    return delta.text, [(call.name or "", json.loads(call.arguments)) for call in delta.tool_calls]
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from typing import Any
@@ -12,9 +11,21 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.output import markup_calls
-from engine.output.schema_types import schema_types
-from engine.output.tool_calls import CALL_FORMATS, ToolCallFormat, ToolCallParser, detect_call_format, parameter_types
+from engine.output.delta_builder import ParsedDelta
+from engine.output.formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ToolCallFormat,
+    detect_format,
+    resolve_formats,
+)
+from engine.output.json_calls import read_object_call
+from engine.output.parser import OutputParser, OutputParserConfig
+from engine.output.schema_types import parameter_types, schema_types
+from engine.output.xml_calls import encode_as_types
+from engine.types import SamplingParams
+from prompts import ChatTemplate
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -39,20 +50,30 @@ TYPES = parameter_types(TOOLS)
 Told = tuple[str, list[tuple[str, str]]]
 
 
-def run(row: ToolCallFormat, pieces: list[str], *, ends: bool = True) -> Told:
+def make_parser(name: str) -> OutputParser:
+    return OutputParser(OutputParserConfig(call_format=name, parameter_types=TYPES), SamplingParams())
+
+
+def run(name: str, pieces: list[str], *, ends: bool = True) -> Told:
     """(what was said, [(name, arguments)]) of a text that came in these pieces."""
-    ids = (f"id{number}" for number in itertools.count())
-    parser = ToolCallParser(row, TYPES, lambda: next(ids))
+    parser = make_parser(name)
+    deltas: list[ParsedDelta] = []
+    for piece in pieces:
+        parser.push(piece, may_stop=True)
+        deltas.append(parser.build_delta())
+    if ends:
+        parser.finish()
+        deltas.append(parser.build_delta())
     output_text, calls = "", dict[int, list[str]]()
-    for text, deltas in [*map(parser.push, pieces), *([parser.finish()] if ends else [])]:
-        output_text += text
-        for piece in deltas:
-            assert (piece.name is None) == (piece.id is None) == (piece.index in calls)
-            assert piece.index == len(calls) or piece.name is None
-            if piece.name is not None:
-                calls[piece.index] = [piece.name, ""]
-            calls[piece.index][1] += piece.arguments
-    assert parser.call_count == len(calls)
+    for delta in deltas:
+        output_text += delta.text
+        for call in delta.tool_calls:
+            assert (call.name is None) == (call.id is None) == (call.index in calls)
+            assert call.index == len(calls) or call.name is None
+            if call.name is not None:
+                calls[call.index] = [call.name, ""]
+            calls[call.index][1] += call.arguments
+    assert parser.has_tool_calls == bool(calls)
     return output_text, [(name, arguments) for name, arguments in calls.values()]
 
 
@@ -126,11 +147,10 @@ IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 @pytest.mark.parametrize(("name", "text", "expected_text", "calls"), CASES, ids=IDS)
 def test_calls_wherever_the_text_is_cut(name: str, text: str, expected_text: str, calls: list[tuple[str, str]]) -> None:
-    row = CALL_FORMATS[name]
-    assert run(row, [text]) == (expected_text, calls)
-    assert run(row, list(text)) == (expected_text, calls)
+    assert run(name, [text]) == (expected_text, calls)
+    assert run(name, list(text)) == (expected_text, calls)
     for cut in range(len(text)):
-        assert run(row, [text[:cut], text[cut:]]) == (expected_text, calls), text[:cut]
+        assert run(name, [text[:cut], text[cut:]]) == (expected_text, calls), text[:cut]
     for _, arguments in calls:
         json.loads(arguments)
 
@@ -140,11 +160,11 @@ def test_what_was_said_depends_on_what_has_come_alone(
     name: str, text: str, expected_text: str, calls: list[tuple[str, str]]
 ) -> None:
     """So a stream that another worker goes on with, from some token on, repeats nothing and leaves nothing out."""
-    row, rng = CALL_FORMATS[name], random.Random(text)
+    rng = random.Random(text)
     for end in range(len(text)):
         cuts = sorted(rng.sample(range(end + 1), min(end, 3)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, end])]
-        assert run(row, pieces, ends=False) == run(row, [text[:end]], ends=False), text[:end]
+        assert run(name, pieces, ends=False) == run(name, [text[:end]], ends=False), text[:end]
 
 
 @pytest.mark.parametrize(("name", "text", "expected_text", "calls"), CASES, ids=IDS)
@@ -152,14 +172,14 @@ def test_a_text_that_ends_early_is_a_beginning_or_text(
     name: str, text: str, expected_text: str, calls: list[tuple[str, str]]
 ) -> None:
     for end in range(len(text)):
-        _, early_calls = run(CALL_FORMATS[name], [text[:end]])
+        _, early_calls = run(name, [text[:end]])
         for (early_name, early_arguments), (full_name, full_arguments) in zip(early_calls, calls):
             assert early_name == full_name
             assert (
                 full_arguments.startswith(early_arguments) or name == "qwen3_coder"
             )  # of a value that was cut: as it was written
         if not early_calls:
-            assert run(CALL_FORMATS[name], [text[:end]])[0] == text[:end]
+            assert run(name, [text[:end]])[0] == text[:end]
 
 
 MALFORMED = [
@@ -206,31 +226,25 @@ def test_malformed_markup_comes_back_as_text(name: str, text: str) -> None:
         if name in ("pythonic", "llama3_json") and before.strip():
             continue
         full_text = before + text + after
-        assert run(CALL_FORMATS[name], [full_text]) == (full_text, [])
+        assert run(name, [full_text]) == (full_text, [])
         if len(full_text) < 1000:
-            assert run(CALL_FORMATS[name], list(full_text)) == (full_text, [])
+            assert run(name, list(full_text)) == (full_text, [])
 
 
 def test_a_call_after_malformed_markup_is_found() -> None:
     good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     for name, bad in MALFORMED:
         if name == "hermes" and "</tool_call>" in bad:
-            assert run(CALL_FORMATS[name], list(bad + good)) == (bad, BOTH[1:])
+            assert run(name, list(bad + good)) == (bad, BOTH[1:])
 
 
 def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
     """Their call has been told by then."""
-    output_text, calls = run(
-        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>')
-    )
+    output_text, calls = run("hermes", list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'))
     assert (output_text, calls) == ("", [("now", '{"a": }')])
-    output_text, calls = run(
-        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.')
-    )
+    output_text, calls = run("hermes", list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.'))
     assert (output_text, calls) == (" oops}</tool_call>.", BOTH[1:])
-    output_text, calls = run(
-        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>')
-    )
+    output_text, calls = run("hermes", list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>'))
     assert (output_text, calls) == (', "more": 1}</tool_call>', BOTH[1:])
 
 
@@ -245,10 +259,41 @@ def test_formats_are_found_in_chat_templates() -> None:
     }  # fmt: skip
     assert set(templates) == set(CALL_FORMATS)
     for name, text in templates.items():
-        call_format = detect_call_format("{%- for message in messages %}" + text)
-        assert call_format is not None
-        assert call_format.name == name
-    assert detect_call_format("{{ messages[0].content }}") is None
+        assert detect_format(CALL_FORMATS, "{%- for message in messages %}" + text) == name
+    assert detect_format(CALL_FORMATS, "{{ messages[0].content }}") is None
+
+
+def test_a_new_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of docs/how-to/add-a-tool-call-format.md: calls of InternLM, reasoning of Seed-OSS."""
+    call_format = ToolCallFormat(
+        "internlm",
+        ("<|action_start|><|plugin|>",),
+        {"{": read_object_call},
+        close_marker="<|action_end|>",
+        template_markers=("<|plugin|>",),
+    )
+    reasoning_format = ReasoningFormat(
+        "seed_oss", ("<seed:think>",), ("</seed:think>",), ends_at_call=True, template_markers=("<seed:think>",)
+    )
+    monkeypatch.setitem(CALL_FORMATS, call_format.name, call_format)
+    monkeypatch.setitem(REASONING_FORMATS, reasoning_format.name, reasoning_format)
+    template = ChatTemplate("{{ '<seed:think>' }}{{ '<|action_start|><|plugin|>' }}")
+    assert resolve_formats("auto", "auto", template) == ("internlm", "seed_oss")
+    call = f'{{"name": "get_weather", "parameters": {WEATHER}}}'
+    text = f"<seed:think>Hm.</seed:think>I ask.\n<|action_start|><|plugin|>\n{call}<|action_end|> Done."
+    config = OutputParserConfig(call_format="internlm", reasoning_format="seed_oss", initial_state="before")
+    for cut in range(len(text)):
+        parser = OutputParser(config, SamplingParams())
+        parser.push(text[:cut], may_stop=True)
+        first_delta = parser.build_delta()
+        parser.push(text[cut:], may_stop=True)
+        parser.finish()
+        last_delta = parser.build_delta()
+        assert first_delta.reasoning + last_delta.reasoning == "Hm."
+        assert first_delta.text + last_delta.text == "I ask. Done."
+        calls = [*first_delta.tool_calls, *last_delta.tool_calls]
+        assert "".join(call.arguments for call in calls) == WEATHER
+        assert [call.name for call in calls if call.name is not None] == ["get_weather"]
 
 
 SCRAPS = {
@@ -270,17 +315,15 @@ def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject)
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    output_text, calls = run(CALL_FORMATS[name], pieces)
-    assert (output_text, calls) == run(CALL_FORMATS[name], [text])
-    assert (output_text, calls) == run(CALL_FORMATS[name], list(text))
+    output_text, calls = run(name, pieces)
+    assert (output_text, calls) == run(name, [text])
+    assert (output_text, calls) == run(name, list(text))
     all_output = output_text + "".join(name + arguments for name, arguments in calls)
     assert all_output.count("§") == text.count("§")
     if not calls:
         assert output_text == text
     half = "".join(pieces[: len(pieces) // 2])
-    assert run(CALL_FORMATS[name], pieces[: len(pieces) // 2], ends=False) == run(
-        CALL_FORMATS[name], [half], ends=False
-    )
+    assert run(name, pieces[: len(pieces) // 2], ends=False) == run(name, [half], ends=False)
 
 
 class _CountingStr(str):
@@ -314,12 +357,11 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     """Whether it comes at once or a few characters at a time."""
 
     def work(copies: int, at_a_time: int) -> int:
-        row, text = CALL_FORMATS[name], scrap * copies
-        parser = ToolCallParser(row, TYPES)
+        text, parser = scrap * copies, make_parser(name)
         _CountingStr.read_chars = 0
         for start in range(0, len(text), at_a_time):
-            parser._pending_text = _CountingStr(parser._pending_text)
-            parser.push(_CountingStr(text[start : start + at_a_time]))
+            parser._source.text = _CountingStr(parser._source.text)
+            parser.push(_CountingStr(text[start : start + at_a_time]), may_stop=True)
         parser.finish()
         return _CountingStr.read_chars
 
@@ -343,7 +385,7 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     ],
 )  # fmt: skip
 def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], expected_json: str) -> None:
-    assert markup_calls.encode_as_types(value, types) == expected_json
+    assert encode_as_types(value, types) == expected_json
 
 
 ROOT = {

@@ -224,8 +224,8 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         assert pipeline.request_reader.model_names is None
         assert not pipeline.tenant_limits._share_by_tenant
         core = pipeline.proxy.core
-        assert not core._queues_when_busy
-        assert core._background_priority == float("inf")
+        assert not core._placer._queues_when_busy
+        assert core._placer._background_priority == float("inf")
         assert core.config.queue.ttft_s_max is None
         await process._resources.aclose()
 

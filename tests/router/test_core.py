@@ -21,8 +21,9 @@ from router.decide.config import (
     RetryConfig,
     ServiceModel,
 )
+from router.decide.core import TENANTS_MAX, RetryBudget
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, WorkerLost
-from router.decide.queue import TENANTS_MAX, RetryBudget
+from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, WorkerState
 from router.decide.working_set import WorkingSets
 from router.index.protocol import Scope
@@ -92,7 +93,20 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
     (refusal,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
     assert refusal.status == 502
-    assert not core.tracker.in_flight_requests
+    assert not core.get_attempts()
+
+
+def test_a_retry_is_not_taken_to_be_as_far_as_the_attempt_that_failed() -> None:
+    """Answers that do not stream: the first token of each attempt is estimated from when that attempt began."""
+    core, _ = make_core()
+    core.route(request("r", list(range(10_000)), is_streaming=False), 0.0)
+    prefill_s = core.get_attempts()["r"].in_flight.expected_ttft_s
+    core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.9 * prefill_s)
+    core.tick(1.1 * prefill_s)
+    assert core.get_attempts()["r"].in_flight.phase is RequestPhase.PREFILL
+    core.tick(2.0 * prefill_s)
+    assert core.get_attempts()["r"].in_flight.phase is RequestPhase.DECODE
+    core.check_invariants()
 
 
 def test_nothing_is_retried_after_the_first_byte() -> None:
@@ -100,7 +114,7 @@ def test_nothing_is_retried_after_the_first_byte() -> None:
     core.route(request("r", [1, 2, 3]), 0.0)
     core.record_first_token("r", 0.1)
     assert core.fail_attempt("r", FailureKind.STREAM, 0.2) == []
-    assert not core.tracker.in_flight_requests
+    assert not core.get_attempts()
 
 
 def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
@@ -189,7 +203,7 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     assert chosen_worker(retry) != first
     assert core.workers[first].failures == 0
     assert core.move_request("s", 1.0) == [], "the budget is used up"
-    assert core.tracker.in_flight_requests["s"].target.worker_id == other
+    assert core.get_attempts()["s"].in_flight.target.worker_id == other
     core.record_first_token("r", 2.0)
     assert core.move_request("r", 2.0) == []
     assert core.move_request("unknown", 2.0) == []
@@ -382,7 +396,7 @@ def test_explain_changes_nothing_and_agrees_with_route() -> None:
     assert not isinstance(explanation, Refuse)
     assert [t.worker for t in explanation.candidates] == ["c", "a"]
     assert explanation.not_eligible == {"b": "draining"}
-    assert not core.tracker.in_flight_requests
+    assert not core.get_attempts()
     assert not index.pins
     result = core.route(request("r", prompt), 0.0, explain=True)
     assert isinstance(result, Forward)
@@ -427,7 +441,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     index.store(core.workers["a"].holders[0], hot)
     placements = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
     workers = {chosen_worker(p) for p in placements if isinstance(p, Forward)}
-    queued_for = {core._queue.get_queued_target(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
+    queued_for = {core._placer.queue.get_queued_target(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
     assert "b" in workers | queued_for
     instructions = core.tick(0.05)
     assert all(isinstance(i, Forward) for i in instructions)
@@ -657,13 +671,13 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), is_stalled=st.booleans())
     def move(self, data: st.DataObject, is_stalled: bool) -> None:
         request_id = self.pick(data)
-        before = self.core.tracker.in_flight_requests[request_id]
+        before = self.core.get_attempts()[request_id]
         instructions = self.core.move_request(request_id, self.now, is_stalled=is_stalled)
         if instructions:
             assert request_id not in self.streaming_ids
             assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
         else:
-            assert self.core.tracker.in_flight_requests[request_id] is before
+            assert self.core.get_attempts()[request_id] is before
         self.apply(instructions)
 
     @rule(name=st.sampled_from(NAMES), change=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
@@ -698,7 +712,7 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.core.check_invariants()
-        assert set(self.core.tracker.in_flight_requests) == {r for r, state in self.open.items() if state == "sent"}
+        assert set(self.core.get_attempts()) == {r for r, state in self.open.items() if state == "sent"}
         for request_id, queued_s in self.queued_since.items():
             assert self.now - queued_s <= 3.0 + 0.05, f"{request_id} has been held for too long"
 
@@ -713,7 +727,7 @@ class Books(RuleBasedStateMachine):
             self.apply(end)
         self.core.tick(self.now + 10.0)
         self.core.check_invariants()
-        assert not self.core.tracker.in_flight_requests
+        assert not self.core.get_attempts()
         assert not self.index.pins
         for target in self.core.tracker.targets.values():
             assert (target.load.request_count, target.load.decode_request_count, target.load.decode_context_tokens) == (

@@ -30,7 +30,7 @@ from router.fleet.members import (
     Fleet,
     FleetConfig,
     _Member,
-    blocks_max,
+    compute_max_blocks,
 )
 from router.index import make_index
 
@@ -90,7 +90,7 @@ def test_what_is_posted_is_refused_by_name(settings: dict[str, Any], error_text:
         fleet = fleet_of(None)
         with pytest.raises(ConfigError, match=error_text):
             await fleet.add(settings)
-        assert fleet.starting_reasons() == {}
+        assert fleet.list_starting_reasons() == {}
 
     asyncio.run(run())
 
@@ -114,13 +114,13 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
         )
         member = _Member(parse_worker_flag("http://h:1"), "operator")
         fleet._members["h:1"] = member
-        assert fleet.starting_reasons() == {"h:1": "not tried yet"}
+        assert fleet.list_starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
         for _ in range(8):
             assert not await fleet._join(member)
             pauses.append(member.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
-        assert fleet.starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
+        assert fleet.list_starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
 
     asyncio.run(run())
 
@@ -184,7 +184,7 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
         while fleet.failed_checks["h:1"] < 5:
             await asyncio.sleep(0.001)
         assert fleet._members["h:1"].restart_s == 0.004
-        assert "a number of the worker's" in fleet.starting_reasons()["h:1"]
+        assert "a number of the worker's" in fleet.list_starting_reasons()["h:1"]
         await fleet.close()
 
     asyncio.run(run())
@@ -351,7 +351,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
 
 def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
     def extra_blocks_max(**spec_fields: Any) -> int:
-        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **spec_fields)) - BLOCKS_MIN
+        return compute_max_blocks(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **spec_fields)) - BLOCKS_MIN
 
     assert extra_blocks_max() == BLOCKS_MAX_DEFAULT - BLOCKS_MIN
     assert (

@@ -90,23 +90,23 @@ def test_lists_come_in_pages_and_watches_go_on_by_bookmarks() -> None:
     cache = ObjectCache(lambda data: read_slice(data, None))
     first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [make_slice("a", endpoint("10.0.0.1"))]}
     assert cache.add_page(encode_json(first)) == "more"
-    assert cache.addresses() == {}  # half a list is none
+    assert cache.merge_addresses() == {}  # half a list is none
     assert (
         cache.add_page(
             encode_json({"metadata": {"resourceVersion": "7"}, "items": [make_slice("b", endpoint("10.0.0.2"))]})
         )
         == ""
     )
-    assert (cache.version, sorted(cache.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
+    assert (cache.version, sorted(cache.merge_addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
     assert not cache.apply_event(encode_json({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
     assert cache.version == "9"
     moved_slice = make_slice("b", endpoint("10.0.0.1", ready=False), version=10)
     assert cache.apply_event(encode_json({"type": "MODIFIED", "object": moved_slice}))
-    assert cache.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
+    assert cache.merge_addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
     assert cache.apply_event(encode_json({"type": "DELETED", "object": make_slice("a", version=11)}))
-    assert cache.addresses() == {"10.0.0.1:8000": False}
+    assert cache.merge_addresses() == {"10.0.0.1:8000": False}
     assert not cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
-    assert (cache.version, cache.addresses()) == ("", {"10.0.0.1:8000": False})
+    assert (cache.version, cache.merge_addresses()) == ("", {"10.0.0.1:8000": False})
     with pytest.raises(DecodeError, match="500 oops"):
         cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
     with pytest.raises(DecodeError):

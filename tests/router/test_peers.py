@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
-from router.decide.target import OVERDUE_SHARE, Target
+from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
@@ -46,6 +46,8 @@ def test_two_routers_see_what_one_would(
     loads = [PeerLoads(pair[i][0], f"r{i}", config) for i in range(2)]
     offset = [0.0, skew]
     now = 0.0
+    single_requests: dict[str, InFlightRequest] = {}
+    pair_requests: list[dict[str, InFlightRequest]] = [{}, {}]
 
     def exchange(number: int) -> None:
         for i in range(2):
@@ -56,8 +58,9 @@ def test_two_routers_see_what_one_would(
     for number, (event, key, tokens, target_index) in enumerate(steps):
         now += 0.05
         name, side = str(key), key % 2
-        for books, targets, at in ((single_tracker, all_targets, now), (*pair[side], now + offset[side])):
-            apply_operation(books, targets[target_index], event, name, tokens, at)
+        books, targets = pair[side]
+        apply_operation(single_tracker, all_targets[target_index], single_requests, event, name, tokens, now)
+        apply_operation(books, targets[target_index], pair_requests[side], event, name, tokens, now + offset[side])
         exchange(number)
     now += 6.0
     lost_messages.clear()
@@ -89,7 +92,7 @@ def test_work_is_told_whatever_each_learned() -> None:
         LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False)),
     )
     other = their_tracker.add_target("w0", None, HolderId(0))
-    their_tracker.add_request("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    their_tracker.add_request(other, prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     PeerLoads(my_tracker, "me").apply_message(message, 0.0)
@@ -107,10 +110,12 @@ def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> 
     new_target = new_tracker.add_target("w0", None, HolderId(0), pool="m")
     other_target = new_tracker.add_target("v0", None, HolderId(1), pool="another model")
     for i in range(60):
-        old_tracker.add_request(str(i), old_target, prompt_tokens=4000, cached_tokens=0, stream=True, now=float(10 * i))
+        request = old_tracker.add_request(
+            old_target, prompt_tokens=4000, cached_tokens=0, is_streaming=True, now=float(10 * i)
+        )
         first_token_s = 10 * i + 1e-3 * (4000 + 4000**2 / 1e5) + 2 * 0.12
-        old_tracker.record_first_token(str(i), first_token_s)
-        old_tracker.end_request(str(i), first_token_s)
+        old_tracker.record_first_token(request, first_token_s)
+        old_tracker.end_request(request, first_token_s)
     assert old_target.speed.prefill_rate == pytest.approx(1e-3, rel=0.1)
     joining, before = PeerLoads(new_tracker, "new", PeerConfig(expire_s=2.0)), new_target.speed.service
     message = PeerLoads(old_tracker, "old").next_message(700.0)
@@ -130,7 +135,7 @@ def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> 
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
     loads = PeerLoads(my_tracker, "me", PeerConfig(expire_s=2.0))
-    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    their_tracker.add_request(their_targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     loads.apply_message(message, 0.0)
@@ -152,10 +157,10 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
 def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", PeerConfig(heartbeat_s=1.0))
-    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    a = their_tracker.add_request(their_targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
     loads.apply_message(other.next_message(0.0) or b"", 0.0)
     assert targets[0].prefill_queue.total_prefill_s > 0.0
-    their_tracker.end_request("a", 0.1)
+    their_tracker.end_request(a, 0.1)
     assert other.next_message(0.1) is not None, "this one is lost"
     full = other.next_message(1.1)
     assert full is not None
@@ -167,7 +172,7 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
     first = other.next_message(0.0)
-    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
+    their_tracker.add_request(their_targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.1)
     second = other.next_message(0.1)
     assert first is not None
     assert second is not None
@@ -187,7 +192,7 @@ def test_nothing_is_said_when_nothing_changed() -> None:
     loads = PeerLoads(my_tracker, "me", PeerConfig(heartbeat_s=1.0))
     assert loads.next_message(0.0) is not None
     assert loads.next_message(0.5) is None
-    my_tracker.add_request("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
+    my_tracker.add_request(targets[0], prompt_tokens=10, cached_tokens=0, is_streaming=True, now=0.6)
     assert loads.next_message(0.6) is not None
     assert loads.next_message(0.7) is None
     assert loads.next_message(1.0) is not None
@@ -201,7 +206,7 @@ def test_over_real_sockets() -> None:
     assert first.address is not None
     second.bind("tcp://127.0.0.1:*")
     second.connect(first.address)
-    first_tracker.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
+    first_tracker.add_request(targets[1], prompt_tokens=5000, cached_tokens=0, is_streaming=True, now=time.monotonic())
     end = time.monotonic() + 10
     while second_targets[1].peer_load is NO_PEER_LOAD and time.monotonic() < end:
         first.exchange_loads(time.monotonic())

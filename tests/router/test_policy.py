@@ -75,9 +75,9 @@ def test_every_term_by_hand() -> None:
     """Worker 0: a 6,000-token prompt routed at 10.0, half a second ago. Worker 1: one request decoding at 4,000 tokens,
     and 2,000 of the new prompt's 5,000 tokens cached."""
     tracker, targets = tracker_of(2)
-    tracker.add_request("a", targets[0], prompt_tokens=6000, cached_tokens=0, stream=True, now=10.0)
-    tracker.add_request("b", targets[1], prompt_tokens=4000, cached_tokens=4000, stream=True, now=10.0)
-    tracker.record_first_token("b", 10.1)
+    tracker.add_request(targets[0], prompt_tokens=6000, cached_tokens=0, is_streaming=True, now=10.0)
+    b = tracker.add_request(targets[1], prompt_tokens=4000, cached_tokens=4000, is_streaming=True, now=10.0)
+    tracker.record_first_token(b, 10.1)
     now = 10.5
     first, second = prices = price(tracker, targets, [0, 2000], 5000, now)
     p_a = 1e-4 * (6000 + 6000**2 / 1e5)
@@ -105,12 +105,16 @@ def test_the_rest_of_the_answer_by_hand() -> None:
     """Three requests of 1,000 tokens of prompt run on worker 0, of which 200 tokens each are expected still; the new
     one has 500 tokens and will say 400."""
     tracker, targets = tracker_of(2)
-    for k in range(3):
-        name = f"a{k}"
-        tracker.add_request(
-            name, targets[0], prompt_tokens=1000, cached_tokens=999, stream=True, now=0.0, expected_tokens=200
+    for _ in range(3):
+        request = tracker.add_request(
+            targets[0],
+            prompt_tokens=1000,
+            cached_tokens=999,
+            is_streaming=True,
+            now=0.0,
+            expected_output_tokens=200,
         )
-        tracker.record_first_token(name, 0.1)
+        tracker.record_first_token(request, 0.1)
     prices = price(tracker, targets, [499, 499], 500, 1000.0, expected=400)
     t0, c, d = 0.012, 50e-6, 2.5e-8
     single_s = 400 * (t0 + c + d * (500 + 200))
@@ -133,8 +137,8 @@ def test_a_shared_prefix_is_laid_to_all_who_share_it_the_less_the_fuller_the_wor
     assert terms.prefill_s == pytest.approx(whole_prefill_s)
     assert terms.cost == pytest.approx(weight * (whole_prefill_s - 0.75 * part)), "nobody is there to stand still"
     assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole_prefill_s), "it takes its time all the same"
-    for name in "xyz":
-        tracker.add_request(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+    for _ in range(3):
+        tracker.add_request(targets[1], prompt_tokens=1, cached_tokens=0, is_streaming=True, now=0.0)
     terms_with_stall = price(tracker, targets, [1024, 500], 2000, 0.0, shared=(1024, 3 / 4))[1]
     share = 0.75 * (1 - 3 / 256)
     assert terms_with_stall.decode_s == pytest.approx(0.2 * (1 - share) * part * 3)
@@ -146,26 +150,26 @@ def test_all_seats_taken_is_a_wait() -> None:
     """Two seats, both taken by answers of which 100 tokens are to come: a third waits for half of what runs to end."""
     tracker, targets = tracker_of(2)
     targets[0].capacity.max_num_seqs = 2
-    for k in range(2):
-        tracker.add_request(
-            f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100
+    for _ in range(2):
+        request = tracker.add_request(
+            targets[0], prompt_tokens=9, cached_tokens=8, is_streaming=True, now=0.0, expected_output_tokens=100
         )
-        tracker.record_first_token(f"a{k}", 0.1)
+        tracker.record_first_token(request, 0.1)
     first, second = prices = price(tracker, targets, [8, 0], 9, 100.0)
     slot_wait_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
     assert first.slot_wait_s == pytest.approx(slot_wait_s)
     assert first.ttft_s == pytest.approx(slot_wait_s + first.slowdown * first.prefill_s)
     assert second.slot_wait_s == 0.0
     assert choose_cheapest(prices, 0) == 1
-    tracker.end_request("a0", 101.0)
+    tracker.end_request(request, 101.0)
     assert price(tracker, targets, [8, 0], 9, 200.0)[0].slot_wait_s == 0.0
 
 
 def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:
     tracker, (target,) = tracker_of(1)
     p = target.estimate_prefill_s(1000, 0)
-    tracker.add_request("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
-    tracker.add_request("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
+    a = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=0.0)
+    tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=0.01)
     lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
     assert target.estimate_queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slowdown)
     assert target.estimate_queue_s(0.004) == pytest.approx(2 * p), "not begun"
@@ -173,7 +177,7 @@ def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer()
     assert target.estimate_queue_s(100.0) == pytest.approx(p + 0.2 * progress), (
         "not done after so long: it will take longer"
     )
-    tracker.record_first_token("a", 50.0)
+    tracker.record_first_token(a, 50.0)
     assert target.estimate_queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
     assert target.estimate_queue_s(50.05) == pytest.approx(
         p - (0.05 - (1 - p / 0.2048) * target.step_s) / target.slowdown
@@ -199,12 +203,12 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
     tracker, targets = tracker_of(2)
     p = targets[0].estimate_prefill_s(2000, 0)
     idle = describe(tracker, targets, 1000, 0.0)
-    for k in range(5):
-        tracker.add_request(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+    for _ in range(5):
+        tracker.add_request(targets[0], prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.0)
     one_sided = describe(tracker, targets, 1000, 0.0)
     utilisation = 5 * p / 60.0 / 2
     assert one_sided.congestion == pytest.approx(max(CONGESTION_MIN, utilisation / (1 - utilisation)), rel=1e-6)
-    tracker.add_request("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request(targets[1], prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.0)
     both_busy = describe(tracker, targets, 1000, 0.0)
     utilisation = 6 * p / 60.0 / 2
     backlogs = p * targets[1].slowdown / p
@@ -260,7 +264,7 @@ def test_ties_go_round() -> None:
 
 def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
-    tracker.add_request("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request(targets[0], prompt_tokens=1, cached_tokens=0, is_streaming=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
     tracker.set_peer_loads("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, is_full=False)
     tracker.set_peer_loads("other", {"w2": PeerLoad(decode_requests=3)}, is_full=False)

@@ -134,14 +134,16 @@ def test_the_price_is_its_six_parts_written_out(
     target.capacity.kv_tokens = CAPACITY_TOKENS
     target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = slots, True
     target.recompute_decode_load()
-    for i, request in enumerate(requests):
+    in_flight = [
         tracker.add_request(
-            str(i), target, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens, stream=True,
-            now=request.at_s, expected_tokens=request.output_tokens,
-        )  # fmt: skip
-    for i, request in enumerate(requests):
+            target, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens, is_streaming=True,
+            now=request.at_s, expected_output_tokens=request.output_tokens,
+        )
+        for request in requests
+    ]  # fmt: skip
+    for request, in_flight_request in zip(requests, in_flight):
         if request.has_first_token:
-            tracker.record_first_token(str(i), step_seen_s)
+            tracker.record_first_token(in_flight_request, step_seen_s)
     if peer is not None:
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)

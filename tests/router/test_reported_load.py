@@ -29,9 +29,9 @@ from router.decide.load import (
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.worker_responses import (
-    METRIC_LINES_BYTES_MAX,
+    METRICS_READ_BYTES_MAX,
     SLICE_BYTES,
-    is_asleep,
+    are_ranks_asleep,
     read_cache_capacity,
     read_loads,
     select_metric_lines,
@@ -89,7 +89,7 @@ def sleeping(*awake: str) -> str:
 )
 def test_a_worker_sleeps_where_all_of_its_ranks_say_so(page: str, ranks: int, asleep: bool | None) -> None:
     selected_lines = b"\n".join(select_metric_lines(page.encode())).decode()
-    assert is_asleep(read_loads(selected_lines, ranks)) is asleep
+    assert are_ranks_asleep(read_loads(selected_lines, ranks)) is asleep
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "1e30", "+Inf", "-Inf", "", "0x10", "seven", "1e400", "1_0e99"])
@@ -130,10 +130,10 @@ def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks:
 def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str) -> None:
     page = (line * (4_000_000 // len(line))).encode()
     slices = list(select_metric_lines(page))
-    assert sum(map(len, slices)) <= METRIC_LINES_BYTES_MAX
+    assert sum(map(len, slices)) <= METRICS_READ_BYTES_MAX
     assert (
         len(slices) >= len(page) // SLICE_BYTES
-        or sum(map(len, slices)) > METRIC_LINES_BYTES_MAX // 2
+        or sum(map(len, slices)) > METRICS_READ_BYTES_MAX // 2
         or len(line) > SLICE_BYTES
     )
 

@@ -579,7 +579,7 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: RouterPair) 
         pub.publish(block_events(i, 1))
     wait_until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
-    second.events.add(stream.feed_source(stream.position))  # it comes back where it was
+    second.events.add(stream.make_feed_source(stream.position))  # it comes back where it was
     wait_until(lambda: second.find_incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
     snapshot = pair.feeds[0].make_snapshot("a", 0)
     assert snapshot is not None

@@ -341,7 +341,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
     for router in core_routers:
         router.core.check_invariants()
         router.core.tick(1e9)
-        assert not router.core.tracker.in_flight_requests
+        assert not router.core.get_attempts()
         assert router.core.index.stats().pins == 0
         for target in router.core.tracker.targets.values():
             assert (

@@ -17,7 +17,7 @@ from router.decide.load import PeerLoad
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
 from router.decide.policy import choose_cheapest
 from router.decide.price import CandidateFacts, RequestFacts, price_worker
-from router.decide.target import Target
+from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.discovery import WorkerFacts, make_worker_spec, parse_worker_flag
@@ -52,8 +52,8 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
 ) -> None:
     assume(own_tokens not in other_tokens)  # of two that are alike, whichever goes first
     tracker, (target,) = tracker_of(1)
-    for i, tokens in enumerate(other_tokens):
-        tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+    for tokens in other_tokens:
+        tracker.add_request(target, prompt_tokens=tokens, cached_tokens=0, is_streaming=True, now=0.0)
     lefts = sorted(target.estimate_prefill_s(tokens, 0) for tokens in other_tokens)
     own_s, wait_s = target.estimate_prefill_s(own_tokens, 0), target.estimate_queue_s(elapsed_s)
     if lefts:  # by how much the first is done is what `queue_s` says
@@ -74,7 +74,7 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     """Worker 0 has the conversation and a prompt of 40,000 tokens to compute. In the order of arrival a turn of 500 new
     tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
     tracker, targets = tracker_of(2)
-    tracker.add_request("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request(targets[0], prompt_tokens=40_000, cached_tokens=0, is_streaming=True, now=0.0)
     assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 0
     assert choose_cheapest(price(tracker, targets, [7500, 0], 80_000, 0.1), 0) == 1
     for target in targets:
@@ -87,8 +87,10 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
 def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
     tracker, (target,) = tracker_of(1)
     sizes = [500 + 61 * (i * 37 % 100) for i in range(count)]
-    for i, tokens in enumerate(sizes):
-        tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+    in_flight = [
+        tracker.add_request(target, prompt_tokens=tokens, cached_tokens=0, is_streaming=True, now=0.0)
+        for tokens in sizes
+    ]
     assert target.estimate_queue_s(0.0) == pytest.approx(target.prefill_queue.own_prefill_s)
     assert len(target.prefill_queue.sorted_remaining_s) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
@@ -97,7 +99,7 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         truth = [s for tokens in sizes if (s := target.estimate_prefill_s(tokens, 0)) <= own_s]
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
         assert overtaken_count == pytest.approx(count - len(truth), rel=0.12)
-    tracker.check_invariants()
+    tracker.check_invariants(in_flight)
 
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
@@ -116,17 +118,18 @@ def test_what_other_routers_sent_counts_by_its_mean() -> None:
 )
 def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> None:
     tracker, (target,) = tracker_of(1, learn=True)
+    in_flight: dict[str, InFlightRequest] = {}
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        apply_operation(tracker, target, operation, name, tokens, now)
+        apply_operation(tracker, target, in_flight, operation, name, tokens, now)
         if operation == "turn":  # its engine was restarted with the other order
             target.prefill_queue.is_shortest_first = not target.prefill_queue.is_shortest_first
             target.recompute_queue()
         tracker.advance(now)
-        tracker.check_invariants()
+        tracker.check_invariants(in_flight.values())
         assert target.estimate_queue_s(now) >= 0.0
         if target.prefill_queue.is_shortest_first:
-            flights = target.prefill_queue.requests.values()
+            flights = target.prefill_queue.requests
             assert target.prefill_queue.sorted_remaining_s == sorted(
                 flight.estimate_remaining_prefill_s() for flight in flights
             )
@@ -138,8 +141,8 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
             )
             assert 0.0 <= before_s <= target.estimate_queue_s(now) + 1e-9
             assert overtaken_count <= len(flights)
-    for name in list(tracker.in_flight_requests):
-        tracker.end_request(name, 1e6)
+    for request in in_flight.values():
+        tracker.end_request(request, 1e6)
     assert (
         target.load.request_count,
         target.prefill_queue.own_prefill_s,
@@ -150,10 +153,10 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
 
 def test_what_was_done_before_another_went_first_is_remembered() -> None:
     tracker, (target,) = tracker_of(1)
-    tracker.add_request("long", target, prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request(target, prompt_tokens=40_000, cached_tokens=0, is_streaming=True, now=0.0)
     p = target.estimate_prefill_s(40_000, 0)
-    tracker.add_request("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
-    tracker.record_first_token("short", 3.2)
+    short = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=3.0)
+    tracker.record_first_token(short, 3.2)
     assert target.prefill_queue.sorted_remaining_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 

@@ -20,18 +20,17 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     native, naive = [index.tally() for _ in range(3)], [NaiveTally() for _ in range(3)]
     tally = native[0]
     key_lists: list[list[int]] = []
-    for now_s, (adds, conversation, chunks) in enumerate(orders):
+    for adds, conversation, chunks in orders:
         if adds or not key_lists:
             keys = [conversation * 1_000_003 + i for i in range(chunks)]
             key_lists.append(keys)
-            assert tally.enter(keys, *native[1:], now_s) == naive[0].enter(keys, *naive[1:], now_s)
+            assert tally.enter(keys, *native[1:]) == naive[0].enter(keys, *naive[1:])
         else:
             keys = key_lists.pop(conversation % len(key_lists))
             assert tally.leave(keys, *native[1:]) == naive[0].leave(keys, *naive[1:])
         for native_tally, naive_tally in zip(native, naive):
             assert native_tally.leading(keys, least) == naive_tally.leading(keys, least)
             assert native_tally.counts() == naive_tally.counts()
-        assert [tally.since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
     for keys in key_lists:
         tally.leave(keys, *native[1:])
     assert [native_tally.counts() for native_tally in native] == [{}, {}, {}]
@@ -43,23 +42,22 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
     index = make_index(seed=1)
     native, naive = [index.tally() for _ in range(5)], [NaiveTally() for _ in range(5)]
     running: list[tuple[list[int], int]] = []
-    for now_s, (adds, conversation, chunks, place) in enumerate(orders):
+    for adds, conversation, chunks, place in orders:
         if adds or not running:
             running.append(([conversation * 1_000_003 + i for i in range(chunks)], place))
             keys = running[-1][0]
-            counts = [all[0].enter(keys, all[2 + place], all[1], float(now_s)) for all in (native, naive)]
+            counts = [all[0].enter(keys, all[2 + place], all[1]) for all in (native, naive)]
         else:
             keys, place = running.pop(conversation % len(running))
             counts = [all[0].leave(keys, all[2 + place], all[1]) for all in (native, naive)]
         assert counts[0] == counts[1]
         assert [tally.counts() for tally in native] == [tally.counts() for tally in naive]
-        assert [native[0].since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
 
 
 def test_what_was_never_counted_cannot_be_taken() -> None:
     index = make_index(seed=1)
     tally, resident_tally, place_tally = index.tally(), index.tally(), index.tally()
-    assert tally.enter([2**64 - 1, 0], resident_tally, place_tally, 0.0) == 0
+    assert tally.enter([2**64 - 1, 0], resident_tally, place_tally) == 0
     with pytest.raises(IndexError):
         tally.leave([7], resident_tally, place_tally)
     assert tally.counts() == resident_tally.counts() == place_tally.counts() == {2**64 - 1: 1, 0: 1}

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.observations import Observation
-from router.decide.speed import PoolSpeed, Speed, TierLoadSpeed
-from router.decide.target import RequestPhase, Target
+from router.decide.speed import Observation, PoolSpeed, Speed, TierLoadSpeed
+from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 
@@ -25,37 +24,37 @@ def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
 
 def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None:
     tracker, target = make()
-    tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
+    a = tracker.add_request(target, prompt_tokens=10_000, cached_tokens=0, is_streaming=False, now=0.0)
     due = target.slowdown * target.estimate_prefill_s(10_000, 0)
     tracker.advance(due * 0.99)
-    assert tracker.in_flight_requests["a"].phase is RequestPhase.PREFILL
+    assert a.phase is RequestPhase.PREFILL
     tracker.advance(due * 1.01)
-    assert tracker.in_flight_requests["a"].phase is RequestPhase.DECODE
+    assert a.phase is RequestPhase.DECODE
     assert target.estimate_queue_s(due * 1.01) == 0.0
-    tracker.end_request("a", due + 1)
-    tracker.check_invariants()
+    tracker.end_request(a, due + 1)
+    tracker.check_invariants([])
 
 
 def test_a_removed_target_takes_nothing_with_it() -> None:
     tracker, target = make()
     other = tracker.add_target("v", None, HolderId(1))
-    tracker.add_request("a", target, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
-    tracker.add_request("b", other, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
+    a = tracker.add_request(target, prompt_tokens=100, cached_tokens=0, is_streaming=True, now=0.0)
+    b = tracker.add_request(other, prompt_tokens=100, cached_tokens=0, is_streaming=True, now=0.0)
     tracker.remove_target("w")
-    tracker.record_first_token("a", 1.0)
-    tracker.end_request("a", 2.0)
-    tracker.check_invariants()
+    tracker.record_first_token(a, 1.0)
+    tracker.end_request(a, 2.0)
+    tracker.check_invariants([b])
     assert other.prefill_queue.own_prefill_s > 0.0
 
 
 def test_utilisation_decays_and_survives_rescaling() -> None:
     tracker, target = make()
-    tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request(target, prompt_tokens=10_000, cached_tokens=0, is_streaming=True, now=0.0)
     start = tracker.compute_utilisation(target, 0.0)
     assert start == pytest.approx(target.estimate_prefill_s(10_000, 0) / 60)
     assert tracker.compute_utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
     assert tracker.compute_utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
-    tracker.add_request("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
+    tracker.add_request(target, prompt_tokens=10_000, cached_tokens=0, is_streaming=True, now=60.0 * 45)
     assert tracker.compute_utilisation(target, 60.0 * 45) == pytest.approx(start, rel=1e-6)
 
 
@@ -66,8 +65,8 @@ def test_steady_load_shows_as_utilisation() -> None:
     tracker, target = make()
     p = target.estimate_prefill_s(1000, 0)
     for i in range(3000):
-        tracker.add_request(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
-        tracker.end_request(str(i), i * 2 * p)
+        request = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=i * 2 * p)
+        tracker.end_request(request, i * 2 * p)
     assert tracker.compute_utilisation(target, 3000 * 2 * p) == pytest.approx(0.5, rel=0.01)
 
 
@@ -81,14 +80,15 @@ def test_steady_load_shows_as_utilisation() -> None:
 )
 def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]) -> None:
     tracker, target = make(learn=True)
+    requests: dict[str, InFlightRequest] = {}
     for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        apply_operation(tracker, target, operation, name, tokens, now)
+        apply_operation(tracker, target, requests, operation, name, tokens, now)
         tracker.advance(now)
-        tracker.check_invariants()
+        tracker.check_invariants(requests.values())
         assert target.estimate_queue_s(now) >= 0.0
-    for name in list(tracker.in_flight_requests):
-        tracker.end_request(name, 1e6)
+    for request in requests.values():
+        tracker.end_request(request, 1e6)
     assert (
         target.load.request_count,
         target.load.decode_request_count,
@@ -251,19 +251,19 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
     rng = random.Random(8)
     truth = ServiceModel(prefill_s_per_token=4e-4, step_s=0.05)
     free_s, now = 0.0, 0.0
-    ends: list[tuple[float, str]] = []
-    for i in range(200):
+    ends: list[tuple[float, InFlightRequest]] = []
+    for _ in range(200):
         now += rng.expovariate(0.35)
         while ends and ends[0][0] <= now:
-            at, name = ends.pop(0)
-            tracker.record_first_token(name, at)
-            tracker.end_request(name, at)
+            at, request = ends.pop(0)
+            tracker.record_first_token(request, at)
+            tracker.end_request(request, at)
         length = rng.randint(500, 9000)
-        tracker.add_request(str(i), target, prompt_tokens=length, cached_tokens=0, stream=True, now=now)
+        request = tracker.add_request(target, prompt_tokens=length, cached_tokens=0, is_streaming=True, now=now)
         steps = max(1, -(-length // 2048))
         seconds = truth.prefill_s_per_token * (length + length**2 / 1e5) + steps * truth.step_s
         free_s = max(free_s, now) + seconds
-        ends.append((free_s, str(i)))
+        ends.append((free_s, request))
     assert target.speed.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
 
 
@@ -272,25 +272,24 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
     alone, the first step says that five short ones take 0.4 s, the second that a long one takes 0.05 s."""
     tracker, target = make(learn=True)
     truth = ServiceModel(prefill_s_per_token=1e-4, step_s=0.01)
-    now, count = 0.0, 0
+    now = 0.0
     for _ in range(60):
-        tracker.add_request("first", target, prompt_tokens=4050, cached_tokens=0, stream=True, now=now)
-        names = [str(count + i) for i in range(6)]
-        count += 6
-        for i, name in enumerate(names):  # while the first is computed
-            cached_tokens = 0 if i == 5 else 3968
+        first = tracker.add_request(target, prompt_tokens=4050, cached_tokens=0, is_streaming=True, now=now)
+        others = [  # while the first is computed
             tracker.add_request(
-                name, target, prompt_tokens=4050, cached_tokens=cached_tokens, stream=True, now=now + 0.05
+                target, prompt_tokens=4050, cached_tokens=cached_tokens, is_streaming=True, now=now + 0.05
             )
+            for cached_tokens in [3968] * 5 + [0]
+        ]
         now += truth.step_s + 4050 * truth.prefill_s_per_token
-        tracker.record_first_token("first", now)
+        tracker.record_first_token(first, now)
         now += truth.step_s + 4096 * truth.prefill_s_per_token
-        for name in names[:5]:
-            tracker.record_first_token(name, now)
+        for other in others[:5]:
+            tracker.record_first_token(other, now)
         now += truth.step_s + (5 * 82 + 4050 - 4096) * truth.prefill_s_per_token
-        tracker.record_first_token(names[5], now)
-        for name in ("first", *names):
-            tracker.end_request(name, now)
+        tracker.record_first_token(others[5], now)
+        for request in (first, *others):
+            tracker.end_request(request, now)
         now += 1.0
     service = target.speed.service
     taken_s = service.prefill_s_per_token * (4050 + 4050**2 / (2 * service.quadratic_tokens)) + service.step_s
@@ -318,7 +317,7 @@ def test_how_long_steps_take_is_learned_while_the_first_answers_still_come() -> 
     seconds, and how long steps take is known to a fifth."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
-    rng, output_tokens = random.Random(4), dict[str, float]()
+    rng, output_tokens = random.Random(4), dict[InFlightRequest, float]()
 
     def step_s(target: Target) -> float:
         return (
@@ -329,16 +328,15 @@ def test_how_long_steps_take_is_learned_while_the_first_answers_still_come() -> 
 
     for tick in range(60):
         now = 0.05 * tick
-        for name, flight in tracker.in_flight_requests.items():
-            if flight.phase is RequestPhase.DECODE:
-                output_tokens[name] += 0.05 / step_s(flight.target)
-                if tick % 5 == 0:
-                    tracker.record_progress(name, int(output_tokens[name]), now)
+        for request in output_tokens:
+            output_tokens[request] += 0.05 / step_s(request.target)
+            if tick % 5 == 0:
+                tracker.record_progress(request, int(output_tokens[request]), now)
         target = targets[rng.randrange(8) if tick % 8 else 0]
-        tracker.add_request(f"r{tick}", target, prompt_tokens=2080, cached_tokens=2000, stream=True, now=now)
+        request = tracker.add_request(target, prompt_tokens=2080, cached_tokens=2000, is_streaming=True, now=now)
         own_s = 80 * LIVE.prefill_s_per_token * (1 + 2040 / LIVE.quadratic_tokens)
-        tracker.record_first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
-        output_tokens[f"r{tick}"] = 1.0
+        tracker.record_first_token(request, now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
+        output_tokens[request] = 1.0
     learned_s, true_s = sum(target.step_s for target in targets), sum(step_s(target) for target in targets)
     assert learned_s == pytest.approx(true_s, rel=0.2)
     assert sum(target.load.decode_request_count for target in targets) == 60
@@ -348,20 +346,22 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
     """Three workers have begun a prompt each that by the prior takes 0.2 s; none has answered after 0.6 s."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
-    for i in range(3):
-        tracker.add_request(f"r{i}", targets[i], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.01 * i)
+    r0, r1, r2 = (
+        tracker.add_request(targets[i], prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.01 * i)
+        for i in range(3)
+    )
     assert targets[3].estimate_prefill_s(2000, 0) < 0.21
     tracker.advance(0.6)
     assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.55, rel=0.1)
-    assert targets[0].prefill_queue.requests["r0"].prefill_s == targets[3].estimate_prefill_s(2000, 0)
+    assert r0.prefill_s == targets[3].estimate_prefill_s(2000, 0)
     assert targets[0].estimate_queue_s(0.6) >= 0.1, "it will take longer still"
-    tracker.record_first_token("r0", 0.7)
-    tracker.record_first_token("r1", 0.71)
+    tracker.record_first_token(r0, 0.7)
+    tracker.record_first_token(r1, 0.71)
     tracker.close_interval(targets[0])
     assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.63, rel=0.15)
     tracker.advance(60.0)
     assert targets[3].estimate_prefill_s(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
-    tracker.check_invariants()
+    tracker.check_invariants([r0, r1, r2])
 
 
 def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
@@ -402,16 +402,18 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
     truth, rng, now = ServiceModel(step_s=0.01, decode_request_s=2e-5), random.Random(12), 0.0
+    requests = []
     for i in range(4000):
         target = targets[i % 8]
         now += 0.004
-        tracker.add_request(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
+        request = tracker.add_request(target, prompt_tokens=1050, cached_tokens=1000, is_streaming=True, now=now)
+        requests.append(request)
         step = truth.step_s + truth.decode_request_s * target.load.decode_request_count
         wait = rng.random() * step if target.load.decode_request_count else 0.0
         prefill_s = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
-        tracker.record_first_token(f"r{i}", now + wait + step + prefill_s)
+        tracker.record_first_token(request, now + wait + step + prefill_s)
         if i >= 80:
-            tracker.end_request(f"r{i - 80}", now + 0.03)
+            tracker.end_request(requests[i - 80], now + 0.03)
     services = {target.speed.service for target in targets}
     assert len(services) == 1, services
     assert targets[0].speed.service.step_s == pytest.approx(truth.step_s, rel=0.15)
@@ -424,19 +426,18 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         uncached_tokens = rng.randrange(500, 4000)
         loads = i % 2 == 1
         load_s = 4000 * 2e-6 if loads else 0.0
-        tracker.add_request(
-            str(i),
+        request = tracker.add_request(
             target,
             prompt_tokens=8000,
             cached_tokens=8000 - uncached_tokens,
-            stream=True,
+            is_streaming=True,
             now=now,
             tier_load_s=load_s,
         )
         steps = max(1.0, uncached_tokens / ServiceModel().step_tokens)
         now += _compute_s(uncached_tokens, steps) + 30 * load_s
-        tracker.record_first_token(str(i), now)
-        tracker.end_request(str(i), now + 0.001)
+        tracker.record_first_token(request, now)
+        tracker.end_request(request, now + 0.001)
         now += 1.0
     tracker.close_interval(target)
     assert target.speed.tier_load.factor == pytest.approx(30, rel=0.1)

@@ -396,10 +396,9 @@ NB_MODULE(_native, module) {
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
     nb::class_<Tally>(module, "Tally")
-        .def("enter", &Tally::enter, nb::arg("keys"), nb::arg("there"), nb::arg("places"), nb::arg("now_s"))
-        .def("leave", &Tally::leave, nb::arg("keys"), nb::arg("there"), nb::arg("places"))
+        .def("enter", &Tally::enter, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
+        .def("leave", &Tally::leave, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
         .def("count", &Tally::count, nb::arg("key"))
-        .def("since_s", &Tally::since_s, nb::arg("key"))
         .def("leading", &Tally::leading, nb::arg("keys"), nb::arg("least"))
         .def("counts", [](const Tally& tally) {
             nb::dict counts;

@@ -7,7 +7,6 @@
 // that goes on beside its last turn costs what is new in it.
 #pragma once
 
-#include <limits>
 #include <map>
 #include <stdexcept>
 #include <vector>
@@ -161,61 +160,28 @@ private:
     std::map<u64, PinnedBlocks> cuts_;
 };
 
-// How many prompts have each key. Of one thread.
+// Hash table from a key to the number of running prompts that have it. For one thread.
 class Tally {
 public:
-    // One prompt more with these keys from `start` on, at this moment; how many of them were there.
-    u64 more(const std::vector<u64>& keys, std::size_t start, double now_s) {
-        u64 there = 0;
-        for (std::size_t i = start; i < keys.size(); ++i) {
-            if (4 * (size_ + 1) > 3 * slots_.size()) resize(2 * slots_.size());
-            Slot& slot = slots_[place(keys[i])];
-            slot.key = keys[i];
-            if (slot.count++ != 0) {
-                ++there;
-            } else {
-                slot.since_s = now_s;
-                ++size_;
-            }
-        }
-        return there;
+    // Count a prompt that begins to run on a target: here, in the target's tally, and in `targets` for keys that are new on
+    // that target. Returns how many of the prompt's keys were on the target before.
+    u64 enter(const std::vector<u64>& keys, Tally& target, Tally& targets) {
+        add(keys, 0);
+        const u64 present = target.add(keys, 0);
+        targets.add(keys, present);
+        return present;
+    }
+    // Count a prompt that ended. Returns how many of the prompt's keys are still on the target. Throws std::out_of_range for a
+    // key that no prompt has.
+    u64 leave(const std::vector<u64>& keys, Tally& target, Tally& targets) {
+        subtract(keys, 0);
+        const u64 remaining = target.subtract(keys, 0);
+        targets.subtract(keys, remaining);
+        return remaining;
     }
 
-    // One less; how many of them are still there. Throws std::out_of_range where there is none.
-    u64 less(const std::vector<u64>& keys, std::size_t start) {
-        u64 there = 0;
-        for (std::size_t i = start; i < keys.size(); ++i) {
-            const std::size_t at = place(keys[i]);
-            if (slots_[at].count == 0) throw std::out_of_range("no prompt has this key");
-            --slots_[at].count == 0 ? erase(at) : static_cast<void>(++there);
-        }
-        if (slots_.size() > kSlotsMin && 16 * size_ < slots_.size()) resize(slots_.size() / 2);
-        return there;
-    }
-
-    // One prompt more that runs somewhere, counted here, where it runs (`there`), and of how many places (`places`); how many
-    // of its keys were there.
-    u64 enter(const std::vector<u64>& keys, Tally& there, Tally& places, double now_s) {
-        more(keys, 0, now_s);
-        const u64 before = there.more(keys, 0, 0.0);
-        places.more(keys, before, 0.0);
-        return before;
-    }
-    // One less; how many of its keys are still there.
-    u64 leave(const std::vector<u64>& keys, Tally& there, Tally& places) {
-        less(keys, 0);
-        const u64 left = there.less(keys, 0);
-        places.less(keys, left);
-        return left;
-    }
-
-    u64 count(u64 key) const { return slots_[place(key)].count; }
-    // The moment from which on there was always a prompt that has it; infinite where none has.
-    double since_s(u64 key) const {
-        const Slot& slot = slots_[place(key)];
-        return slot.count == 0 ? std::numeric_limits<double>::infinity() : slot.since_s;
-    }
-    // How many of the first keys are there `least` times.
+    u64 count(u64 key) const { return slots_[find(key)].count; }
+    // Number of leading keys that at least `least` prompts have.
     u64 leading(const std::vector<u64>& keys, u64 least) const {
         std::size_t i = 0;
         while (i < keys.size() && count(keys[i]) >= least) ++i;
@@ -230,28 +196,52 @@ public:
 
 private:
     struct Slot {
-        u64 key = 0, count = 0;  // 0: free
-        double since_s = 0.0;
+        u64 key = 0, count = 0;  // a count of 0: free
     };
     static constexpr std::size_t kSlotsMin = 16;
 
-    // Where the key stands, or would.
-    std::size_t place(u64 key) const {
-        std::size_t at = home(key);
-        while (slots_[at].count != 0 && slots_[at].key != key) at = (at + 1) & (slots_.size() - 1);
-        return at;
-    }
-    std::size_t home(u64 key) const { return (keyed(key) >> 32) & (slots_.size() - 1); }
-
-    // Whoever stands behind a free slot moves up where it can still be found.
-    void erase(std::size_t at) {
-        const std::size_t mask = slots_.size() - 1;
-        for (std::size_t next = (at + 1) & mask; slots_[next].count != 0; next = (next + 1) & mask) {
-            if (((next - home(slots_[next].key)) & mask) < ((next - at) & mask)) continue;
-            slots_[at] = slots_[next];
-            at = next;
+    // Add 1 to the keys from `start` on; returns how many of them had a count before.
+    u64 add(const std::vector<u64>& keys, std::size_t start) {
+        u64 present = 0;
+        for (std::size_t i = start; i < keys.size(); ++i) {
+            if (4 * (size_ + 1) > 3 * slots_.size()) resize(2 * slots_.size());
+            Slot& slot = slots_[find(keys[i])];
+            slot.key = keys[i];
+            slot.count++ != 0 ? ++present : ++size_;
         }
-        slots_[at] = Slot{};
+        return present;
+    }
+
+    // Subtract 1 from the keys from `start` on; returns how many of them still have a count.
+    u64 subtract(const std::vector<u64>& keys, std::size_t start) {
+        u64 remaining = 0;
+        for (std::size_t i = start; i < keys.size(); ++i) {
+            const std::size_t index = find(keys[i]);
+            if (slots_[index].count == 0) throw std::out_of_range("no prompt has this key");
+            --slots_[index].count == 0 ? erase(index) : static_cast<void>(++remaining);
+        }
+        if (slots_.size() > kSlotsMin && 16 * size_ < slots_.size()) resize(slots_.size() / 2);
+        return remaining;
+    }
+
+    // Index of the key's slot, or of the free slot where the key would be stored.
+    std::size_t find(u64 key) const {
+        std::size_t index = first_slot(key);
+        while (slots_[index].count != 0 && slots_[index].key != key) index = (index + 1) & (slots_.size() - 1);
+        return index;
+    }
+    // Linear probing for a key begins at this slot.
+    std::size_t first_slot(u64 key) const { return (keyed(key) >> 32) & (slots_.size() - 1); }
+
+    // Free a slot, and move later entries up where a free slot would hide them from linear probing.
+    void erase(std::size_t index) {
+        const std::size_t mask = slots_.size() - 1;
+        for (std::size_t next = (index + 1) & mask; slots_[next].count != 0; next = (next + 1) & mask) {
+            if (((next - first_slot(slots_[next].key)) & mask) < ((next - index) & mask)) continue;
+            slots_[index] = slots_[next];
+            index = next;
+        }
+        slots_[index] = Slot{};
         --size_;
     }
 
@@ -259,7 +249,7 @@ private:
         std::vector<Slot> old(slots);
         old.swap(slots_);
         for (const Slot& slot : old) {
-            if (slot.count != 0) slots_[place(slot.key)] = slot;
+            if (slot.count != 0) slots_[find(slot.key)] = slot;
         }
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,11 +9,9 @@ from collections.abc import Sequence
 class NaiveTally:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-        self._since_s: dict[int, float] = {}
 
-    def _add(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
+    def _add(self, keys: Sequence[int], start: int = 0) -> int:
         present_count = sum(key in self._counts for key in keys[start:])
-        self._since_s.update((key, now_s) for key in keys[start:] if key not in self._counts)
         self._counts.update(keys[start:])
         return present_count
 
@@ -25,23 +22,20 @@ class NaiveTally:
         self._counts = +self._counts
         return sum(key in self._counts for key in keys[start:])
 
-    def enter(self, keys: Sequence[int], target: NaiveTally, places: NaiveTally, now_s: float) -> int:
-        self._add(keys, now_s=now_s)
+    def enter(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
+        self._add(keys)
         before = target._add(keys)
-        places._add(keys, before)
+        targets._add(keys, before)
         return before
 
-    def leave(self, keys: Sequence[int], target: NaiveTally, places: NaiveTally) -> int:
+    def leave(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
         self._subtract(keys)
         remaining_count = target._subtract(keys)
-        places._subtract(keys, remaining_count)
+        targets._subtract(keys, remaining_count)
         return remaining_count
 
     def count(self, key: int) -> int:
         return self._counts[key]
-
-    def since_s(self, key: int) -> float:
-        return self._since_s[key] if key in self._counts else math.inf
 
     def leading(self, keys: Sequence[int], least: int) -> int:
         return next((i for i, key in enumerate(keys) if self._counts[key] < least), len(keys))

@@ -127,10 +127,10 @@ class NoFleet:
     async def drain(self, worker_id: str, *, on: bool) -> None:
         self._core.set_draining(worker_id, self._now(), is_draining=on)
 
-    def details(self, worker_id: str) -> dict[str, Any]:
+    def describe_events(self, worker_id: str) -> dict[str, Any]:
         return {}
 
-    def starting_reasons(self) -> dict[str, str]:
+    def list_starting_reasons(self) -> dict[str, str]:
         return self.waiting
 
 

@@ -16,6 +16,7 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
+from router.decide.placement import RequestPlacer
 from router.edge.attempt import Attempt
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
@@ -33,13 +34,14 @@ CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (
-    Exchange, Attempt, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy,
-    ClientConnection,
+    Exchange, Attempt, ResponseFilter, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, RequestPlacer,
+    Proxy, ClientConnection,
 )  # fmt: skip
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
 _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
-finish write _close count_connections check_invariants expire sweep tick _handle_requests _start_request
-connection_made connection_lost data_received eof_received record_failed_attempt _execute _open"""
+finish write _close count_connections check_invariants get_attempts is_background expire sweep tick
+_handle_requests _start_request connection_made connection_lost data_received eof_received record_failed_attempt
+_execute _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
 
 
@@ -92,7 +94,7 @@ def test_an_index_that_raises_leaves_nothing_on_the_books(
         with monkeypatch.context() as patch:
             patch.setattr(edge.core.index, "pin", raises)
             assert b" 500 " in (await edge.exchange(request)).split(b"\r\n")[0]
-        assert not edge.core.tracker.in_flight_requests
+        assert not edge.core.get_attempts()
         assert edge.core.snapshot(0.0).in_flight == 0
         edge.core.check_invariants()
         assert b" 200 " in (await edge.exchange(request)).split(b"\r\n")[0]

@@ -144,7 +144,7 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             b.received.clear()
             body = json.dumps({**CHAT, "prompt": "Hi", "stream": True}).encode()
             asked = [asyncio.create_task(edge.exchange(make_post(body, path))) for _ in range(2)]
-            await edge.until(lambda: a.received and edge.core.tracker.in_flight_requests)
+            await edge.until(lambda: a.received and edge.core.get_attempts())
             await edge.until(
                 lambda: all(exchange.client.has_response_started for exchange in edge.proxy.exchanges.values())
             )

@@ -376,7 +376,7 @@ def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) 
         first = asyncio.create_task(
             edge.exchange(make_post(CHAT[:-1] + b', "stream": true}', headers=[b"x-blockcast-priority: 3"]))
         )
-        await edge.until(lambda: edge.core.tracker.in_flight_requests)
+        await edge.until(lambda: edge.core.get_attempts())
         late = make_post(CHAT, headers=[b"x-blockcast-deadline-ms: 60"])
         refused = asyncio.create_task(edge.exchange(late))
         await edge.until(lambda: edge.core.snapshot(edge.now()).queued_requests)

@@ -86,13 +86,13 @@ def test_one_key_in_flight_leaves_room_for_the_others(edge: Any, make_post: Any,
         first = [
             asyncio.ensure_future(edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) for _ in range(2)
         ]
-        await edge.until(lambda: len(edge.core.tracker.in_flight_requests) == 2)
+        await edge.until(lambda: len(edge.core.get_attempts()) == 2)
         third = await edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))
         assert status(third) == 429
         assert b"too_many_requests" in third
         assert edge.metrics.refused_by_key == {bound: 1}
         other = asyncio.ensure_future(edge.exchange(make_post(body(), b"/v1/completions", [key("two")])))
-        await edge.until(lambda: len(edge.core.tracker.in_flight_requests) == 3)
+        await edge.until(lambda: len(edge.core.get_attempts()) == 3)
         gate.set()
         assert [status(answer) for answer in [*await asyncio.gather(*first), await other]] == [200, 200, 200]
         assert status(await edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) == 200

@@ -1,0 +1,118 @@
+"""Collect answer text, reasoning and tool calls as a parser finds them, and make deltas of them. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+SHORT_ID_CHARS = 9
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """Piece of one tool call; the first piece has the call's name and id."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+    id: str | None = None
+
+
+@dataclass(slots=True)
+class ParsedDelta:
+    """Text, reasoning and at most one piece of each tool call."""
+
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    """Piece of one tool call, whose arguments still grow."""
+
+    index: int
+    name: str | None
+    arguments: list[str] = field(default_factory=list)
+
+
+class DeltaBuilder:
+    """Collects the output of one sequence. White space beside a call is part of the call's markup and left out."""
+
+    def __init__(self, *, has_short_ids: bool = False) -> None:
+        """`has_short_ids`: call ids are nine letters and digits."""
+        self._has_short_ids = has_short_ids
+        self._texts: list[str] = []
+        self._reasoning_texts: list[str] = []
+        self._pending_calls: list[_PendingCall] = []
+        self._pending_spaces: list[str] = []
+        """White space that becomes text if more text follows."""
+        self._is_beside_call = False
+        """Whether nothing but white space has come since a call."""
+        self.is_at_start = True
+        """Whether nothing but white space has come."""
+        self.is_in_call = False
+        """Whether a call has begun and not ended."""
+        self.call_count = 0
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning_texts.append(text)
+
+    def add_plain_text(self, text: str) -> None:
+        """Add text of an answer that cannot have calls: all white space stays."""
+        self._texts.append(text)
+
+    def add_text(self, text: str) -> None:
+        """Add text of an answer that may have calls."""
+        stripped_text = text.rstrip()
+        if stripped_text:
+            self._texts += [*self._pending_spaces, stripped_text]
+            self._pending_spaces = []
+            self.is_at_start = self._is_beside_call = False
+        if len(text) > len(stripped_text):
+            self._pending_spaces.append(text[len(stripped_text) :])
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call of the function `name`."""
+        self._pending_calls.append(_PendingCall(self.call_count, name))
+        self.call_count += 1
+        self.is_in_call = True
+        self._leave_out_spaces()
+
+    def add_arguments(self, json_piece: str) -> None:
+        """Add the next characters of the JSON of the current call's arguments."""
+        if not json_piece:
+            return
+        if not self._pending_calls:
+            self._pending_calls.append(_PendingCall(self.call_count - 1, None))
+        self._pending_calls[-1].arguments.append(json_piece)
+
+    def end_call(self) -> None:
+        self.is_in_call = False
+        self._leave_out_spaces()
+
+    def finish(self) -> None:
+        """End the text: white space at its end is text, unless a call stands before it."""
+        if not self._is_beside_call:
+            self._texts += self._pending_spaces
+        self._pending_spaces = []
+
+    def build(self) -> ParsedDelta:
+        """Return what was added since the last call."""
+        calls = [
+            ToolCallDelta(
+                call.index, "".join(call.arguments), call.name, None if call.name is None else self._make_call_id()
+            )
+            for call in self._pending_calls
+        ]
+        delta = ParsedDelta("".join(self._texts), "".join(self._reasoning_texts), calls)
+        self._texts, self._reasoning_texts, self._pending_calls = [], [], []
+        return delta
+
+    def _leave_out_spaces(self) -> None:
+        self._pending_spaces = []
+        self._is_beside_call = True
+
+    def _make_call_id(self) -> str:
+        hex_id = uuid.uuid4().hex
+        return hex_id[:SHORT_ID_CHARS] if self._has_short_ids else f"chatcmpl-tool-{hex_id}"

@@ -1,0 +1,141 @@
+"""Text that arrives in pieces, and searches in it. Pure.
+
+Readers of growing text are generators: one that needs more text yields, and goes on after the next piece.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A reader of growing text: it yields whenever it needs more, and returns its result."""
+SPACE = " \t\r\n"
+
+
+class GrowingText:
+    """The unread end of a text, which one reader takes from its front.
+
+    The reader may hold what it takes until it is sure what that means: held text can be taken once more.
+    """
+
+    __slots__ = ("_held_parts", "_is_holding", "is_complete", "position", "text")
+
+    def __init__(self, text: str = "", *, is_complete: bool = False) -> None:
+        self.text = text
+        self.position = 0
+        """Index in `text` of the first character that was not taken."""
+        self.is_complete = is_complete
+        """Whether no piece follows."""
+        self._held_parts: list[str] = []
+        self._is_holding = False
+
+    def push(self, piece: str) -> None:
+        """Append the next piece."""
+        self.text = self.text[self.position :] + piece
+        self.position = 0
+
+    def take(self, end: int) -> str:
+        """Return the text from `position` to `end`, which becomes the position."""
+        taken_text = self.text[self.position : end]
+        self.position = end
+        if self._is_holding:
+            self._held_parts.append(taken_text)
+        return taken_text
+
+    def take_all(self) -> str:
+        return self.take(len(self.text))
+
+    def take_spaces(self, space: str = SPACE) -> str:
+        """Take the characters of `space` that come next."""
+        end = self.position
+        while end < len(self.text) and self.text[end] in space:
+            end += 1
+        return self.take(end)
+
+    def may_become_any(self, texts: Sequence[str]) -> bool:
+        """Return whether more text could make one of `texts` come next."""
+        unread_chars = len(self.text) - self.position
+        return any(
+            unread_chars < len(text) and self.text.startswith(text[:unread_chars], self.position) for text in texts
+        )
+
+    def start_holding(self) -> None:
+        """Hold what is taken from now on, and nothing of what was held before."""
+        self._held_parts = []
+        self._is_holding = True
+
+    def stop_holding(self) -> str:
+        """Return the held text, and hold nothing."""
+        held_text = "".join(self._held_parts)
+        self._held_parts = []
+        self._is_holding = False
+        return held_text
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def wait_for_more(self) -> Steps[bool]:
+        """Wait for the next piece. Return False if none follows."""
+        if not self.is_complete:
+            yield
+        return not self.is_complete
+
+    def peek(self) -> Steps[str]:
+        """Return the next character without taking it; an empty string at the end of the text."""
+        while self.position == len(self.text):
+            if self.is_complete:
+                return ""
+            yield
+        return self.text[self.position]
+
+    def peek_after_spaces(self, space: str = SPACE) -> Steps[str]:
+        """Take the characters of `space` that come next, and return the character after them as `peek` does."""
+        while True:
+            self.take_spaces(space)
+            char = yield from self.peek()
+            if not char or char not in space:
+                return char
+
+    def peek_any(self, texts: Sequence[str]) -> Steps[str]:
+        """Return the text of `texts` that comes next, without taking it; an empty string if none of them does.
+
+        Waits while the unread text may still become one of them.
+        """
+        while True:
+            for text in texts:
+                if self.text.startswith(text, self.position):
+                    return text
+            if self.is_complete or not self.may_become_any(texts):
+                return ""
+            yield
+
+
+class DelimiterScanner:
+    """Finds any of some delimiters in a growing text."""
+
+    __slots__ = ("_chars_max", "_inner_chars", "_pattern", "delimiters")
+
+    def __init__(self, delimiters: Sequence[str]) -> None:
+        self.delimiters = sorted(set(delimiters))
+        self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")
+        self._chars_max = max(map(len, delimiters), default=0)
+        self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
+
+    def find_first(self, text: str, start: int = 0) -> re.Match[str] | None:
+        """Return the match of the delimiter that begins first in `text[start:]`."""
+        return self._pattern.search(text, start)
+
+    def find_partial(self, text: str, start: int = 0) -> int:
+        """Return the start of the longest tail of `text[start:]` that may become a delimiter, or the text's end."""
+        text_end = len(text)
+        if text_end == start or text[-1] not in self._inner_chars:
+            return text_end
+        for length in range(min(self._chars_max - 1, text_end - start), 0, -1):
+            tail = text[text_end - length :]
+            index = bisect_left(self.delimiters, tail)  # delimiters that begin with the tail come next in the order
+            if index < len(self.delimiters) and self.delimiters[index].startswith(tail):
+                return text_end - length
+        return text_end

@@ -1,0 +1,261 @@
+"""Split the generated text of one sequence into reasoning, text and tool calls, and find where it must stop. Pure.
+
+The output after a number of tokens depends on these tokens alone, so another worker can continue an answer from its
+tokens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.output.delta_builder import DeltaBuilder, ParsedDelta
+from engine.output.formats import (
+    CALL_FORMATS,
+    FUNCTION_NAME,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningState,
+    ToolCallFormat,
+)
+from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Steps
+from engine.output.json_calls import NAME_PATTERN, CallReader
+from engine.output.schema_types import ParameterTypes
+from engine.output.stop_strings import StopStrings
+from engine.types import SamplingParams
+
+SPACES_MAX = 64
+"""Most white space before a marker that opens reasoning."""
+
+
+class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers of one request are parsed."""
+
+    reasoning_format: str | None = None
+    """Name in REASONING_FORMATS; None: reasoning is text."""
+    initial_state: ReasoningState = "after"
+    """Reasoning state at the beginning of an answer."""
+    shows_reasoning: bool = True
+    call_format: str | None = None
+    """Name in CALL_FORMATS; None: calls are text."""
+    parameter_types: ParameterTypes = {}
+    single_call: bool = False
+    """Calls after the first are dropped."""
+    requires_call: bool = False
+    """The answer is calls and nothing else, so stop strings do not apply."""
+    names_function: bool = False
+    """The request names the function to call: the finish reason is that of an answer without calls, as with OpenAI."""
+
+    @property
+    def special_markers(self) -> frozenset[str]:
+        """Markup that stays in the text although a tokenizer may have it as special tokens."""
+        markers: list[str] = []
+        if self.reasoning_format is not None:
+            reasoning_format = REASONING_FORMATS[self.reasoning_format]
+            markers += [*reasoning_format.open_markers, *reasoning_format.close_markers]
+        if self.call_format is not None:
+            markers += CALL_FORMATS[self.call_format].special_markers
+        return frozenset(markers)
+
+
+class OutputParser:
+    """Parses the generated text of one sequence, in one pass: reasoning first, then text with tool calls.
+
+    Stop strings apply after the reasoning and outside of calls. `_read_output` is a generator that yields where it
+    needs more text, and where reasoning has ended.
+    """
+
+    def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
+        call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
+        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
+        stops = () if config.requires_call else params.stop
+        self.config = config
+        self.stop_string: str | None = None
+        """Stop string that ended the text."""
+        self._call_format = call_format
+        self._open_markers = DelimiterScanner(() if call_format is None else call_format.open_markers)
+        self._stop_strings = StopStrings(stops, params.include_stop_str_in_output) if stops else None
+        self._source = GrowingText()
+        self._delta = DeltaBuilder(has_short_ids=call_format is not None and call_format.has_short_ids)
+        self._reasoning_state: ReasoningState = "after" if reasoning_format is None else config.initial_state
+        self._reasoning_has_just_opened = False
+        self._steps = self._read_output(reasoning_format)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that was pushed last belongs to reasoning."""
+        return self._reasoning_state == "inside" and not self._reasoning_has_just_opened
+
+    @property
+    def has_tool_calls(self) -> bool:
+        return self._delta.call_count > 0
+
+    def push(self, text: str, *, may_stop: bool) -> None:
+        """Parse the next text. `may_stop`: a stop string may end it here."""
+        self._reasoning_has_just_opened = False
+        if not self._has_reasoning_ended():
+            self._advance(text)
+            if not self._has_reasoning_ended():
+                return
+            text = self._source.take_all()
+        if self._stop_strings is not None and self._delta.is_in_call:
+            text = self._stop_strings.flush() + text
+        elif self._stop_strings is not None and may_stop:
+            text, self.stop_string = self._stop_strings.push(text)
+        self._advance(text)
+
+    def finish(self) -> None:
+        """Parse the end of the text: what was held back as the beginning of a marker or a stop string is none."""
+        if not self._has_reasoning_ended():
+            self._source.is_complete = True
+            next(self._steps)
+        elif self._stop_strings is not None:
+            self._advance(self._stop_strings.flush())
+        self._source.is_complete = True
+        next(self._steps, None)
+        self._delta.finish()
+
+    def build_delta(self) -> ParsedDelta:
+        """Return what was parsed since the last call."""
+        delta = self._delta.build()
+        if self.config.single_call:
+            delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
+        return delta
+
+    def _has_reasoning_ended(self) -> bool:
+        return self._reasoning_state == "after"
+
+    def _advance(self, text: str) -> None:
+        self._source.push(text)
+        next(self._steps)
+
+    def _read_output(self, reasoning_format: ReasoningFormat | None) -> Steps[None]:
+        if reasoning_format is not None and self._reasoning_state != "after":
+            yield from self._read_reasoning(reasoning_format)
+            self._reasoning_state = "after"
+            yield
+        if self._call_format is None:
+            while True:
+                self._delta.add_plain_text(self._source.take_all())
+                if not (yield from self._source.wait_for_more()):
+                    return
+        while (yield from self._read_text(self._call_format)):
+            yield from self._read_region(self._call_format)
+
+    # Reasoning --------------------------------------------------------------------------------------------------------
+
+    def _read_reasoning(self, format: ReasoningFormat) -> Steps[None]:
+        """Take the reasoning and its markers."""
+        source = self._source
+        if (yield from self._read_open_marker(format)):
+            self._reasoning_state = "inside"
+            self._reasoning_has_just_opened = True
+        elif self._reasoning_state == "before":
+            return
+        call_markers = self._call_format.open_markers if format.ends_at_call and self._call_format is not None else ()
+        end_markers = DelimiterScanner((*format.close_markers, *call_markers))
+        while True:
+            match = end_markers.find_first(source.text, source.position)
+            if match is not None:
+                self._delta.add_reasoning(source.take(match.start()))
+                if match[0] not in call_markers:
+                    source.take(match.end())
+                return
+            self._delta.add_reasoning(source.take(end_markers.find_partial(source.text, source.position)))
+            if not (yield from source.wait_for_more()):
+                self._delta.add_reasoning(source.take_all())
+                return
+
+    def _read_open_marker(self, format: ReasoningFormat) -> Steps[bool]:
+        """Take the marker that opens reasoning, and white space before it. Returns False if another text comes."""
+        source = self._source
+        while True:
+            text = source.text.lstrip()
+            space_chars = len(source.text) - len(text)
+            if space_chars > SPACES_MAX:
+                return False
+            for marker in format.open_markers:
+                if text.startswith(marker):
+                    source.take(space_chars + len(marker))
+                    return True
+            if not any(marker.startswith(text) for marker in format.open_markers):
+                return False
+            if not (yield from source.wait_for_more()):
+                return False
+
+    # Text and tool calls ----------------------------------------------------------------------------------------------
+
+    def _read_text(self, format: ToolCallFormat) -> Steps[bool]:
+        """Take text up to markup of calls, which may turn out to be text. Returns False at the end of the text."""
+        source, delta = self._source, self._delta
+        while True:
+            if delta.is_at_start and format.bare_start_chars:
+                delta.add_text(source.take_spaces())
+                if source.text.startswith(tuple(format.bare_start_chars), source.position):
+                    source.start_holding()
+                    return True
+            match = self._open_markers.find_first(source.text, source.position)
+            if match is not None:
+                delta.add_text(source.take(match.start()))
+                source.start_holding()
+                if match[0] not in format.readers:
+                    source.take(match.end())
+                return True
+            delta.add_text(source.take(self._open_markers.find_partial(source.text, source.position)))
+            if not (yield from source.wait_for_more()):
+                delta.add_text(source.take_all())
+                return False
+
+    def _read_region(self, format: ToolCallFormat) -> Steps[None]:
+        """Take calls and their markup, up to the first text that is neither."""
+        source = self._source
+        has_call = is_in_array = False
+        while True:
+            char = yield from source.peek_after_spaces(SPACE + ",;" if has_call else SPACE)
+            marker = yield from source.peek_any(format.region_markers)
+            if marker and marker not in format.readers:
+                if not has_call:
+                    self._revert_to_text()
+                if marker == format.close_marker:
+                    source.stop_holding()
+                    close_marker = source.take(source.position + len(marker))
+                    if not has_call:
+                        self._delta.add_text(close_marker)
+                    return
+                source.start_holding()
+                source.take(source.position + len(marker))
+                has_call = is_in_array = False
+                continue
+            if has_call and source.is_complete and format.close_marker.startswith(source.text[source.position :]):
+                source.stop_holding()
+                source.take_all()
+                return
+            if char == "[" and not has_call and not is_in_array:
+                is_in_array = True
+                source.take(source.position + 1)
+            elif char == "]" and has_call and is_in_array:
+                is_in_array = False
+                source.take(source.position + 1)
+                source.start_holding()
+            else:
+                read_call = _select_reader(format, marker, char)
+                if read_call is None or not (yield from read_call(source, self._delta, self.config.parameter_types)):
+                    self._revert_to_text()
+                    return
+                self._delta.end_call()
+                source.start_holding()
+                has_call = True
+
+    def _revert_to_text(self) -> None:
+        """Make text of the held markup."""
+        self._delta.is_at_start = self._delta.is_in_call = False
+        self._delta.add_text(self._source.stop_holding())
+
+
+def _select_reader(format: ToolCallFormat, marker: str, next_char: str) -> CallReader | None:
+    """Return the reader of the call that begins with `marker`, or with a character; None if no call begins so."""
+    if marker:
+        return format.readers[marker]
+    if next_char and next_char in format.readers:
+        return format.readers[next_char]
+    begins_name = NAME_PATTERN.match(next_char) is not None
+    return format.readers.get(FUNCTION_NAME) if begins_name else None

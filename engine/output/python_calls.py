@@ -1,0 +1,150 @@
+"""Reader of one tool call in Python, and Python literals as JSON. Pure."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any, NamedTuple
+
+from engine.output.delta_builder import DeltaBuilder
+from engine.output.growing_text import GrowingText, Steps
+from engine.output.json_calls import MAX_NAME_CHARS, NAME_PATTERN
+from engine.output.schema_types import ParameterTypes
+
+_PUNCTUATION_PATTERN_BY_QUOTE = {
+    '"': re.compile(r'["\\]'),
+    "'": re.compile(r"['\\]"),
+    "": re.compile(r"""["'()\[\]{},=]"""),
+}
+"""Quotation mark ("" outside of strings) -> characters that matter there."""
+_STRING_ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
+"""Characters that models write into strings, and Python's parser refuses there."""
+
+
+class _Argument(NamedTuple):
+    name: str | None
+    """Source of the name; None: the argument has no "="."""
+    value: str
+    """Source of the value."""
+
+
+def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
+    """Take a call `f(a=1, b="x")`, whose arguments are known once all of it has come: Python's own parser reads them.
+
+    Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
+    """
+    name = ""
+    while char := (yield from source.peek()):
+        match = NAME_PATTERN.match(source.text, source.position)
+        if match is None:
+            break
+        name += source.take(match.end())
+        if len(name) > MAX_NAME_CHARS:
+            return False
+    if char != "(":
+        return False
+    source.take(source.position + 1)
+    arguments = yield from _read_arguments(source)
+    arguments_json = None if arguments is None else _encode_arguments(arguments)
+    if arguments_json is None:
+        return False
+    source.stop_holding()
+    delta.begin_call(name)
+    delta.add_arguments(arguments_json)
+    return True
+
+
+def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
+    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
+    arguments: list[_Argument] = []
+    name: str | None = None
+    parts: list[str] = []
+    depth, quote = 1, ""
+    while (yield from source.peek()):
+        match = _PUNCTUATION_PATTERN_BY_QUOTE[quote].search(source.text, source.position)
+        piece = source.take(len(source.text) if match is None else match.start())
+        parts.append(piece.translate(_STRING_ESCAPES) if quote else piece)
+        if match is None:
+            continue
+        char = source.take(match.end())
+        if char == "\\":
+            escaped_char = yield from source.peek()
+            parts.append(char + source.take(source.position + len(escaped_char)))
+            continue
+        if char in "\"'":
+            quote = "" if quote else char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if depth == 0 or (depth == 1 and char == ","):
+            arguments.append(_Argument(name, "".join(parts)))
+            name, parts = None, []
+            if depth == 0:
+                return arguments if char == ")" else None
+        elif depth == 1 and char == "=" and name is None:
+            name, parts = "".join(parts), []
+        else:
+            parts.append(char)
+    return None
+
+
+def _encode_arguments(arguments: list[_Argument]) -> str | None:
+    """Return the JSON of arguments; None if one of them has no name, or no value that JSON can hold."""
+    if arguments[-1].name is None and not arguments[-1].value.strip():  # f(), or a comma at the end
+        arguments = arguments[:-1]
+    json_by_name: dict[str, str] = {}
+    for argument in arguments:
+        name = None if argument.name is None else _parse_name(argument.name.strip())
+        literal = parse_literal(argument.value)
+        if name is None or literal is None or name in json_by_name:
+            return None
+        json_by_name[name] = literal.json
+    return "{" + ", ".join(f"{encode_json(name)}: {value}" for name, value in json_by_name.items()) + "}"
+
+
+def _parse_name(source: str) -> str | None:
+    if NAME_PATTERN.fullmatch(source):
+        return source
+    literal = parse_literal(source) if source[:1] in ("'", '"') else None
+    return literal.value if literal is not None and isinstance(literal.value, str) else None
+
+
+# Literals -------------------------------------------------------------------------------------------------------------
+
+
+class Literal(NamedTuple):
+    """Value of a Python literal, and its JSON."""
+
+    value: Any
+    json: str
+
+
+class _JsonConstants(ast.NodeTransformer):
+    """Replaces JSON's names of constants by the constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        value_by_name = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(value_by_name[node.id]), node) if node.id in value_by_name else node
+
+
+def parse_literal(source: str) -> Literal | None:
+    """Return the literal that `source` is; None if it is no literal, or none that JSON can hold."""
+    if not source.strip():
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know
+            tree = ast.parse(f"({source}\n)", mode="eval").body
+        value = ast.literal_eval(_JsonConstants().visit(tree))
+        value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value_json.encode()  # half a character cannot be sent
+        return Literal(value, value_json)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def encode_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,50 @@
+"""Stop strings in a growing text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.output.growing_text import DelimiterScanner
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, whatever the pieces it grows by.
+
+    The first stop string is the one that is complete earliest; of two that end at the same character, the longer one.
+    The longest tail of the text that may be the beginning of a stop string is held back.
+    """
+
+    __slots__ = ("_includes_stop", "_scanner", "pending_text")
+
+    def __init__(self, stops: Sequence[str], includes_stop: bool) -> None:
+        """`stops`: none is empty. `includes_stop`: a found stop string stays in the text."""
+        assert all(stops), "an empty stop string would stop everything"
+        self._scanner = DelimiterScanner(stops)
+        self._includes_stop = includes_stop
+        self.pending_text = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Return (final text, stop string that was found or None). Nothing may be pushed after a stop string."""
+        text = self.pending_text + piece
+        match = self._find_first_stop(text)
+        if match is not None:
+            start, stop = match
+            self.pending_text = ""
+            return text[: start + len(stop)] if self._includes_stop else text[:start], stop
+        final_chars = self._scanner.find_partial(text)
+        self.pending_text = text[final_chars:]
+        return text[:final_chars], None
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        text, self.pending_text = self.pending_text, ""
+        return text
+
+    def _find_first_stop(self, text: str) -> tuple[int, str] | None:
+        """Return (start, stop string)."""
+        best_match: tuple[int, int, str] | None = None
+        for stop in self._scanner.delimiters:
+            start = text.find(stop)
+            if start >= 0 and (best_match is None or (start + len(stop), start) < best_match[:2]):
+                best_match = (start + len(stop), start, stop)
+        return None if best_match is None else (best_match[1], best_match[2])

@@ -1,0 +1,241 @@
+"""Reader of one tool call in XML, whose values take the type of the tool's schema. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from engine.output.delta_builder import DeltaBuilder
+from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Steps
+from engine.output.json_calls import MAX_NAME_CHARS, escape_control_chars
+from engine.output.python_calls import encode_json, parse_literal
+from engine.output.schema_types import ParameterTypes, type_of
+
+FUNCTION_MARKER = "<function="
+_PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
+_REGION_END_MARKER = "</tool_call>"
+_NAME_END_PATTERN = re.compile(r"[<>\n]")
+_MARKER_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, _REGION_END_MARKER))
+_VALUE_SCANNER = DelimiterScanner((_VALUE_END_MARKER, _PARAMETER_MARKER, _END_MARKER))
+_FOLLOWING_MARKERS = {
+    _VALUE_END_MARKER: (_PARAMETER_MARKER, _END_MARKER, _REGION_END_MARKER),
+    _END_MARKER: (_REGION_END_MARKER, "<tool_call>", FUNCTION_MARKER),
+}
+"""Marker -> texts, one of which must follow it behind white space (or the text's end) for it to end a value."""
+
+
+def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
+    """Take a call `<function=f>` with `<parameter=p>value</parameter>`s, if `f` is one of the tools.
+
+    A value may hold markup itself. So a marker ends it only if the right text follows: another marker after
+    `</parameter>`, the end of the calls after `</function>`, a parameter without a value yet after `<parameter=`.
+    """
+    source.take(source.position + len(FUNCTION_MARKER))
+    name_parts, is_complete = yield from _read_name(source)
+    name = "".join(name_parts).strip()
+    if not is_complete or name not in types:
+        return False
+    source.stop_holding()
+    source.take(source.position + 1)
+    delta.begin_call(name)
+    is_call = yield from _XmlArguments(source, delta, types[name]).read()
+    return is_call
+
+
+def _read_name(source: GrowingText) -> Steps[tuple[list[str], bool]]:
+    """Take the name before a ">". Return its parts, and whether the ">" comes next."""
+    parts: list[str] = []
+    while (yield from source.peek()):
+        match = _NAME_END_PATTERN.search(source.text, source.position)
+        parts.append(source.take(len(source.text) if match is None else match.start()))
+        if match is not None or sum(map(len, parts)) > MAX_NAME_CHARS:
+            return parts, match is not None and match[0] == ">" and sum(map(len, parts)) <= MAX_NAME_CHARS
+    return parts, False
+
+
+class _XmlArguments:
+    """The parameters of one call, while they are read."""
+
+    def __init__(self, source: GrowingText, delta: DeltaBuilder, types: Mapping[str, tuple[str, ...]]) -> None:
+        self._source = source
+        self._delta = delta
+        self._types_by_parameter = types
+        self._seen_parameters: set[str] = set()
+
+    def read(self) -> Steps[bool]:
+        """Take the parameters and the end of the call. Returns False if the text ends before."""
+        while True:
+            marker = yield from self._read_between_parameters()
+            if marker == _PARAMETER_MARKER:
+                marker = yield from self._read_parameters()
+            if not marker:
+                return False
+            if marker != _VALUE_END_MARKER:
+                break
+        self._delta.add_arguments("}" if self._seen_parameters else "{}")
+        return True
+
+    def _read_between_parameters(self) -> Steps[str]:
+        """Take text up to a marker, and the marker unless it ends all calls. Return it; an empty string at the end."""
+        source = self._source
+        while True:
+            match = _MARKER_SCANNER.find_first(source.text, source.position)
+            if match is not None:
+                self._delta.add_text(source.take(match.start()))
+                if match[0] != _REGION_END_MARKER:
+                    source.take(match.end())
+                return match[0]
+            self._delta.add_text(source.take(_MARKER_SCANNER.find_partial(source.text, source.position)))
+            if not (yield from source.wait_for_more()):
+                source.take_all()  # the beginning of a marker
+                return ""
+
+    def _read_parameters(self) -> Steps[str]:
+        """Take one parameter, and those after it whose markers end the values before them.
+
+        Returns the marker that ended the last value; an empty string if the text has ended.
+        """
+        name = yield from self._read_parameter_name()
+        if name is None:
+            return ""
+        value = self._open_value(name)
+        while True:
+            marker = yield from self._read_value_text(value)
+            if marker == _PARAMETER_MARKER:
+                value = yield from self._read_next_parameter(value)
+            elif not marker or (yield from self._is_value_end(marker, value)):
+                return marker
+
+    def _read_parameter_name(self) -> Steps[str | None]:
+        """Take a name and its ">". Return it; None if the text ends within."""
+        source, parts = self._source, list[str]()
+        while (yield from source.peek()):
+            end = source.text.find(">", source.position)
+            parts.append(source.take(len(source.text) if end < 0 else end))
+            if end >= 0:
+                source.take(end + 1)
+                return "".join(parts).strip()
+        self._delta.add_text(_PARAMETER_MARKER + "".join(parts))
+        return None
+
+    def _open_value(self, parameter: str) -> _ParameterValue:
+        self._delta.add_arguments((", " if self._seen_parameters else "{") + encode_json(parameter) + ": ")
+        self._seen_parameters.add(parameter)
+        return _ParameterValue(self._delta, self._types_by_parameter.get(parameter, ("string",)))
+
+    def _read_value_text(self, value: _ParameterValue) -> Steps[str]:
+        """Take the value's text up to a marker, and the marker, which may be text too. Return it."""
+        source = self._source
+        while True:
+            match = _VALUE_SCANNER.find_first(source.text, source.position)
+            if match is not None:
+                value.append(source.take(match.start()))
+                return source.take(match.end())
+            value.append(source.take(_VALUE_SCANNER.find_partial(source.text, source.position)))
+            if not (yield from source.wait_for_more()):
+                value.append(source.take_all())
+                value.leave_open()
+                return ""
+
+    def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
+        """Go on after `<parameter=` within a value: with the next parameter's value, or with text of the same value."""
+        name_parts, is_complete = yield from _read_name(self._source)
+        name = "".join(name_parts).strip()
+        is_unknown = bool(self._types_by_parameter) and name not in self._types_by_parameter
+        if not is_complete or is_unknown or name in self._seen_parameters:
+            value.append(_PARAMETER_MARKER + "".join(name_parts))
+            return value
+        self._source.take(self._source.position + 1)
+        value.end()
+        return self._open_value(name)
+
+    def _is_value_end(self, marker: str, value: _ParameterValue) -> Steps[bool]:
+        """Decide by what follows a marker whether it ends the value. End the value, or add the marker to its text."""
+        source, spaces = self._source, list[str]()
+        following_markers = _FOLLOWING_MARKERS[marker]
+        while True:
+            spaces.append(source.take_spaces())
+            following_marker = yield from source.peek_any(following_markers)
+            if following_marker or (yield from source.peek()) not in (*SPACE,):
+                break
+        if following_marker or source.may_become_any(following_markers):
+            if not following_marker:
+                source.take_all()  # the text has ended with the beginning of a marker
+            value.end()
+            return True
+        value.append(marker + "".join(spaces))
+        return False
+
+
+class _ParameterValue:
+    """The value of one parameter, while it is read. Strings are passed on as they come, other values at their end."""
+
+    def __init__(self, delta: DeltaBuilder, types: tuple[str, ...]) -> None:
+        """`types`: JSON types that the tool's schema allows."""
+        self._delta = delta
+        self._types = types
+        self._is_string = types == ("string",)
+        self._parts: list[str] = []
+        self._is_at_start = True
+        self._pending_newline = ""
+        if self._is_string:
+            delta.add_arguments('"')
+
+    def append(self, piece: str) -> None:
+        """Append text. One line break at the start and one at the end belong to the markup."""
+        if self._is_at_start and piece:
+            self._is_at_start = False
+            piece = piece.removeprefix("\n")
+        if not piece:
+            return
+        piece = self._pending_newline + piece
+        self._pending_newline = "\n" if piece.endswith("\n") else ""
+        piece = piece.removesuffix("\n")
+        if self._is_string:
+            self._delta.add_arguments(encode_json(piece)[1:-1])
+        else:
+            self._parts.append(piece)
+
+    def end(self) -> None:
+        self._delta.add_arguments('"' if self._is_string else encode_as_types("".join(self._parts), self._types))
+
+    def leave_open(self) -> None:
+        """Pass on what a value has that the text's end cut off, as it was written."""
+        if self._is_string:
+            self._delta.add_arguments(encode_json(self._pending_newline)[1:-1])
+        else:
+            self._delta.add_arguments("".join(self._parts) + self._pending_newline)
+
+
+def encode_as_types(value: str, types: tuple[str, ...]) -> str:
+    """Return a parameter's text as JSON of one of its types; as a string if it is none of them."""
+    text = value.strip()
+    lowered_text = text.lower()
+    if (lowered_text == "null" or text == "None") and "null" in types:
+        return "null"
+    allows_number = not {"integer", "number"}.isdisjoint(types)
+    boolean_texts = ("true", "false") if allows_number else ("true", "false", "1", "0")
+    if "boolean" in types and lowered_text in boolean_texts:
+        return "true" if lowered_text in ("true", "1") else "false"
+    type_and_json = _decode_value(text, types)
+    if type_and_json is None:
+        return encode_json(value)
+    type_name, value_json = type_and_json
+    is_allowed = type_name in types or (allows_number and type_name in ("integer", "number"))
+    return value_json if is_allowed or "string" not in types else encode_json(value)
+
+
+def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return (type, JSON) of a value that is JSON, or a Python literal of one of `types`; None if it is neither."""
+    value_json = escape_control_chars(text)
+    try:
+        return type_of(msgspec.json.decode(value_json)), value_json
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        pass
+    if text[:1] in ("{", "["):
+        literal = parse_literal(text)
+        if literal is not None and type_of(literal.value) in types:
+            return type_of(literal.value), literal.json
+    return None

@@ -1,0 +1,363 @@
+"""Where a request goes: to a worker, into the queue, or back to the client with a refusal.
+
+`RequestPlacer` has the candidates priced, applies the limit on the time to the first token, and lets background
+requests and fair shares wait in the queue. Each request that it sends to a worker counts there until `end_attempt`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from router.decide.cache_state import CacheState, RunningPrompt
+from router.decide.chooser import Chooser, Placement, RoutingChoice
+from router.decide.config import CoreConfig
+from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest
+from router.decide.output_lengths import OutputLengths
+from router.decide.queue import QueuePosition, RequestQueue
+from router.decide.registry import WorkerRegistry
+from router.decide.target import InFlightRequest, Target
+from router.decide.tracker import LoadTracker
+from router.decide.workers import WorkerState
+
+QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
+QUEUED_TRIES_MAX: Final = 24
+"""Queued requests that are tried at each first token and each tick."""
+QUEUED_TRY_INTERVAL_S: Final = 0.05
+
+
+class Attempt(msgspec.Struct, eq=False):
+    """One try of a request at a worker."""
+
+    decision: Decision
+    in_flight: InFlightRequest
+    """The attempt as the load tracker counts it."""
+    running_prompt: RunningPrompt | None = None
+    """The attempt's prompt as the cache state counts it; None where the prompt was not read."""
+    has_first_token: bool = False
+
+
+class ActiveRequest(msgspec.Struct, eq=False):
+    """A request that is queued or in flight."""
+
+    request: RouteRequest
+    arrived_s: float
+    wants_explanation: bool
+    """Whether its decisions carry the terms of every candidate."""
+    attempt: Attempt | None = None
+    """The present attempt; None while the request is queued."""
+    failed_attempts: int = 0
+    tried_workers: frozenset[str] = frozenset()
+    crash_suspicions: int = 0
+    """Workers that this request may have crashed."""
+
+
+class RequestPlacer:
+    """Sends requests to workers, queues them or refuses them."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        tracker: LoadTracker,
+        cache_state: CacheState,
+        config: CoreConfig,
+        rng: random.Random,
+        counters: Counter[str],
+    ) -> None:
+        self._registry = registry
+        self._tracker = tracker
+        self._cache_state = cache_state
+        self._config = config
+        self._rng = rng
+        self._counters = counters
+        self._output_lengths = OutputLengths()
+        self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, config, rng)
+        self.queue = RequestQueue(config.queue)
+        self._queues_when_busy = config.queue.fair and config.policy == "kv" and config.policy_function is None
+        """Whether requests wait in the router while every worker is busy."""
+        self._background_priority = (
+            config.queue.background_priority if config.queue.background_priority is not None else math.inf
+        )
+        """From this priority on, a request is in the background."""
+        self._next_queue_try_at_s = 0.0
+
+    # New requests and retries ------------------------------------------------------------------------------------
+    def place(
+        self,
+        active_request: ActiveRequest,
+        now: float,
+        *,
+        queued_ahead_s: Mapping[str, float] | None = None,
+        may_queue: bool = True,
+    ) -> Forward | Enqueue | Refuse:
+        """Send a request to the best worker, or queue it, or return why it is refused.
+
+        `queued_ahead_s`: prefill seconds that the queue holds for each target and sends earlier; None: look it up.
+        """
+        choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, waits_behind_queue=may_queue)
+        if isinstance(choice, Refuse):
+            return choice
+        request, config = active_request.request, self._config.queue
+        if (request.ttft_s_max is not None or config.ttft_s_max is not None) and not active_request.failed_attempts:
+            refusal = self._apply_ttft_limit(active_request, choice, now)
+            if refusal is not None:
+                return refusal
+        if may_queue and self._must_wait(request, choice, now, is_retried=queued_ahead_s is not None):
+            return self._enqueue(active_request, choice, now)
+        if len(self.queue):
+            if config.fair:
+                self.queue.charge(self._make_queue_position(active_request), choice.charge_s / request.share)
+            self.queue.remove(request.request_id)
+        return self._send(active_request, choice, now)
+
+    def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
+        """Return what `place` would decide for a new request, with the terms of every candidate."""
+        rng_state = self._rng.getstate()
+        choice = self._choose_worker(ActiveRequest(request, now, wants_explanation=True), now)
+        self._rng.setstate(rng_state)
+        return choice if isinstance(choice, Refuse) else self.chooser.make_decision(request, choice, now, explain=True)
+
+    def is_queue_full(self, active_request: ActiveRequest) -> bool:
+        """Return whether the queue has no place for a request."""
+        return self.queue.is_full(self._make_queue_position(active_request))
+
+    def _choose_worker(
+        self,
+        active_request: ActiveRequest,
+        now: float,
+        *,
+        queued_ahead_s: Mapping[str, float] | None = None,
+        waits_behind_queue: bool = True,
+    ) -> RoutingChoice | Refuse:
+        """Price the candidates and choose one.
+
+        `waits_behind_queue`: the request may not overtake the queued requests that come before it.
+        """
+        self._tracker.advance(now)
+        request = active_request.request
+        candidates = self._registry.find_candidates(request, active_request.tried_workers)
+        if isinstance(candidates, Refuse):
+            return candidates
+        if waits_behind_queue and self.is_background(request):
+            candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
+        choice = self.chooser.choose(
+            request,
+            candidates,
+            now,
+            queued_ahead_s=queued_ahead_s,
+            queued_s=self.queue.queued_prefill_s,
+            explain=active_request.wants_explanation,
+        )
+        if waits_behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self.queue):
+            position = self._make_queue_position(active_request)
+            self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
+        return choice
+
+    def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
+        """Return a refusal where no worker is predicted to begin the answer in time.
+
+        Where the winner is too late and another worker is not, the earliest worker becomes the winner.
+        """
+        request = active_request.request
+        limits_s = [limit_s for limit_s in (request.ttft_s_max, self._config.queue.ttft_s_max) if limit_s is not None]
+        max_ttft_s = min(limits_s)
+        remaining_s = max_ttft_s - (now - active_request.arrived_s)
+        if choice.winner_terms.ttft_s <= remaining_s:
+            return None
+        choice.winner_index = min(range(len(choice.terms)), key=lambda index: choice.terms[index].ttft_s)
+        terms = choice.winner_terms
+        if terms.ttft_s <= remaining_s:
+            return None
+        self._counters["too_slow"] += 1
+        message = f"The first token is predicted in {terms.ttft_s:.3g} s, and asked for in {max_ttft_s:.3g} s"
+        idle_ttft_s = terms.prefill_s + terms.tier_load_s
+        if idle_ttft_s > max_ttft_s:
+            message += f": this prompt takes {idle_ttft_s:.3g} s also where nothing else runs."
+            return Refuse(request.request_id, 429, "too_slow", message)
+        return Refuse(request.request_id, 429, "too_slow", f"{message}.", terms.ttft_s - max_ttft_s)
+
+    def _must_wait(self, request: RouteRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
+        """Return whether a request has to wait in the queue. `is_retried`: the queue offers it its turn."""
+        if self.is_background(request):
+            return self.queue.request_counts[0] > 0 or not self._has_background_room(choice.target, now)
+        if not self._queues_when_busy:
+            return False
+        would_overtake = not is_retried and choice.queued_ahead_s > 0.0
+        return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
+
+    def is_background(self, request: RouteRequest) -> bool:
+        """Return whether a request waits until a worker is idle."""
+        return request.priority >= self._background_priority
+
+    def _has_background_room(self, target: Target, now: float) -> bool:
+        """Return whether a target is idle enough for one more background request."""
+        if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefill_queue.requests:
+            return False
+        return target.load.background_request_count < self._config.queue.background_running
+
+    def _make_queue_position(self, active_request: ActiveRequest) -> QueuePosition:
+        request = active_request.request
+        return QueuePosition(request.tenant, self.is_background(request), request.priority, active_request.arrived_s)
+
+    # Attempts ----------------------------------------------------------------------------------------------------
+    def _send(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
+        """Begin an attempt: count it as load, pin its prompt and remember where its session is."""
+        request, target = active_request.request, choice.target
+        decision = self.chooser.make_decision(
+            request,
+            choice,
+            now,
+            explain=active_request.wants_explanation,
+            attempt=active_request.failed_attempts,
+            waited_s=now - active_request.arrived_s,
+        )
+        self.chooser.advance_tie_rotation()
+        in_flight = self._tracker.add_request(
+            target,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=decision.predicted_cached_tokens,
+            is_streaming=request.is_streaming,
+            now=now,
+            expected_output_tokens=choice.request_facts.output_tokens,
+            tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
+        )
+        # Set before the following steps, so that `end_attempt` can undo them if one of them raises.
+        attempt = active_request.attempt = Attempt(decision, in_flight)
+        if self.is_background(request):
+            target.load.background_request_count += 1
+        if choice.prompt_query is not None:
+            attempt.running_prompt = self._cache_state.add_request(
+                target,
+                choice.prompt_query,
+                now,
+                cached_tokens=decision.predicted_cached_tokens,
+                session=request.session,
+            )
+        placement = Placement(target.name, request.prompt_tokens, now)
+        if request.session is not None and self._config.session_affinity:
+            self.chooser.session_placements.put(request.session, placement)
+        if request.media_conversation is not None:
+            self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
+        worker = self._registry.workers[target.worker_id]
+        if worker.state is WorkerState.PROBING:
+            worker.probe = request.request_id
+            self._registry.apply_worker_changes()
+        target.load.routed_requests += 1
+        self._counters["routed"] += 1
+        return Forward(request.request_id, decision)
+
+    def record_answer(self, active_request: ActiveRequest, completion_tokens: int | None, now: float) -> None:
+        """Learn from a whole answer how long answers are and how fast its worker is."""
+        assert active_request.attempt is not None
+        output_tokens = self._tracker.record_answer(active_request.attempt.in_flight, completion_tokens, now)
+        self._output_lengths.record(active_request.request, output_tokens)
+
+    def end_attempt(
+        self,
+        active_request: ActiveRequest,
+        now: float,
+        *,
+        is_computed: bool,
+        reported_cached_tokens: int | None = None,
+    ) -> None:
+        """End the present attempt of a request. What it computed stays pinned until the events about it have come."""
+        request, attempt = active_request.request, active_request.attempt
+        assert attempt is not None
+        active_request.attempt = None
+        in_flight = attempt.in_flight
+        self._tracker.end_request(
+            in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens
+        )
+        if self.is_background(request):
+            in_flight.target.load.background_request_count -= 1
+        if attempt.running_prompt is not None:
+            ended_session = request.session if request.is_final else None
+            self._cache_state.end_request(
+                attempt.running_prompt, now, is_computed=is_computed, ended_session=ended_session
+            )
+        worker = self._registry.workers.get(attempt.decision.worker)
+        if worker is not None and worker.probe == request.request_id:
+            worker.probe = None  # it showed nothing, or the caller says what: the next request may be the probe
+            self._registry.apply_worker_changes()
+
+    def end_session(self, request: RouteRequest) -> None:
+        """Forget the session of a request, where the request says that it is the session's last."""
+        if request.is_final and request.session is not None:
+            self.chooser.session_placements.forget(request.session)
+            self._output_lengths.forget_session(request)
+
+    # The queue ---------------------------------------------------------------------------------------------------
+    def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
+        """Queue a request, or update its place in the queue."""
+        request, config = active_request.request, self._config.queue
+        is_queued, position = request.request_id in self.queue, self._make_queue_position(active_request)
+        if not is_queued and self.queue.is_full(position):
+            return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
+        max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
+        deadline_s = request.deadline_s if request.deadline_s is not None else active_request.arrived_s + max_wait_s
+        self.queue.put(
+            request.request_id,
+            position,
+            target=choice.target.name,
+            prefill_s=choice.winner_terms.prefill_s,
+            charge_s=choice.charge_s / request.share,
+            deadline_s=deadline_s,
+            refuse_at_deadline=request.deadline_s is not None or not position.is_background,
+        )
+        if not is_queued:
+            self._counters["queued"] += 1
+            if len(self.queue) == 1:
+                self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
+        return Enqueue(request.request_id, deadline_s)
+
+    def place_queued(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
+        """Try the first queued requests again; return an instruction for each that leaves the queue."""
+        if not len(self.queue):
+            return []
+        self._tracker.advance(now)
+        self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
+        instructions: list[Forward | Refuse] = []
+        queued_ahead_s: dict[str, float] = {}
+        for request_id in self.queue.get_next_request_ids(QUEUED_TRIES_MAX):
+            if not self._tracker.has_free_target(self._config.queue.enqueue_above_s, now):
+                break
+            instruction = self.place(active_requests[request_id], now, queued_ahead_s=queued_ahead_s)
+            if isinstance(instruction, Enqueue):
+                target, prefill_s = self.queue.get_queued_target(request_id)
+                queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
+            else:
+                self.queue.remove(request_id)
+                instructions.append(instruction)
+        return instructions
+
+    def place_expired(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
+        """Forward or refuse the queued requests whose deadlines have come."""
+        instructions: list[Forward | Refuse] = []
+        for request_id, must_refuse in self.queue.pop_expired(now):
+            self.queue.remove(request_id)
+            active_request = active_requests[request_id]
+            if must_refuse:
+                instructions.append(_refuse_expired(active_request, now))
+                continue
+            self._counters["deadline_forwards"] += 1
+            instruction = self.place(active_request, now, may_queue=False)
+            assert not isinstance(instruction, Enqueue)
+            instructions.append(instruction)
+        return instructions
+
+    def next_queue_tick(self) -> float | None:
+        """Return when the queue next has something to do; None while it is empty."""
+        return min(self._next_queue_try_at_s, self.queue.next_deadline_s()) if len(self.queue) else None
+
+
+def _refuse_expired(active_request: ActiveRequest, now: float) -> Refuse:
+    """Return the refusal of a queued request whose deadline has come."""
+    request_id = active_request.request.request_id
+    if active_request.request.deadline_s is None:  # sent now, it would take from the shares of all others
+        return Refuse(request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, now - active_request.arrived_s)
+    return Refuse(request_id, 503, "deadline", "The request's deadline passed while it waited in the router.", 1.0)
