@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MANUAL = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr")]
 PAGES = [*MANUAL, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "adr").glob("*.md"))]
 MAX_WORDS = 31_000
+MAX_SENTENCE_WORDS = 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PAGES_OF_OTHERS = {"docs/router/router.md"}
@@ -68,6 +69,28 @@ def test_every_page_that_the_programs_name_exists() -> None:
             continue
         for name in NAMED_PAGE.findall(text):
             assert name in PAGES_OF_OTHERS or (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
+
+
+def list_sentences(page: Path) -> list[str]:
+    """Return the sentences of paragraphs, list items and table cells. Links are their labels, and code is one word."""
+    prose = re.sub(r"<!-- (\S+) -->.*?<!-- /\1 -->", "", read_prose(page), flags=re.DOTALL)
+    prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", prose))
+    paragraphs = [text for text in re.split(r"\n\s*\n|\n(?=\* |\d+\. )|(?<!\\)\|", prose) if not text.startswith("#")]
+    return [
+        " ".join(sentence.split())
+        for paragraph in paragraphs
+        for sentence in re.split(r"(?<=[.;:?!])\**\s+", paragraph)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in MANUAL if page.parent.name != "measurements"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_sentences_are_short(page: Path) -> None:
+    long_sentences = [text for text in list_sentences(page) if len(re.findall(r"\S*\w\S*", text)) > MAX_SENTENCE_WORDS]
+    assert long_sentences == []
 
 
 def count_words(page: Path) -> int:
