@@ -25,6 +25,8 @@ from engine.http.response_store import StoredResponse
 from engine.http.state import ServerState, not_running, random_id
 from engine.output.choice import Choice, ChoiceDelta
 from engine.process.client import EngineDeadError, OutputStream
+from engine.protocol.chat import ChatFormatter
+from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import (
@@ -35,7 +37,6 @@ from engine.protocol.parsed_request import (
     read_response,
     read_response_references,
 )
-from engine.protocol.response_formatters import ChatFormatter, CompletionFormatter
 from engine.protocol.responses import ResponsesFormatter
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -12,14 +12,12 @@ from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
 from engine.http.state import ASLEEP_MESSAGE, not_running, unavailable
-from engine.protocol.params import ModelLimits
+from engine.protocol.openai import ModelCard, ModelList
 from engine.protocol.parsed_request import read_count
-from engine.protocol.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from engine.protocol.responses import DeletedResponse
-from engine.protocol.support import check_supported
+from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
-from prompts import RequestError, Tokenizer, bad_value
-from prompts.schemas import TokenIdField, decode_json, parse_chat
+from prompts import RequestError
 
 _JSON = "application/json"
 
@@ -109,30 +107,6 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return web.Response()
 
 
-class TokenizePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of /tokenize with a text; one with `messages` is read as a chat."""
-
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: Annotated[list[TokenIdField], msgspec.Meta(max_length=4_000_000)]
-    model: str | None = None
-
-
-class _TokenizeProbe(msgspec.Struct):
-    messages: Any = None
-    return_token_strs: bool | None = None
-
-
-_probe_decoder = msgspec.json.Decoder(_TokenizeProbe)
-_prompt_decoder = msgspec.json.Decoder(TokenizePrompt)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
-
-
 async def tokenize(request: web.Request) -> web.Response:
     return await _read_and_respond(request, read_tokenize)
 
@@ -150,27 +124,3 @@ async def _read_and_respond(request: web.Request, parse: BodyParser[tuple[str | 
     model, answer = await state.reader.read(parse, await state.read_body(request))
     state.check_model(model)
     return web.Response(body=answer, content_type=_JSON)
-
-
-def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
-    """(the model that is named, the answer). Raises RequestError."""
-    probe = decode_json(_probe_decoder, data)
-    if probe.messages is not None:
-        chat = parse_chat(data)
-        check_supported(chat)
-        model, ids = chat.model, tokenizer.encode_chat(chat)
-    else:
-        text = decode_json(_prompt_decoder, data)
-        model, ids = text.model, tokenizer.encode(text.prompt, text.add_special_tokens)
-    strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
-    answer = TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
-    return model, msgspec.json.encode(answer)
-
-
-def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
-    """(the model that is named, the answer). Raises RequestError."""
-    body = decode_json(_detokenize_decoder, data)
-    for index, token_id in enumerate(body.tokens):
-        if token_id >= limits.vocab_size:
-            raise bad_value(f"tokens[{index}]", token_id, f"token ids below {limits.vocab_size}")
-    return body.model, msgspec.json.encode(DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -16,7 +16,7 @@ from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
-from engine.protocol.response_types import Usage, make_usage
+from engine.protocol.usage import Usage, make_usage
 from engine.types import Constraint, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value

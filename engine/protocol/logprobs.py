@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Raw, Struct
 
 from engine.output.detokenizer import DetokenizerFactory
-from engine.protocol.response_types import CompletionLogprobs
 from engine.types import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
@@ -19,6 +19,14 @@ LOGPROB_FLOOR = -9999.0
 SLICE_POSITIONS = 64
 """Positions that are formatted at a time: some milliseconds."""
 _encode = msgspec.json.encode
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: Raw
+    """A list of objects from token to logprob, or null."""
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.chat import ChatFormatter
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import make_parser_config
-from engine.protocol.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import parse_chat

@@ -16,7 +16,6 @@ import pytest
 
 from engine.http import body_workers
 from engine.http.body_workers import BodyReader
-from engine.http.routes import read_detokenize, read_tokenize
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import (
     ECHOED_BYTES_MAX,
@@ -26,6 +25,7 @@ from engine.protocol.parsed_request import (
     read_messages,
     read_response,
 )
+from engine.protocol.tokenize import read_detokenize, read_tokenize
 from engine.tiny.model import Recipe, cached_model
 from prompts import RequestError, Tokenizer
 

@@ -17,10 +17,11 @@ from engine.messages import PROMPT_LOGPROBS_MAX, split_output
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
+from engine.protocol.chat import ChatFormatter
+from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.logprobs import LOGPROB_FLOOR
 from engine.protocol.params import ModelLimits
-from engine.protocol.response_formatters import ChatFormatter, CompletionFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import RequestError, parse_chat, parse_completion

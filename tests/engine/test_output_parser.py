@@ -24,10 +24,10 @@ from engine.output.formats import (
     resolve_formats,
 )
 from engine.output.parser import OutputParser, OutputParserConfig
+from engine.protocol.chat import ChatFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import make_parser_config
-from engine.protocol.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import ChatTemplate, parse_chat

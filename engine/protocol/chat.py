@@ -1,0 +1,230 @@
+"""Answers of `/v1/chat/completions`: their structs, and their JSON whole and streamed. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.delta_builder import ToolCallDelta
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import Generation
+from engine.protocol.logprobs import join_json_list
+from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder, has_only_prompt_logprobs
+from engine.protocol.usage import Usage
+from engine.types import TokenLogprobs
+from prompts import ChatRequest
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: Raw
+    """A list, which `engine.protocol.logprobs` wrote position by position."""
+
+
+class Function(Struct, frozen=True):
+    """Function of a tool call; in a stream the name comes first, then the arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A whole one has no index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    """The thought, under vLLM's name; the next is DeepSeek's and older vLLMs'."""
+    reasoning_content: str | UnsetType | None = UNSET
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: StopReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(ResponseBase, frozen=True, kw_only=True):
+    object: str = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    prompt_logprobs: Raw | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(ResponseBase, frozen=True, kw_only=True):
+    object: str = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatFormatter(OpenAIFormatter):
+    """Answers of `/v1/chat/completions`."""
+
+    chunk_type = ChatChunk
+
+    def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
+        parser_config = generation.parser_config
+        self._hides_tokens = parser_config.reasoning_format is not None and not parser_config.shows_reasoning
+        """Tokens and their logprobs would show the thought."""
+        super().__init__(generation, body, factory, bool(body.logprobs))
+        self._includes_ids = self._includes_ids and not self._hides_tokens
+        self._body = body
+        self._role, self._echoed_text = _get_role_and_echoed_text(body)
+        self._logprobs_by_choice: defaultdict[int, list[bytes]] = defaultdict(list)
+
+    def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+        """The chunks that one piece becomes; empty while its text is held back."""
+        self._format_all_logprobs(choice, delta)
+        if has_only_prompt_logprobs(delta):
+            return b""
+        first_chunk = self._format_first_chunk(choice) if self._is_first_delta(choice) else b""
+        if self._is_text_only and delta.finish_reason is None and not delta.tool_calls:
+            return (
+                first_chunk
+                + self._format_text_chunk(choice, delta.reasoning, is_reasoning=True)
+                + self._format_text_chunk(choice, delta.text)
+            )
+        chunk_choice = ChatChunkChoice(
+            index=choice.index,
+            delta=_make_chat_delta(delta, choice),
+            logprobs=self._flush_logprobs(choice),
+            finish_reason=_get_finish_reason(delta.finish_reason, choice),
+            stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
+            token_ids=self._get_visible_ids(delta.token_ids),
+        )
+        return first_chunk + self._format_chunk(choice, chunk_choice)
+
+    def format_response(self) -> bytes:
+        generation = self._generation
+        first_choice = generation.choices[0]
+        response = ChatCompletion(
+            **generation.make_common_fields(),
+            choices=[self._make_choice(choice) for choice in generation.choices],
+            usage=generation.compute_usage(),
+            prompt_logprobs=join_json_list(self._prompt_logprobs[first_choice.index])
+            if self._prompt_logprobs
+            else UNSET,
+            prompt_token_ids=self._get_visible_ids(generation.prompts[0]),
+        )
+        return encoder.encode(response)
+
+    def _make_choice(self, choice: Choice) -> ChatChoice:
+        assert choice.finish_reason is not None
+        return ChatChoice(
+            index=choice.index,
+            message=self._make_message(choice),
+            logprobs=self._flush_logprobs(choice),
+            finish_reason=_get_finish_reason(choice.finish_reason, choice) or "",
+            stop_reason=choice.stop_reason,
+            token_ids=self._get_visible_ids(choice.token_ids),
+        )
+
+    def _make_message(self, choice: Choice) -> ChatMessage:
+        content = self._echoed_text + choice.text
+        has_reasoning = self._generation.parser_config.reasoning_format is not None
+        reasoning, calls = choice.reasoning or None, choice.tool_calls
+        return ChatMessage(
+            role=self._role,
+            content=None if not content and (has_reasoning or calls) else content,
+            tool_calls=[_make_tool_call(call, is_complete=True) for call in calls] or UNSET,
+            reasoning=reasoning if has_reasoning else UNSET,
+            reasoning_content=reasoning if has_reasoning else UNSET,
+        )
+
+    def _format_first_chunk(self, choice: Choice) -> bytes:
+        chunk_choice = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echoed_text))
+        return self._format_chunk(
+            choice, chunk_choice, prompt_token_ids=self._get_visible_ids(self._generation.prompts[0])
+        )
+
+    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> ChatChunkChoice:
+        delta = Delta(reasoning=text, reasoning_content=text) if is_reasoning else Delta(content=text)
+        return ChatChunkChoice(index=choice.index, delta=delta)
+
+    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        if choice.index == 0:  # all choices have the same prompt
+            self._prompt_logprobs[0] += map(self._logprobs.format_prompt, positions)
+
+    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        if not self._hides_tokens:
+            self._logprobs_by_choice[choice.index] += map(self._logprobs.format_chat, positions)
+
+    def _flush_logprobs(self, choice: Choice) -> ChatLogprobs | None:
+        """Return the logprobs that were formatted since the last call."""
+        if not self._body.logprobs or self._hides_tokens:
+            return None
+        return ChatLogprobs(join_json_list(self._logprobs_by_choice.pop(choice.index, [])))
+
+
+def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
+    """(role of the answer, text of the last message to put before it where `echo` asks for it)."""
+    last_message = body.messages[-1]
+    generates = body.add_generation_prompt is not False and not body.continue_final_message
+    role = "assistant" if generates else str(last_message["role"])
+    content = last_message.get("content")
+    if body.echo and last_message["role"] == role and isinstance(content, str):
+        return role, content
+    return role, ""
+
+
+def _make_chat_delta(delta: ChoiceDelta, choice: Choice) -> Delta:
+    has_other_fields = (
+        delta.reasoning or delta.tool_calls or (choice.parser is not None and delta.finish_reason is not None)
+    )
+    return Delta(
+        content=UNSET if has_other_fields and not delta.text else delta.text,
+        reasoning=delta.reasoning or UNSET,
+        reasoning_content=delta.reasoning or UNSET,
+        tool_calls=[_make_tool_call(call, is_complete=False) for call in delta.tool_calls] or UNSET,
+    )
+
+
+def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:
+    has_name = call.name is not None
+    return ToolCall(
+        index=UNSET if is_complete else call.index,
+        id=call.id or UNSET,
+        type="function" if has_name else UNSET,
+        function=Function(name=call.name or UNSET, arguments=call.arguments),
+    )
+
+
+def _get_finish_reason(reason: str | None, choice: Choice) -> str | None:
+    """OpenAI's: an answer that ends after calls ends for them, unless the function was named in the request."""
+    parser = choice.parser
+    ends_for_calls = parser is not None and parser.has_tool_calls and not parser.config.names_function
+    return "tool_calls" if ends_for_calls and reason == "stop" else reason

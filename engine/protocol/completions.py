@@ -1,0 +1,127 @@
+"""Answers of `/v1/completions`: their structs, and their JSON whole and streamed. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import Generation
+from engine.protocol.logprobs import CompletionLogprobs, PendingLogprobs, join_json_list
+from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder, has_only_prompt_logprobs
+from engine.protocol.usage import Usage
+from engine.types import TokenLogprobs
+from prompts import CompletionRequest
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """Choice of a whole completion, or of a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+    prompt_logprobs: Raw | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(ResponseBase, frozen=True, kw_only=True):
+    """Whole, and a chunk of one."""
+
+    object: str = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+
+
+class CompletionFormatter(OpenAIFormatter):
+    """Answers of `/v1/completions`."""
+
+    chunk_type = Completion
+
+    def __init__(
+        self, generation: Generation, body: CompletionRequest, factory: DetokenizerFactory, prompt_texts: Sequence[str]
+    ) -> None:
+        """`prompt_texts[i]` is echoed before the choices of prompt i; empty strings where nothing is."""
+        super().__init__(generation, body, factory, body.logprobs is not None)
+        self._body = body
+        self._prompt_texts = prompt_texts
+        self._logprobs_by_choice: defaultdict[int, PendingLogprobs] = defaultdict(PendingLogprobs)
+
+    def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+        """The chunk that one piece becomes; empty while its text is held back."""
+        self._format_all_logprobs(choice, delta)
+        if has_only_prompt_logprobs(delta):
+            return b""
+        text, is_first = delta.text, self._is_first_delta(choice)
+        if is_first:
+            text = self._prepend_prompt(choice, text)
+        if self._is_text_only and delta.finish_reason is None:
+            return self._format_text_chunk(choice, text)
+        chunk_choice = CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=self._flush_logprobs(choice),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=self._get_visible_ids(delta.token_ids),
+            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)) if is_first else UNSET,
+        )
+        return self._format_chunk(choice, chunk_choice)
+
+    def format_response(self) -> bytes:
+        generation = self._generation
+        response = Completion(
+            **generation.make_common_fields(),
+            choices=[self._make_choice(choice) for choice in generation.choices],
+            usage=generation.compute_usage(),
+            system_fingerprint=None,
+        )
+        return encoder.encode(response)
+
+    def _make_choice(self, choice: Choice) -> CompletionChoice:
+        assert choice.finish_reason is not None
+        prompt_logprobs = self._prompt_logprobs.pop(choice.index, None)
+        return CompletionChoice(
+            index=choice.index,
+            text=self._prepend_prompt(choice, choice.text),
+            logprobs=self._flush_logprobs(choice),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            prompt_logprobs=UNSET if prompt_logprobs is None else join_json_list(prompt_logprobs),
+            token_ids=self._get_visible_ids(choice.token_ids),
+            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)),
+        )
+
+    def _prepend_prompt(self, choice: Choice, text: str) -> str:
+        generation = self._generation
+        return self._prompt_texts[choice.index // generation.n] + ("" if generation.is_echo_only else text)
+
+    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> CompletionChoice:
+        return CompletionChoice(index=choice.index, text=text)
+
+    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        body = self._body
+        if body.prompt_logprobs is not None:
+            self._prompt_logprobs[choice.index] += map(self._logprobs.format_prompt, positions)
+        if body.echo and body.logprobs is not None:
+            self._add_logprobs(choice, positions)
+
+    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        if not self._generation.is_echo_only:
+            self._add_logprobs(choice, positions)
+
+    def _add_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        logprobs = self._logprobs_by_choice[choice.index]
+        for position in positions:
+            token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id
+            self._logprobs.add_completion(position, token_id, logprobs)
+
+    def _flush_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+        """Return the logprobs that were formatted since the last call."""
+        return None if self._body.logprobs is None else self._logprobs_by_choice[choice.index].flush()

@@ -1,0 +1,156 @@
+"""Parts that the answers of OpenAI's endpoints have in common, whole and as chunks of a stream. Pure.
+
+A chunk with nothing but text, the usual one, is a JSON string between constant parts. The parts come from encoding the
+struct that every other chunk uses, so both ways give the same JSON. Fields that only vLLM has (`token_ids`,
+`prompt_token_ids`, `prompt_logprobs`) are left out unless the request asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from engine.output.choice import Choice, ChoiceDelta
+from engine.output.detokenizer import DetokenizerFactory
+from engine.protocol.generation import Generation
+from engine.protocol.logprobs import SLICE_POSITIONS, LogprobFormatter
+from engine.types import TokenLogprobs, count_logprobs
+from prompts import ChatRequest, CompletionRequest, RequestError
+
+SSE_DONE = b"data: [DONE]\n\n"
+_PLACEHOLDER = "\ue000text\ue000"
+"""Text of the chunk whose JSON is cut into constant parts."""
+encoder = msgspec.json.Encoder()
+StopReason = str | int | None
+
+
+class ResponseBase(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+def encode_sse(data: object) -> bytes:
+    return b"data: " + encoder.encode(data) + b"\n\n"
+
+
+class OpenAIFormatter:
+    """Formats the parts that answers of both OpenAI endpoints have in common."""
+
+    chunk_type: ClassVar[type[Any]]
+    """Struct of a streamed chunk, a `ResponseBase`."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        body: ChatRequest | CompletionRequest,
+        factory: DetokenizerFactory,
+        has_logprobs: bool,
+    ) -> None:
+        stream_options = body.stream_options
+        self._generation = generation
+        self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
+        self._includes_ids = bool(body.return_token_ids)
+        self._includes_usage = bool(stream_options and stream_options.include_usage)
+        self._has_continuous_usage = self._includes_usage and bool(
+            stream_options and stream_options.continuous_usage_stats
+        )
+        self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
+        self._text_chunk_parts: dict[tuple[int, bool], list[bytes]] = {}
+        self._begun_choices: set[int] = set()
+        self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
+        """`prompt_logprobs` of each choice that shows any."""
+
+    def format_logprob_slice(self, choice: Choice, delta: ChoiceDelta) -> int:
+        """Format the delta's next logprobs. Return their number, 0 if none is left. `format_delta` formats all."""
+        if delta.prompt_logprobs:
+            prompt_logprobs = delta.prompt_logprobs[:SLICE_POSITIONS]
+            del delta.prompt_logprobs[:SLICE_POSITIONS]
+            self._format_prompt_logprobs(choice, prompt_logprobs)
+            return count_logprobs(prompt_logprobs)
+        sampled_logprobs = delta.logprobs[:SLICE_POSITIONS]
+        del delta.logprobs[:SLICE_POSITIONS]
+        if sampled_logprobs:
+            self._format_logprobs(choice, sampled_logprobs)
+        return count_logprobs(sampled_logprobs)
+
+    def _format_all_logprobs(self, choice: Choice, delta: ChoiceDelta) -> None:
+        while self.format_logprob_slice(choice, delta):
+            pass
+
+    def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        """Format logprobs of prompt tokens, for the next chunk or the whole answer."""
+        raise NotImplementedError
+
+    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        """Format logprobs of sampled tokens, for the next chunk or the whole answer."""
+        raise NotImplementedError
+
+    def format_end(self) -> bytes:
+        """Return the bytes that follow the last piece: the usage, where the request asks for it."""
+        generation = self._generation
+        if not self._includes_usage:
+            return SSE_DONE
+        return (
+            encode_sse(self.chunk_type(**generation.make_common_fields(), choices=[], usage=generation.compute_usage()))
+            + SSE_DONE
+        )
+
+    def format_error(self, error: RequestError) -> bytes:
+        """Return the bytes that end a stream that was cut off."""
+        return encode_sse(error.body()) + SSE_DONE
+
+    def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
+        generation = self._generation
+        usage = generation.compute_choice_usage(choice) if self._has_continuous_usage else UNSET
+        return encode_sse(
+            self.chunk_type(**generation.make_common_fields(), choices=[chunk_choice], usage=usage, **fields)
+        )
+
+    def _format_text_chunk(self, choice: Choice, text: str, *, is_reasoning: bool = False) -> bytes:
+        """Return a chunk with nothing but text; empty bytes for an empty text."""
+        if not text:
+            return b""
+        choice_key = (choice.index, is_reasoning)
+        if choice_key not in self._text_chunk_parts:
+            self._text_chunk_parts[choice_key] = self._format_chunk(
+                choice, self._make_text_choice(choice, _PLACEHOLDER, is_reasoning)
+            ).split(encoder.encode(_PLACEHOLDER))
+        return encoder.encode(text).join(self._text_chunk_parts[choice_key])
+
+    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> Struct:
+        """Return the choice of a chunk with nothing but text."""
+        raise NotImplementedError
+
+    def _is_first_delta(self, choice: Choice) -> bool:
+        is_first = choice.index not in self._begun_choices
+        self._begun_choices.add(choice.index)
+        return is_first
+
+    def _get_visible_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._includes_ids else UNSET
+
+
+def has_only_prompt_logprobs(delta: ChoiceDelta) -> bool:
+    """Return whether a delta comes before the first token: the core sends the logprobs of a long prompt in parts."""
+    return not delta.token_ids and delta.finish_reason is None
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "blockcast"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,32 @@
+"""Token counts in the answers of OpenAI's endpoints."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None) -> Usage:
+    """`reasoning_tokens`: None where no thought is told apart."""
+    return Usage(
+        prompt_tokens,
+        prompt_tokens + completion_tokens,
+        completion_tokens,
+        PromptTokensDetails(cached_tokens),
+        UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
+    )
