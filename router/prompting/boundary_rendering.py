@@ -86,36 +86,12 @@ class BoundaryRenderer:
             return template_text
         return text
 
-    def render_after(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
-    ) -> str | None:
-        """Return the prompt's text after a boundary.
-
-        None if the template refuses the messages, or may have written the text before the boundary in another way.
-        """
-        turn = self._read_plain_turn(rendered, inputs, messages)
-        text = None if turn is None else self._memo.fill(turn)
-        if text is None:
-            text = self._render_after(rendered, inputs, messages)
-            if text is not None and turn is not None:
-                self._memo.add(turn, text, lambda others: self._render_after(rendered, inputs, others))
-        return text if text is not None and self.tokenizer.cut_tokens.starts_with_cut(text) else None
-
-    def cut_after(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message], count: int, text: str
-    ) -> Cut | None:
-        """Find the cut after `count` messages in the text that `render_after` returned for all of them."""
-        turn = self._read_plain_turn(rendered, inputs, messages)
-        cut = None if turn is None else self._cut_by_memo(turn, inputs, messages[count:], text)
-        if cut is not None:
-            return cut
-        placeholders = rendered.placeholders.extend(messages[:count], self.find_markers(inputs.chat))
-        if placeholders is None:
-            return None
-        cut = self.cut(placeholders, inputs, messages[count:], text, has_late_system=rendered.has_late_system)
-        if cut is not None and turn is not None:
-            self._remember_cut(turn, cut, inputs, messages[count:], text)
-        return cut
+    def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
+        """Prepare to render new messages after a boundary."""
+        turn = None
+        if not rendered.has_late_system:
+            turn = self._make_plain_turn(rendered.digest, inputs.digest, inputs.chat, messages)
+        return NewMessages(self, self._memo, rendered, inputs, messages, turn)
 
     def cut(
         self,
@@ -139,37 +115,9 @@ class BoundaryRenderer:
         placeholder_text = short_text[: len(short_text) - (len(text) - position)]
         return Cut(position, RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system))
 
-    def _cut_by_memo(
-        self, turn: PlainTurn, inputs: TemplateInputs, tail_messages: list[Message], text: str
-    ) -> Cut | None:
-        rendered = self._memo.find_next_placeholders(turn.key, len(turn.texts) - len(tail_messages))
-        tail_turn = None if rendered is None else self._read_plain_turn(rendered, inputs, tail_messages)
-        tail_text = None if tail_turn is None else self._memo.fill(tail_turn)
-        if rendered is None or tail_text is None or not text.endswith(tail_text):
-            return None
-        return Cut(len(text) - len(tail_text), rendered)
-
-    def _remember_cut(
-        self, turn: PlainTurn, cut: Cut, inputs: TemplateInputs, tail_messages: list[Message], text: str
-    ) -> None:
-        tail_turn = self._read_plain_turn(cut.rendered, inputs, tail_messages)
-        if tail_turn is not None:
-            self._memo.add_next_placeholders(turn.key, len(turn.texts) - len(tail_messages), cut.rendered)
-            self._memo.add(
-                tail_turn, text[cut.position :], lambda others: self._render_after(cut.rendered, inputs, others)
-            )
-
     def _read_plain_chat(self, chat: RoutingRequest) -> PlainTurn | None:
         inputs_digest = b"%d%d" % (chat.add_generation_prompt is not False, self.template.keeps_messages_as_sent)
         return self._make_plain_turn(0, inputs_digest, chat, chat.messages or [])
-
-    def _read_plain_turn(
-        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
-    ) -> PlainTurn | None:
-        """Return messages as the memo takes them; None if the memo takes no such messages."""
-        if rendered.has_late_system:
-            return None
-        return self._make_plain_turn(rendered.digest, inputs.digest, inputs.chat, messages)
 
     def _make_plain_turn(
         self, prefix_digest: int, inputs_digest: bytes, chat: RoutingRequest, messages: list[Message]
@@ -181,10 +129,13 @@ class BoundaryRenderer:
         roles = tuple([message["role"] for message in messages])
         return PlainTurn(MemoKey(prefix_digest, inputs_digest, roles, clock), texts)
 
-    def _render_after(
+    def render_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> str | None:
-        """Return the text after the placeholders; None if the template writes those in another way, or once more."""
+        """Return what the template writes after placeholders.
+
+        None if it refuses the messages, or writes the placeholders in another way than before, or once more.
+        """
         try:
             short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
         except RequestError:
@@ -218,6 +169,72 @@ class BoundaryRenderer:
         if is_system_message(inputs.first_message):
             all_messages[0] = inputs.first_message
         return render_chat(self.template, chat.with_messages(all_messages))
+
+
+class NewMessages:
+    """Messages of a conversation after a boundary, to be rendered after its placeholders."""
+
+    def __init__(
+        self,
+        renderer: BoundaryRenderer,
+        memo: TurnMemo,
+        rendered: RenderedPlaceholders,
+        inputs: TemplateInputs,
+        messages: list[Message],
+        turn: PlainTurn | None,
+    ) -> None:
+        self._renderer = renderer
+        self._memo = memo
+        self._rendered = rendered
+        self._inputs = inputs
+        self._messages = messages
+        self._turn = turn
+        """The messages as the memo takes them; None if it takes no such messages."""
+
+    def render(self) -> str | None:
+        """Return the prompt's text after the boundary.
+
+        None if the template refuses the messages, or may have written the text before the boundary in another way.
+        """
+        text = None if self._turn is None else self._memo.fill(self._turn)
+        if text is None:
+            text = self._render(self._rendered, self._messages)
+            if text is not None and self._turn is not None:
+                self._memo.add(self._turn, text, lambda others: self._render(self._rendered, others))
+        return text if text is not None and self._renderer.tokenizer.cut_tokens.starts_with_cut(text) else None
+
+    def cut(self, count: int, text: str) -> Cut | None:
+        """Find the cut after `count` of the messages in the text that `render` returned."""
+        cut = self._cut_by_memo(count, text)
+        if cut is not None:
+            return cut
+        renderer, inputs, rendered = self._renderer, self._inputs, self._rendered
+        placeholders = rendered.placeholders.extend(self._messages[:count], renderer.find_markers(inputs.chat))
+        if placeholders is None:
+            return None
+        cut = renderer.cut(placeholders, inputs, self._messages[count:], text, has_late_system=rendered.has_late_system)
+        if cut is not None and self._turn is not None and not cut.rendered.has_late_system:
+            self._remember_cut(self._turn, cut, count, text)
+        return cut
+
+    def _cut_by_memo(self, count: int, text: str) -> Cut | None:
+        if self._turn is None:
+            return None
+        next_rendered = self._memo.find_next_placeholders(self._turn.key, count)
+        if next_rendered is None:
+            return None
+        tail_text = self._memo.fill(self._turn.after(count, next_rendered.digest))
+        if tail_text is None or not text.endswith(tail_text):
+            return None
+        return Cut(len(text) - len(tail_text), next_rendered)
+
+    def _remember_cut(self, turn: PlainTurn, cut: Cut, count: int, text: str) -> None:
+        self._memo.add_next_placeholders(turn.key, count, cut.rendered)
+        tail_turn = turn.after(count, cut.rendered.digest)
+        self._memo.add(tail_turn, text[cut.position :], lambda others: self._render(cut.rendered, others))
+
+    def _render(self, rendered: RenderedPlaceholders, messages: list[Message]) -> str | None:
+        return self._renderer.render_after(rendered, self._inputs, messages)
 
 
 def _has_options(chat: RoutingRequest) -> bool:

@@ -19,6 +19,8 @@ from router.prompting.conversation_reading import Continuation, continue_convers
 
 log = logging.getLogger("router")
 
+CHECK_BYTES_PER_S = 256 << 10
+"""Most bytes a second that are read whole for checks: some 4 ms of CPU with Qwen3's template."""
 ATTEMPTS_MAX = 4
 """Boundaries that are tried for one body."""
 INLINE_BYTES_MAX = 8192
@@ -38,6 +40,10 @@ class ConversationReader:
         self._renderers: dict[str, BoundaryRenderer] = {}
         """model -> what renders behind boundaries, for models whose conversations are cached."""
         self.check_count = self.difference_count = 0
+        self._unchecked_count = 0
+        """Continued conversations since the last check began."""
+        self._next_check_s = 0.0
+        """Time from which on the next check may begin."""
 
     def can_cache(self, tokenizer: Tokenizer) -> bool:
         """Whether conversations of a tokenizer's template are cached, if that may be rendered from a boundary on."""
@@ -88,11 +94,19 @@ class ConversationReader:
             further_differs = False
         return None
 
-    def count_hit(self, continuation: Continuation) -> bool:
-        """Count a continued conversation; return whether it is to be checked."""
+    def count_hit(self, continuation: Continuation, body_bytes: int, now: float) -> bool:
+        """Count a continued conversation; return whether its body is to be read whole and compared.
+
+        One in CHECK_INTERVAL is, as long as that reads no more than CHECK_BYTES_PER_S; a check that is due then waits.
+        """
         self.cache.hits += 1
         self.cache.touch(continuation.conversation)
-        return self.cache.hits % boundary_rendering.CHECK_INTERVAL == 0
+        self._unchecked_count += 1
+        if self._unchecked_count < boundary_rendering.CHECK_INTERVAL or now < self._next_check_s:
+            return False
+        self._unchecked_count = 0
+        self._next_check_s = now + body_bytes / CHECK_BYTES_PER_S
+        return True
 
     def compare(self, model: str, continuation: Continuation, token_ids: Sequence[int]) -> None:
         """Compare a continued prompt with the ids of a full read. A difference ends the caching for the model."""

@@ -23,7 +23,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
-from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
+from router.prompting.boundary_rendering import BoundaryRenderer, NewMessages, TemplateInputs
 from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
@@ -250,11 +250,12 @@ def continue_conversation(
     if tail is None or not _has_same_inputs(conversation, tail):
         return None
     inputs = TemplateInputs(tail.chat, tail.template_digest, conversation.opening_messages[0])
-    text = renderer.render_after(boundary.rendered, inputs, tail.new_messages)
+    new_messages = renderer.prepare(boundary.rendered, inputs, tail.new_messages)
+    text = new_messages.render()
     if text is None:
         return None
     next_boundary = _find_next_boundary(
-        conversation, boundary, tail, inputs, body, text, renderer, further_differs=further_differs
+        conversation, boundary, tail, new_messages, body, text, renderer.template, further_differs=further_differs
     )
     next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
     text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
@@ -280,8 +281,8 @@ def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
 
 
 def _find_next_boundary(
-    conversation: CachedConversation, boundary: Boundary, tail: _BodyTail, inputs: TemplateInputs, body: bytes,
-    text: str, renderer: BoundaryRenderer, *, further_differs: bool,
+    conversation: CachedConversation, boundary: Boundary, tail: _BodyTail, new_messages: NewMessages, body: bytes,
+    text: str, template: ChatTemplate, *, further_differs: bool,
 ) -> Boundary | None:  # fmt: skip
     """Make the next boundary of a body, without its number of tokens; None if it would save little.
 
@@ -298,13 +299,13 @@ def _find_next_boundary(
     body_end = message_ends[-trailing_count - 1]
     new_count = len(message_ends) - trailing_count
     if conversation.kind != "chat":
-        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, renderer.template)
+        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
         if last_tail is None or last_tail.template_digest != conversation.template_digest:
             return None
         new_count = len(tail.new_messages) - len(last_tail.new_messages)
         if not 0 < new_count < len(tail.new_messages) or tail.new_messages[new_count:] != last_tail.new_messages:
             return None
-    cut = renderer.cut_after(boundary.rendered, inputs, tail.new_messages, new_count, text)
+    cut = new_messages.cut(new_count, text)
     if cut is None or not cut.position:
         return None
     bracket_count = boundary.bracket_count + count_openings(body[boundary.body_end : body_end])

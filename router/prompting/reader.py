@@ -523,7 +523,7 @@ class PromptReader:
         is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or is_too_long:
             return None
-        if self.conversations.count_hit(continuation):
+        if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             self._start_check(continuation, body)
         prompt = TokenizedPrompt(
             truncate_prompt(ids, request, tokens_max), took_s, continuation.successor, continuation.predecessor,

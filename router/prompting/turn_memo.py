@@ -43,6 +43,12 @@ class PlainTurn(NamedTuple):
     key: MemoKey
     texts: list[str]
 
+    def after(self, count: int, prefix_digest: int) -> PlainTurn:
+        """Return the messages after the first `count`, after the placeholders of this digest."""
+        return PlainTurn(
+            self.key._replace(prefix_digest=prefix_digest, roles=self.key.roles[count:]), self.texts[count:]
+        )
+
 
 class _TurnSkeleton(NamedTuple):
     """What a template writes before, between and after texts."""

@@ -30,7 +30,7 @@ from router.prompting.conversation_cache import (
     _count_prefixes,
     _prefix_bytes,
 )
-from router.prompting.conversation_reader import ATTEMPTS_MAX, ConversationReader
+from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
 from router.prompting.outline import outline_chat
@@ -275,6 +275,18 @@ def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) 
     assert (reader.check_count, reader.difference_count, reader.renderer_of("")) == (2, 1, None)
     assert "differed" in reader.problems[""]
     assert len(reader.cache) == 0
+
+
+def test_one_in_64_is_checked_within_a_number_of_bytes_a_second(tmp_path: Any) -> None:
+    turns = Turns(load_tokenizer(tmp_path, chat_templates.CHATML))
+    turns.read("chat", json.dumps({"messages": long_talk(6)}).encode())
+    continuation = turns.read("chat", json.dumps({"messages": [*long_talk(6), *long_talk(1, "new ")]}).encode())
+    assert continuation is not None
+    reader = ConversationReader(1 << 20)
+    for body_bytes, now, expected in ((CHECK_BYTES_PER_S // 2, 0.0, [64]), (CHECK_BYTES_PER_S, 0.4, []),
+                                      (CHECK_BYTES_PER_S, 0.5, [1]), (1000, 1.6, [1, 65])):  # fmt: skip
+        checks = [i for i in range(1, 129) if reader.count_hit(continuation, body_bytes, now)]
+        assert checks == expected, "a check that is due waits for its time"
 
 
 def make_placeholders(messages: list[dict[str, Any]], markers: tuple[str, ...] = ()) -> list[dict[str, Any]]:

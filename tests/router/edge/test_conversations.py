@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from router.prompting import boundary_rendering
+from router.prompting import boundary_rendering, conversation_reader
 from router.prompting.conversation_reader import ConversationReader
 from tests.router.conversation_bodies import long_talk
 
@@ -45,6 +45,7 @@ def test_continued_conversations_are_checked(
 ) -> None:
     """In a thread, and in a worker process where the body is large."""
     monkeypatch.setattr(boundary_rendering, "CHECK_INTERVAL", 1)
+    monkeypatch.setattr(conversation_reader, "CHECK_BYTES_PER_S", 1 << 40)
 
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
