@@ -22,6 +22,7 @@ from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,
     ChatRequest,
+    Json,
     JsonSchemaFormat,
     Message,
     ResponseFormat,
@@ -128,6 +129,7 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     top_k: TopK | None = None
     top_p: TopP | None = None
     cache_salt: Salt | None = None
+    kv_transfer_params: dict[str, Json] | None = None
     priority: Any = None
     """Not Anthropic's: a worker may take it, so a router bounds it."""
 
@@ -242,7 +244,16 @@ def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_
         schema = JsonSchemaFormat(name=output_format.type, schema=output_format.schema)
         fields["response_format"] = ResponseFormat(type=output_format.type, json_schema=schema)
     if isinstance(request, MessagesRequest):
-        for name in ("max_tokens", "temperature", "top_k", "top_p", "stream", "cache_salt", "model"):
+        for name in (
+            "max_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "stream",
+            "cache_salt",
+            "model",
+            "kv_transfer_params",
+        ):
             fields[name] = getattr(request, name)
         fields["stop"] = request.stop_sequences or None
     return fields

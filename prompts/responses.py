@@ -21,6 +21,7 @@ from prompts.schemas import (
     COUNT_MAX,
     Count,
     Int64,
+    Json,
     JsonSchemaFormat,
     LogitBias,
     LogprobCount,
@@ -111,6 +112,7 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     min_tokens: Count | None = None
     priority: Int64 | None = None
     cache_salt: Salt | None = None
+    kv_transfer_params: dict[str, Json] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     previous_input_messages: Any = None
 
@@ -119,6 +121,7 @@ _CHAT_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
     "min_tokens", "priority", "cache_salt", "stream", "parallel_tool_calls", "chat_template_kwargs", "user",
+    "kv_transfer_params",
 )  # fmt: skip
 """Fields that mean the same in a chat."""
 _request_decoder = msgspec.json.Decoder(ResponsesRequest)

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from engine.http.metrics import MetricsPage, ServerMetrics
+from engine.transfer.settings import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
 from router.admin.metrics_report import CacheCounts, MetricsReport
 from router.decide.registry import CoreSnapshot
@@ -45,8 +46,10 @@ def declare_router_metrics() -> list[Metric]:
 
 
 def declare_engine_metrics() -> list[Metric]:
-    """Return the families of an engine with events and a simulation."""
-    core_report: Any = SimpleNamespace(stats=AnyValues(), publisher_stats=AnyValues(), simulation_lag=AnyValues())
+    """Return the families of an engine with events, a simulation and transfers."""
+    stats = AnyValues()
+    stats.transfers = TransferStats()  # type: ignore[attr-defined]
+    core_report: Any = SimpleNamespace(stats=stats, publisher_stats=AnyValues(), simulation_lag=AnyValues())
     info: Any = AnyValues()
     return list(MetricsPage(ServerMetrics(), core_report, info, "m").collect())
 

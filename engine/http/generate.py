@@ -112,7 +112,7 @@ async def _handle(
             formatter = ChatFormatter(generation, body, state.detokenizer_factory)
         else:
             formatter = CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
-        stream = state.submit(generation.requests)
+        stream = state.submit(state.name_kv_source(body.kv_transfer_params, generation.requests))
     return await _respond(state, request, generation, stream, formatter)
 
 

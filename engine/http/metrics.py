@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from engine.core import EngineStats, SimulationLag
 from engine.messages import CoreInfo
+from engine.transfer.settings import TransferStats
 from events.publisher import PublisherStats
 
 # vLLM's buckets.
@@ -142,6 +143,8 @@ class MetricsPage:
         core_report = self._core_report
         if core_report.stats is not None:  # else the core has not said anything yet
             yield from self._iter_core_metrics(core_report.stats)
+            if core_report.stats.transfers is not None:
+                yield from self._iter_transfer_metrics(core_report.stats.transfers)
             if core_report.publisher_stats is not None:
                 yield from self._iter_event_metrics(core_report.publisher_stats)
             if core_report.simulation_lag is not None:
@@ -195,6 +198,25 @@ class MetricsPage:
             ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariant_count),
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
+
+    def _iter_transfer_metrics(self, stats: TransferStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
+            ("pull_seconds", "Seconds of these pulls, waiting included.", stats.pull_s),
+            ("pulled_blocks", "Blocks stored that peers have sent.", stats.pulled_blocks),
+            ("pulled_bytes", "Bytes of these blocks.", stats.pulled_bytes),
+            ("missing_blocks", "Blocks that a peer had and that were not stored.", stats.missing_blocks),
+            ("sent_blocks", "Blocks sent to peers.", stats.sent_blocks),
+            ("sent_bytes", "Bytes of these blocks.", stats.sent_bytes),
+            ("refused_connections", "Connections of peers that were closed.", stats.refused_connections),
+        ):
+            yield CounterMetricFamily(f"engine:kv_transfer_{name}", text, value=value)
+        failures = CounterMetricFamily(
+            "engine:kv_transfer_failures", "Pulls that ended early, by reason.", labels=["reason"]
+        )
+        for reason, count in stats.failures.items():
+            failures.add_metric([reason], count)
+        yield failures
 
     def _iter_lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (

@@ -272,7 +272,10 @@ class Server:
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
         except (EngineDeadError, TokenizerError) as error:
             return _report_failure(str(error))
-        state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
+        transfer_config = self._engine_config.kv_transfer
+        fleet_key = None if transfer_config.port is None else transfer_config.read_key()
+        folder = self._engine_config.tokenizer or info.model_path
+        state = ServerState(self._config, client, info, tokenizer, folder, fleet_key=fleet_key)
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         assert runner.server is not None
@@ -361,6 +364,8 @@ def print_startup(
         print(f"events    {source.endpoint}{replay}")
     if not info.event_sources:
         print("events    off (--kv-events-config without enable_kv_cache_events: true)")
+    if info.kv_transfer_port is not None:
+        print(f"transfers {engine_config.kv_transfer.host}:{info.kv_transfer_port}")
     if is_loopback(host):
         print("reach     from this machine only (--host 0.0.0.0 opens the API and the events)")
     elif not config.api_keys:

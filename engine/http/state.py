@@ -10,9 +10,11 @@ import hmac
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from engine.config import ServerConfig
@@ -24,9 +26,10 @@ from engine.output.detokenizer import DetokenizerFactory
 from engine.output.formats import resolve_formats
 from engine.process.client import EngineClient, OutputStream
 from engine.protocol.params import ModelLimits
-from engine.types import Request
+from engine.types import KVSource, Request
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import format_value
+from prompts.kv_source import read_kv_source
 
 RETRY_AFTER_S = 1
 ASLEEP_MESSAGE = "the engine sleeps, or is given other weights"
@@ -36,9 +39,16 @@ class ServerState:
     """One serving HTTP process. Made once the core is ready."""
 
     def __init__(
-        self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer, folder: str
+        self,
+        config: ServerConfig,
+        client: EngineClient,
+        info: CoreInfo,
+        tokenizer: Tokenizer,
+        folder: str,
+        *,
+        fleet_key: bytes | None = None,
     ) -> None:
-        """`folder`: of the tokenizer."""
+        """`folder`: of the tokenizer. `fleet_key`: where blocks move between engines."""
         self.config = config
         self.client = client
         self.info = info
@@ -73,6 +83,7 @@ class ServerState:
         self._model_names = frozenset(self.model_names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
         self._admin_keys = () if config.admin_api_key is None else (config.admin_api_key.encode(),)
+        self._fleet_key = fleet_key
         self._request_numbers = itertools.count()
         self._idle_event = asyncio.Event()
         self._idle_event.set()
@@ -123,6 +134,17 @@ class ServerState:
             yield
         finally:
             self._reading_request_count -= 1
+
+    def name_kv_source(self, kv_transfer_params: Mapping[str, Any] | None, requests: list[Request]) -> list[Request]:
+        """Return the requests with the peer that a body names, where blocks move. Raises RequestError 400 or 403."""
+        if self._fleet_key is None:
+            return requests
+        remote_source = read_kv_source(kv_transfer_params)
+        if remote_source is None:
+            return requests
+        remote_source.check_signature(self._fleet_key)
+        kv_source = KVSource(remote_source.remote_host, remote_source.remote_port)
+        return [msgspec.structs.replace(request, kv_source=kv_source) for request in requests]
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Let the sequences of an admitted request in, all or none. Raises RequestError 503, 429 or 400."""

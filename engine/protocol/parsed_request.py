@@ -51,7 +51,8 @@ MAX_CHOICES = 1024
 """Most sequences of one HTTP request."""
 _PROMPT_END_TOKENS = 64
 """Last tokens of a prompt, enough for the markers that a template writes at its end."""
-_SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
+_KEPT_FIELDS = ("stop", "stop_token_ids", "logit_bias", "kv_transfer_params")
+"""Fields of lists and objects that are needed after the body was read."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
@@ -327,6 +328,6 @@ def _strip_large_fields(body: ChatRequest | CompletionRequest, **replacements: A
     fields = msgspec.structs.asdict(body)
     large_types = (dict, list, ResponseFormat, StructuredOutputs)
     large_fields = [
-        name for name, value in fields.items() if isinstance(value, large_types) and name not in _SAMPLING_FIELDS
+        name for name, value in fields.items() if isinstance(value, large_types) and name not in _KEPT_FIELDS
     ]
     return msgspec.structs.replace(body, **{**dict.fromkeys(large_fields), **replacements})

@@ -54,7 +54,7 @@ def bodies(api: str) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": text}]
     return {
         "chat": ("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}),
-        "completions": ("/v1/completions", {"prompt": text, "max_tokens": 8, "temperature": 0, "n": 2}),
+        "completions": ("/v1/completions", {"prompt": text, "max_tokens": 8, "seed": 3, "n": 2}),
         "messages": ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}),
         "responses": ("/v1/responses", {"input": text, "max_output_tokens": 8, "temperature": 0}),
     }[api]
@@ -138,5 +138,8 @@ def test_no_engine_starts_without_a_key(tmp_path: Path, key: str | None, problem
         (tmp_path / "key").write_text(key)
         key_flags = ("--kv-transfer-key-file", str(tmp_path / "key"))
     program = Program(tmp_path / "log", "engine", "serve", "--port", "0", "--kv-transfer", "0", *key_flags)
-    assert program.process.wait(60) == 2
-    assert problem in program.log()
+    try:
+        assert program.process.wait(60) == 2
+        assert problem in program.log()
+    finally:
+        program.close()
