@@ -1,1 +1,1 @@
-"""HTTP and nothing else: parsers, connections, routes. Knows no prompt, no worker and no price."""
+"""HTTP protocol: parsers, client connections, routes. It knows no prompts, workers or prices."""

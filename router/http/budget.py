@@ -1,8 +1,7 @@
-"""How many bytes of clients' requests, and of answers that wait for them, are kept at once: in sum, and for each tenant
-(an API key, else an address).
+"""Memory budget: bytes of requests and unsent answers that are buffered at once, in total and for each tenant.
 
-Owns the books: who takes bytes gives them back. Refuses to know what the bytes are. Invariant: what is held is the sum
-over the tenants, and a tenant that holds none is not listed.
+A tenant is an API key, else an address. Invariant: the total is the sum over the tenants, and a tenant that holds none
+is not listed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ class BufferBudget:
         self._bytes_by_tenant: dict[str, int] = {}
 
     def change(self, tenant: str, old_bytes: int, new_bytes: int) -> None:
-        """`tenant` keeps `new_bytes` where it kept `old_bytes`. Raises RequestError, and changes nothing, where that is
-        more than a bound allows."""
+        """Change the bytes that a tenant holds from `old_bytes` to `new_bytes`.
+
+        Raises RequestError, and changes nothing, if that is more than the bound of the tenant or of the process.
+        """
         added_bytes, total_bytes = new_bytes - old_bytes, self._metrics.request_buffer_bytes
         tenant_bytes = self._bytes_by_tenant.get(tenant, 0) + added_bytes
         assert tenant_bytes >= 0

@@ -12,13 +12,13 @@ from typing import Final
 from router.http.headers import TOKEN_PATTERN, ProtocolError
 
 MAX_LINE_BYTES: Final = 1024
-"""A chunk-size line with its extensions, and each trailer line."""
+"""Longest chunk-size line with its extensions, and longest trailer line."""
 SHORT_SIZE_LINE_BYTES: Final = 64
-"""Shorter size lines are read without ceremony: a body may consist of nothing else."""
+"""Longest size line that is looked up before it is parsed, as a body may be all size lines."""
 MAX_TRAILER_BYTES: Final = 64 * 1024
-"""Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
+"""Most bytes of all trailer lines; they follow the content, so no reader of the content needs more."""
 BETWEEN_CHUNKS: Final = -1
-"""A size line comes next."""
+"""Value of `remaining_bytes` when a size line comes next."""
 
 _EXTENSION = rb";" + TOKEN_PATTERN + rb"(?:=(?:" + TOKEN_PATTERN + rb'|"[ !#-\[\]-~]*"))?'
 _SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
@@ -26,16 +26,16 @@ _TRAILER_PATTERN = re.compile(
     rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n\Z"
 )
 _SIZE_BY_LINE: dict[bytes, int] = {}
-"""Size lines seen before, without their line end: streams repeat a few hundred."""
+"""Sizes of the size lines seen before, without line ends: streams repeat a few hundred."""
 _MAX_REMEMBERED_LINES: Final = 4096
 
 
 class BodyTooLarge(Exception):
-    """More content than the bound allows."""
+    """The body has more content than its bound allows."""
 
 
 class ChunkedBody:
-    """A chunked body: sizes are followed, content is skipped over or collected."""
+    """Parser of one chunked body, which skips its content or collects it."""
 
     __slots__ = (
         "_content_bytes",
@@ -50,24 +50,26 @@ class ChunkedBody:
     )  # fmt: skip
 
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
-        """With `max_content_bytes`, more content raises `BodyTooLarge`, and framing that exceeds the content by
-        `max_framing_bytes` bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and
-        carry nothing."""
+        """`max_content_bytes` bounds the content, and `max_framing_bytes` the framing beyond it.
+
+        Tiny chunks, long extensions and trailers cost work and carry nothing. Too much content raises `BodyTooLarge`,
+        too much framing `ProtocolError`.
+        """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
         self._content_bytes = 0
-        """Bytes of content that the chunk sizes read so far announce."""
+        """Content bytes announced by the chunk sizes read so far."""
         self._framing_bytes = 0
         self.is_complete = False
         self.remaining_bytes = BETWEEN_CHUNKS
-        """Content bytes of the current chunk that are to come; 0 before the line end that closes it."""
+        """Content bytes of the current chunk that have not come; 0 before the line end after them."""
         self._partial_line = b""
-        """The start of a size line, chunk end or trailer line that is split between reads."""
+        """Start of a size line, chunk end or trailer line that was split between reads."""
         self._is_in_trailers = False
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """How many leading bytes of `data` belong to the body; `payload` receives its content."""
+        """Return how many leading bytes of `data` belong to the body, and append its content to `payload`."""
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
             remaining = self.remaining_bytes
@@ -95,8 +97,10 @@ class ChunkedBody:
         return position
 
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
-        """Return the end of the complete chunks from `position` on, up to anything unusual: the last chunk, a long
-        extension, a chunk that goes on in the next read."""
+        """Return the end of the complete chunks from `position` on.
+
+        Stops at anything unusual: the last chunk, a long extension, a chunk that continues in the next read.
+        """
         data_end = len(data)
         while position < data_end:
             line_end = data.find(b"\r\n", position, position + SHORT_SIZE_LINE_BYTES)
@@ -163,6 +167,6 @@ class ChunkedBody:
         return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers
 
     def finish(self) -> None:
-        """The connection ended. Raises `ProtocolError` where that cuts the body short."""
+        """End the body because the connection ended. Raises `ProtocolError` if the body is incomplete."""
         if not self.is_complete:
             raise ProtocolError("connection closed inside a chunked body")

@@ -35,8 +35,8 @@ class ClientTimeouts:
     """Limits on the time that a client may take."""
 
     request_s: Annotated[Seconds, Flag("--request-timeout"), "Longest that a client may take to send a request."] = 60.0
-    """From its first byte to its last: slow-loris clients are cut off with 408."""
+    """Time from the first byte of a request to its last; slow-loris clients are cut off with 408."""
     send_s: Annotated[Seconds, Flag("--send-timeout"),
         "Longest that a client may read nothing of an answer that waits for it."] = 60.0
-    """Between two bytes that leave, not for the whole answer: after it the connection is broken off."""
+    """Time between two bytes that leave, not of the whole answer; then the connection is closed."""
     keep_alive_s: Annotated[Seconds, "Longest pause between two requests of a connection."] = 75.0

@@ -1,8 +1,7 @@
-"""Client connections: requests in order, one at a time, answers with backpressure, deadlines for slow senders.
+"""Client connections: one request at a time, in order, with backpressure on answers and deadlines for slow clients.
 
-Owns the sockets of clients. Refuses to know what a request means: an `Application` gets each complete one and answers
-through the connection, or hangs a `Responder` on it that does. Invariant: requests of one connection are answered in
-the order they came, each before the next is handed over.
+An `Application` gets each complete request. It answers through the connection, or sets a `Responder` that will.
+Invariant: each request of a connection is answered before the next one is handed over.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from router.http.local_replies import JSON, Header, build_refusal, build_respons
 from router.http.request import BadRequest, HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
-"""Answer bytes that wait for a slow client before its worker, and what the client asks next, are not read any more.
-What waits beyond this is booked in the budget."""
+"""Unsent bytes of an answer at which reading from its worker, and of the next request, is paused. Bytes beyond this are
+charged to the budget."""
 LINGER_S: Final = 2.0
-"""How long an early error stays readable while the client is still sending."""
+"""Time for which an early error stays readable while the client is still sending."""
 MAX_PIPELINED_BYTES: Final = 64 * 1024
-"""Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
+"""Bytes of further requests that are read during an answer; more stays in the kernel's buffer."""
 REQUESTS_PER_TURN: Final = 16
-"""Answered at once before others get their turn."""
+"""Requests of one connection that are answered in one turn of the event loop."""
 LONG_READ_BYTES: Final = 64 * 1024
-"""After a read of so much of a body others get their turn: a loop reads on as long as bytes come."""
+"""Size of a read of a body after which other connections get a turn."""
 
 
 class Responder(Protocol):
@@ -45,13 +44,13 @@ class Responder(Protocol):
 
 
 class Client(Protocol):
-    """The receiver of an answer: a `ClientConnection`, or an object with the same interface."""
+    """Interface of an object that receives an answer, such as a `ClientConnection`."""
 
     responder: Responder | None
     has_response_started: bool
     peer: str
     cors_headers: bytes
-    """Lines that every answer to the current request has."""
+    """Header lines of every answer to the current request."""
 
     @property
     def tenant(self) -> str: ...
@@ -72,7 +71,10 @@ class Client(Protocol):
 
 
 def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
-    """Tell the responder of a client that the client waits no more; record at `place` what the responder raises."""
+    """Tell the responder of a client that the client is gone.
+
+    An exception of the responder is recorded at `place`.
+    """
     responder, client.responder = client.responder, None
     if responder is None:
         return
@@ -91,30 +93,30 @@ class Application(Protocol):
     """Order in which connections begin their requests."""
 
     def now(self) -> float:
-        """Seconds of the clock whose times `ClientConnection.expire` is given."""
+        """Return the time in seconds of the clock that `ClientConnection.expire` uses."""
 
     def build_cors_headers(self, request: HttpRequest) -> bytes:
-        """Header lines of whatever answer `request` gets."""
+        """Return the CORS header lines of any answer to `request`."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant that sent `request`; its body need not be there yet. Raises RequestError to refuse it."""
+        """Return the tenant that sent `request`, with or without its body. Raises RequestError to refuse it."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer `request`, which was admitted, now or later."""
+        """Answer an admitted request, now or later."""
 
     def record_rejection(self, status: int) -> None:
-        """A connection sent what is no request."""
+        """Count a connection that sent no valid request."""
 
     def record_crash(self, place: str, error: Exception) -> None:
-        """Something raised that must not: count and log it. What it was about is ended by the caller."""
+        """Count and log an exception that is a fault of the router. The caller ends its request."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client's TCP connection. Its callbacks are a boundary: what raises behind one ends the current request."""
+    """TCP connection of one client. An exception in a callback ends only the current request."""
 
     __slots__ = (
         "_app",
-        "_booked_bytes",
+        "_charged_bytes",
         "_drained_at_s",
         "_drained_bytes",
         "_has_unread_input",
@@ -147,43 +149,43 @@ class ClientConnection(asyncio.Protocol):
         self._open_connections = open_connections
         self._parser = RequestParser(app.limits)
         self._transport: Any = None
-        """An asyncio transport, or uvloop's, which is none by its type."""
+        """Transport of asyncio or of uvloop, which have no common type."""
         self.responder: Responder | None = None
-        """Set by whoever answers later than `handle`."""
+        """Object that answers the current request after `Application.handle` has returned."""
         self.peer = ""
         self.cors_headers = b""
         self.is_tls = False
         self._is_busy = False
         self._request_bytes = 0
-        """Bytes of the current request, its head included."""
+        """Bytes of the current request with its head."""
         self._tenant = ""
-        """Tenant to which the bytes kept here are charged."""
-        self._booked_bytes = 0
-        """Bytes booked."""
+        """Tenant to which the buffered bytes are charged."""
+        self._charged_bytes = 0
+        """Bytes that are charged to the tenant."""
         self.has_response_started = False
-        """Bytes of the current answer were sent."""
+        """Whether bytes of the current answer were sent."""
         self._is_head_request = False
-        """The current request is a HEAD."""
+        """Whether the method of the current request is HEAD."""
         self._path = ""
         """Path of the current request, which decides the format of an error."""
         self._is_handling = False
         self._keep_alive = True
         self._is_reading_paused = False
         self._is_writing_paused = False
-        """The client reads slower than it is answered: no further request of it is begun."""
+        """Whether the client reads slower than it is answered; no further request begins then."""
         self._unsent_response_bytes = 0
-        """Bytes of answers that wait for the client, while writing is paused."""
+        """Unsent bytes of answers, while writing is paused."""
         self._written_bytes = 0
         """Bytes of all answers so far."""
         self._drained_bytes = 0
-        """Bytes of `_written_bytes` that had left the write buffer at the last sweep."""
+        """Bytes of `_written_bytes` that had left the write buffer at the last check."""
         self._drained_at_s = self._app.now()
-        """When bytes were last seen to leave the write buffer, or the buffer was empty."""
+        """Time at which bytes last left the write buffer, or the buffer was empty."""
         self._has_unread_input = False
-        """The client may still be sending what will not be read."""
+        """Whether the client may still send bytes that will not be read."""
         self._is_lingering = False
         self._queued_request: HttpRequest | None = None
-        """For its turn to begin; the connection is busy with it."""
+        """Request that waits for its turn to begin; the connection counts as busy."""
         self._waiting_since_s = self._app.now()
 
     # From the event loop ------------------------------------------------------------------------------------------
@@ -227,14 +229,14 @@ class ClientConnection(asyncio.Protocol):
     def _release_buffers(self) -> None:
         if self._parser.discard_piece():
             self._app.scheduler.schedule(self._release_buffers)
-        elif self._booked_bytes:
-            self._app.budget.change(self._tenant, self._booked_bytes, 0)
-            self._booked_bytes = 0
+        elif self._charged_bytes:
+            self._app.budget.change(self._tenant, self._charged_bytes, 0)
+            self._charged_bytes = 0
 
     def pause_writing(self) -> None:
         self._is_writing_paused = True
         try:
-            self._book_unsent_bytes()
+            self._charge_unsent_bytes()
             if self.responder is not None:
                 self.responder.on_client_paused()
         except Exception as error:  # noqa: BLE001  a boundary
@@ -246,8 +248,8 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_busy and not self._parser.has_partial_request:
             self._waiting_since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
-            if self._booked_bytes:
-                self._book_bytes()
+            if self._charged_bytes:
+                self._charge_buffered_bytes()
             if self.responder is not None:
                 self.responder.on_client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
@@ -263,15 +265,15 @@ class ClientConnection(asyncio.Protocol):
             self._written_bytes += len(data)
             self._transport.write(data)
             if self._is_writing_paused:
-                self._book_unsent_bytes()
+                self._charge_unsent_bytes()
 
     def finish(self, *, keep_alive: bool) -> None:
-        """The current answer is complete."""
+        """End the current answer, and begin the next request or close the connection."""
         self.responder = None
         self._is_busy = False
         self._request_bytes = 0
-        if self._booked_bytes:
-            self._book_bytes()
+        if self._charged_bytes:
+            self._charge_buffered_bytes()
         self._waiting_since_s = self._app.now()
         if not keep_alive or not self._keep_alive:
             self._close()
@@ -289,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
     def abort_response(self) -> None:
-        """Break off in the middle of an answer. Its missing end tells the client that it is incomplete."""
+        """Close the connection in the middle of an answer, so that the client sees it is incomplete."""
         self.responder = None
         self._keep_alive = False
         if self._transport is not None:
@@ -319,7 +321,7 @@ class ClientConnection(asyncio.Protocol):
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
-        """Answer with an error of the router's own. `param`: the field of the body that it is about."""
+        """Answer with an error of the router. `param` is the field of the body that the error is about."""
         self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
 
     @property
@@ -334,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
         return not self._is_busy
 
     def expire(self, now: float, timeouts: ClientTimeouts) -> None:
-        """Close what waits too long for its client."""
+        """Close the connection if it waited too long for its client."""
         if self._transport is None:
             return
         if now - self._find_drained_at_s(now) > timeouts.send_s:
@@ -354,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def close_when_idle(self) -> None:
-        """Shutting down: no further request."""
+        """Close the connection after the current answer."""
         self._keep_alive = False
         if not self._is_busy and self._transport is not None:
             self._transport.close()
@@ -366,8 +368,10 @@ class ClientConnection(asyncio.Protocol):
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _handle_requests(self, received_bytes: int = 0) -> None:
-        """Hand over complete requests until one is answered later. `received_bytes`: bytes of the read that this is
-        for."""
+        """Begin complete requests until one of them is answered later.
+
+        `received_bytes` is the size of the read that completed them.
+        """
         self._is_handling = True
         try:
             for _ in range(REQUESTS_PER_TURN):
@@ -395,16 +399,16 @@ class ClientConnection(asyncio.Protocol):
             self._is_handling = False
 
     def _resume_requests(self) -> None:
-        """Go on with what the client asked next, if it may be begun."""
+        """Begin the next requests, if the connection may begin any."""
         if self._is_busy or self._is_writing_paused or self._is_handling:
             return
         if self._is_reading_paused or not self._parser.is_empty:
             self._handle_requests()
 
     def _queue_request(self, request: HttpRequest) -> None:
-        """Many begin at once. Raises RequestError where there is no room to keep it."""
+        """Let a request wait for its turn. Raises RequestError if there is no memory for it."""
         self._request_bytes = request.body_bytes + len(request.headers.raw)
-        self._book_bytes()
+        self._charge_buffered_bytes()
         self._is_busy, self._queued_request = True, request
         self._app.arrival_scheduler.schedule(self._start_queued_request, self._tenant)
 
@@ -430,7 +434,7 @@ class ClientConnection(asyncio.Protocol):
         self._request_bytes = request.body_bytes + len(request.headers.raw)
         try:
             self._admit(request)
-            self._book_bytes()
+            self._charge_buffered_bytes()
             coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:
                 self._app.handle(self, request)
@@ -442,12 +446,12 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
 
     def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
-        """Hand over the request once its body is decoded."""
+        """Decode the body of a request, then hand the request over."""
         encoded_bytes = self._request_bytes
 
         def book_decoded_bytes(decoded_bytes: int) -> None:
             self._request_bytes = encoded_bytes + decoded_bytes
-            self._book_bytes()
+            self._charge_buffered_bytes()
 
         def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
@@ -455,7 +459,7 @@ class ClientConnection(asyncio.Protocol):
             try:
                 if decode_error is not None:
                     raise decode_error
-                self._book_bytes()
+                self._charge_buffered_bytes()
                 self._app.handle(self, request)
             except RequestError as error:
                 self._refuse(error)
@@ -476,38 +480,38 @@ class ClientConnection(asyncio.Protocol):
         self._resume_requests()
 
     def _resume_discarding(self) -> None:
-        """Go on reading, and drop the rest of a request that was answered with an error early."""
+        """Read and drop the rest of a request that was answered with an error."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def _admit(self, request: HttpRequest) -> None:
-        """Raises RequestError for what would not be served, as soon as its head is there."""
+        """Check a request as soon as its head has come. Raises RequestError if it is refused."""
         if request.has_body:
             get_body_coding(request)
         tenant = self._app.admit(self, request)
         if tenant != self._tenant:
-            booked_bytes, self._booked_bytes = self._booked_bytes, 0
+            booked_bytes, self._charged_bytes = self._charged_bytes, 0
             self._app.budget.change(self._tenant, booked_bytes, 0)
             self._tenant = tenant
 
-    def _book_bytes(self) -> None:
-        """Book what is kept for this client. Raises RequestError where that is too much."""
+    def _charge_buffered_bytes(self) -> None:
+        """Charge the buffered bytes to the tenant. Raises RequestError if they are too many."""
         booked_bytes = self._request_bytes + self._parser.buffered_bytes + self._unsent_response_bytes
         if booked_bytes <= UNCOUNTED_BYTES:
-            if not self._booked_bytes:
+            if not self._charged_bytes:
                 return
             booked_bytes = 0
-        if booked_bytes != self._booked_bytes:
-            self._app.budget.change(self._tenant, self._booked_bytes, booked_bytes)
-            self._booked_bytes = booked_bytes
+        if booked_bytes != self._charged_bytes:
+            self._app.budget.change(self._tenant, self._charged_bytes, booked_bytes)
+            self._charged_bytes = booked_bytes
 
-    def _book_unsent_bytes(self) -> None:
-        """Book the bytes of answers that wait for the client. Without room for them the connection is broken off."""
+    def _charge_unsent_bytes(self) -> None:
+        """Charge unsent bytes of answers to the tenant; without room, close the connection."""
         if self._transport is None or self._transport.is_closing():
             return
         self._unsent_response_bytes = self._transport.get_write_buffer_size()
         try:
-            self._book_bytes()
+            self._charge_buffered_bytes()
         except RequestError as error:
             self._app.record_rejection(error.status)
             self._unsent_response_bytes = 0
@@ -515,7 +519,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _find_drained_at_s(self, now: float) -> float:
-        """When the client last took bytes of an answer; `now` if none wait."""
+        """Return when the client last took bytes of an answer; `now` if none wait."""
         assert self._transport is not None
         unsent_bytes = self._transport.get_write_buffer_size()
         drained_bytes = self._written_bytes - unsent_bytes
@@ -524,13 +528,13 @@ class ClientConnection(asyncio.Protocol):
         return self._drained_at_s
 
     def _await_more_input(self, received_bytes: int) -> None:
-        """Wait for more bytes of a request that has begun. Raises RequestError where waiting is useless."""
+        """Prepare to wait for the rest of a request. Raises RequestError if waiting is useless."""
         request = self._parser.pop_partial_request()
         if request is not None:
             self._is_head_request, self._path = request.method == "HEAD", request.path
             self.cors_headers = self._app.build_cors_headers(request)
             self._admit(request)
-        self._book_bytes()
+        self._charge_buffered_bytes()
         transport = self._transport
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
             self._app.scheduler.schedule(self._continue_requests)
@@ -544,14 +548,14 @@ class ClientConnection(asyncio.Protocol):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _limit_pipelined_input(self) -> None:
-        """Keep a little of the requests that a client sends ahead of an answer, and stop reading beyond it."""
+        """Stop reading if the client sent too much ahead of an answer."""
         try:
-            self._book_bytes()
+            self._charge_buffered_bytes()
         except RequestError:
             self._parser.stop()
             self._keep_alive = False
             self._has_unread_input = True
-            self._book_bytes()
+            self._charge_buffered_bytes()
         if (
             self._parser.buffered_bytes > MAX_PIPELINED_BYTES
             and not self._is_reading_paused
@@ -564,7 +568,7 @@ class ClientConnection(asyncio.Protocol):
         cancel_responder(self, "client", self._app.record_crash)
 
     def _reject_and_close(self, error: RequestError) -> None:
-        """Answer with `error` and close: the bytes are no request, or one that is not read to its end."""
+        """Answer with `error` and close, because no further request can be read."""
         self._app.record_rejection(error.status)
         self._parser.stop()
         self._release_buffers()
@@ -574,7 +578,10 @@ class ClientConnection(asyncio.Protocol):
         self.respond_error(error)
 
     def _close(self) -> None:
-        """Close after the answer was read. Closing with unread input would reset the connection under it."""
+        """Close the connection once the answer was read.
+
+        Closing with unread input would reset the connection, and the client would lose the answer.
+        """
         transport = self._transport
         if transport is None or transport.is_closing():
             return

@@ -1,7 +1,7 @@
-"""Cross-origin requests: pages of which origins may call this API, and what their browsers are told. Pure.
+"""Cross-origin requests: which origins may call this API, and the headers that tell browsers so. Pure.
 
 A browser asks first (`OPTIONS`, without a key) and shows a page only the answers that name its origin (Fetch, section
-3.3). Keys are sent by the page itself, so no cookie is ever allowed.
+3.3). Pages send keys themselves, so no cookie is ever allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from router.http.request import HttpRequest
 
 ANY_ORIGIN: Final = b"*"
 MAX_AGE_S: Final = 600
-"""How long a browser may remember what it was allowed."""
+"""Time for which a browser may remember what it was allowed."""
 EXPOSED_HEADERS: Final = b"x-request-id, x-blockcast-worker, x-blockcast-predicted-cached-tokens, retry-after"
 CORS_HEADERS: Final = frozenset((
     b"access-control-allow-credentials",
@@ -33,8 +33,10 @@ class CorsPolicy:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
 
     def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
-        """Header lines of the answer to a request; empty where its origin is not allowed. `methods`: of the path, for a
-        request that asks what is allowed."""
+        """Return the header lines of an answer; empty if the origin of its request is not allowed.
+
+        `methods` are those of the path, for a request that asks what is allowed.
+        """
         if not self._origins:
             return b""
         origin = request.get_header(b"origin")

@@ -1,7 +1,7 @@
-"""Request bodies that come compressed (`content-encoding`): decoded in slices, within the bounds of any body.
+"""Decoding of compressed request bodies (`content-encoding`), in slices, within the bounds of any body.
 
-Owns the codings and what decoding may cost. Each slice is one turn of the event loop, and what was decoded is booked
-before more is. Forwarded is the decoded body; no worker sees `content-encoding`.
+Each slice is one turn of the event loop, and its output is charged before the next one is decoded. Workers get the
+decoded body without `content-encoding`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ except ImportError:
 
 INPUT_SLICE_BYTES: Final = 64 << 10
 OUTPUT_SLICE_BYTES: Final = 256 << 10
-"""Read, and made, in one turn at most: about a millisecond."""
+"""Most bytes read and produced in one turn; they take about a millisecond."""
 PIECE_BYTES: Final = 1 << 20
 MAX_MEMBERS: Final = 64
-"""Members of a gzip body, frames of a zstd body. Clients send one."""
+"""Most members of a gzip body, or frames of a zstd body; clients send one."""
 ZSTD_WINDOW_LOG: Final = 23
 """Largest window of zstd, as a power of two: RFC 9659 limits HTTP to 8 MiB."""
 _IDENTITY: Final = b"identity"
 
 
 class UnsupportedEncoding(RequestError):
-    """415, with the codings that are read."""
+    """Answers 415 with the codings that are supported."""
 
     def __init__(self, coding: bytes) -> None:
         self.accepted_codings = ", ".join(_DECODER_BY_CODING)
@@ -43,12 +43,12 @@ class UnsupportedEncoding(RequestError):
 
 
 class _ZstdDecoder:
-    """A decoder of zstd with the names of zlib's."""
+    """Decoder of zstd with the attributes of zlib's decoders."""
 
     def __init__(self) -> None:
         self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
         self.unconsumed_tail = b""
-        """Always empty: kept inside."""
+        """Always empty, because the decoder keeps unread input itself."""
 
     @property
     def eof(self) -> bool:
@@ -63,7 +63,7 @@ class _ZstdDecoder:
 
 
 class _DeflateDecoder:
-    """A decoder of `deflate`: zlib's format, or none around it, as some clients send."""
+    """Decoder of `deflate`: zlib's format, or raw deflate, which some clients send."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj()
@@ -92,7 +92,7 @@ _DECODING_ERRORS: Final = (zlib.error, EOFError) if zstd is None else (zlib.erro
 
 
 def get_body_coding(request: HttpRequest) -> str | None:
-    """How a body is compressed; None where it is not. Raises UnsupportedEncoding."""
+    """Return how a body is compressed; None if it is not. Raises UnsupportedEncoding."""
     if b"content-encoding" not in request.headers:
         return None
     coding_header = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
@@ -105,7 +105,7 @@ def get_body_coding(request: HttpRequest) -> str | None:
 
 
 class BodyDecoder:
-    """Decodes one body: call `step` until it returns True. Sans IO."""
+    """Decoder of one body, driven by `decode_slice`. Sans-IO."""
 
     def __init__(self, pieces: Sequence[bytes], coding: str, max_bytes: int) -> None:
         self._coding = coding
@@ -127,7 +127,7 @@ class BodyDecoder:
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
-        """The body, decoded so far."""
+        """Pieces of the body that was decoded so far."""
         return (
             (*self._complete_pieces, bytes(self._partial_piece))
             if self._partial_piece or not self._complete_pieces
@@ -135,7 +135,10 @@ class BodyDecoder:
         )
 
     def decode_slice(self) -> bool:
-        """Decode some more. Return whether that was all. Raises RequestError for what is no such body, or too long."""
+        """Decode one more slice; return whether it was the last.
+
+        Raises RequestError if the body is malformed or too long.
+        """
         data = self._unconsumed or next(self._input, b"")
         try:
             output = self._stream.decompress(data, OUTPUT_SLICE_BYTES)
@@ -157,7 +160,7 @@ class BodyDecoder:
         return False
 
     def _start_member(self) -> bool:
-        """Go on behind the end of a member; False where nothing follows."""
+        """Start the next gzip member or zstd frame; False if no input follows."""
         self._unconsumed = self._stream.unused_data or next(self._input, b"")
         if not self._unconsumed:
             return False
@@ -172,7 +175,7 @@ class BodyDecoder:
 
 
 class DecodingTask:
-    """Decodes a request's body in turns of the event loop. Is a `Responder` of its connection."""
+    """Decodes a request's body in turns of the event loop, as the `Responder` of its connection."""
 
     def __init__(
         self,
@@ -180,13 +183,15 @@ class DecodingTask:
         decoder: BodyDecoder,
         scheduler: FairScheduler,
         tenant: str,
-        book_bytes: Callable[[int], None],
+        charge_bytes: Callable[[int], None],
         on_done: Callable[[RequestError | None], None],
     ) -> None:
-        """`book_bytes` books bytes, or raises RequestError. `on_done` is called with what is wrong, once, in a later
-        turn."""
+        """`charge_bytes` charges bytes to the tenant, or raises RequestError.
+
+        `on_done` is called once, in a later turn, with the error or None.
+        """
         self._request, self._decoder, self._scheduler, self._tenant = request, decoder, scheduler, tenant
-        self._book_bytes, self._on_done = book_bytes, on_done
+        self._charge_buffered_bytes, self._on_done = charge_bytes, on_done
         self._is_active = True
         scheduler.schedule(self._decode_next, tenant)
 
@@ -196,7 +201,7 @@ class DecodingTask:
         decoder = self._decoder
         try:
             is_done = decoder.decode_slice()
-            self._book_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
+            self._charge_buffered_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
         except RequestError as error:
             self._on_done(error)
             return
@@ -210,10 +215,10 @@ class DecodingTask:
         self._is_active = False
 
     def on_client_paused(self) -> None:
-        """Nothing is written yet."""
+        """Nothing to pause: no byte of an answer is written yet."""
 
     def on_client_resumed(self) -> None:
-        """Nothing is written yet."""
+        """Nothing to resume."""
 
 
 def _iter_slices(pieces: Sequence[bytes]) -> Iterator[bytes]:

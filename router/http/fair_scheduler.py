@@ -1,7 +1,7 @@
-"""Fair scheduling of long work on the event loop: a bounded number of callbacks an iteration, round robin over tenants.
+"""Fair scheduling of long work on the event loop.
 
-Owns how many callbacks run in one iteration, and that tenants take turns: a tenant with many callbacks waits behind its
-own. Refuses to know what the callbacks do.
+In each iteration of the loop a bounded number of callbacks runs, round robin over tenants. A tenant with many callbacks
+waits behind its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 READS_PER_ITERATION: Final = 4
-"""Callbacks in one iteration of the loop: each is a read of some 250 KB, or takes as long."""
+"""Callbacks in one iteration of the loop; each is a read of some 250 KB, or takes as long."""
 REQUESTS_PER_ITERATION: Final = 8
-"""Requests begun in one iteration of the loop: each takes a fifth of a millisecond."""
+"""Requests begun in one iteration of the loop; each takes a fifth of a millisecond."""
 
 
 class FairScheduler:
@@ -23,10 +23,10 @@ class FairScheduler:
     def __init__(self, callbacks_per_iteration: int = READS_PER_ITERATION) -> None:
         self._callbacks_per_iteration = self._free_slots = callbacks_per_iteration
         self._queue_by_tenant: dict[str, deque[Callable[[], None]]] = {}
-        """Tenant -> callbacks, first come first. The next tenant is first."""
+        """Callbacks of each tenant in the order of arrival; the next tenant is first."""
 
     def try_start(self) -> bool:
-        """Take a slot of this iteration. False where there is none or others wait: then `schedule` the work."""
+        """Take a slot of this iteration; False if none is free or others wait. Then use `schedule`."""
         if self._queue_by_tenant or not self._free_slots:
             return False
         self._free_slots -= 1

@@ -1,7 +1,7 @@
-"""A header block as the lines that were sent, found by name; lines that must not be forwarded are left out.
+"""Header blocks: the lines as they were sent, found by name, without those that must not be forwarded.
 
-A proxy reads a handful of headers and forwards the others unchanged, so only names are taken out of the lines.
-Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, which both parsers see to.
+A proxy reads a handful of headers and forwards the others unchanged. Invariant: a block is a sequence of `name:value
+CRLF` lines that match `LINES_PATTERN`, which both parsers check.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ HOP_BY_HOP = (
     b"transfer-encoding",
     b"upgrade",
 )
-"""Headers that speak about one connection (RFC 9110 section 7.6.1) and are never passed on."""
+"""Headers about one connection (RFC 9110 section 7.6.1), which are never forwarded."""
 
 _PLAIN_CONNECTION_OPTIONS = frozenset((b"keep-alive", b"close", b""))
 _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
-"""Headers that stay even where a `Connection` header names them, as they frame or authorise a message."""
+"""Headers that are forwarded even if `Connection` names them, as they frame or authorise a message."""
 
 
 class HeaderBlock:
-    """Headers as they were sent, names in any case. Immutable."""
+    """Headers as they were sent. Immutable."""
 
     __slots__ = ("_first_line_by_name", "_lines", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
-        """(name in lower case, line) of each header."""
+        """Name in lower case, and line, of each header."""
         self._first_line_by_name = dict(reversed(self._lines))
-        """Name in lower case -> the first line of that name."""
+        """First line of each name in lower case."""
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
-        """From names and values that a strict parser accepted."""
+        """Make a block of names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
     @property
@@ -58,16 +58,16 @@ class HeaderBlock:
         return name in self._first_line_by_name
 
     def get(self, name: bytes) -> bytes | None:
-        """The first value of `name` (lower-case), without the white space around it; None where there is none."""
+        """Return the first value of `name` (lower-case) without white space around it; None if there is none."""
         line = self._first_line_by_name.get(name)
         return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
 
     def get_all(self, name: bytes) -> list[bytes]:
-        """Every value of `name` (lower-case), in order."""
+        """Return every value of `name` (lower-case), in order."""
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
-        """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
+        """Return the lines that neither `names` (lower-case) nor a `Connection` header here names."""
         connection_header = self.get(b"connection")
         if connection_header is not None and (
             connection_header.lower() not in _PLAIN_CONNECTION_OPTIONS or len(self.get_all(b"connection")) > 1
@@ -85,13 +85,13 @@ _LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % MAX_LENGTH_DIGITS)
 
 
 class ProtocolError(Exception):
-    """Somebody sent what is not HTTP/1.x, or what contradicts itself."""
+    """The peer sent something that is not HTTP/1.x, or contradicts itself."""
 
 
 def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
-    """(whether the body is chunked, its content-length) as a message states it (RFC 9112 section 6.3).
+    """Return whether a message's body is chunked, and its content-length (RFC 9112 section 6.3).
 
-    Raises `ProtocolError` where it could be read in two ways.
+    Raises `ProtocolError` if the headers could be read in two ways.
     """
     content_lengths = headers.get_all(b"content-length")
     transfer_encodings = headers.get_all(b"transfer-encoding")

@@ -1,4 +1,4 @@
-"""A listening address and its connections."""
+"""Listening addresses and their client connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_HANDSHAKE_S: Final = 10.0
 
 
 class Listener:
-    """Accepts connections for one application. Invariant: every socket of a client's counts, TLS handshakes too."""
+    """Accepts connections for one application.
+
+    Invariant: every socket of a client counts, TLS handshakes too.
+    """
 
     def __init__(self, app: Application, timeouts: ClientTimeouts, max_connections: int) -> None:
         self._app = app
@@ -22,7 +25,7 @@ class Listener:
         self._server: Any = None
         self.connections: set[ClientConnection] = set()
         self.handshake_tasks: set[asyncio.Task[None]] = set()
-        """Connections that are not yet: their clients have to prove first that they speak TLS."""
+        """TLS handshakes that have not ended."""
 
     async def start(
         self,
@@ -45,8 +48,10 @@ class Listener:
         *,
         reuse_port: bool = False,
     ) -> int:
-        """Take the address, refuse connections until `listen`, and return the port. `reuse_port`: others may take it
-        too. Raises OSError."""
+        """Take the address, refuse connections until `listen`, and return the port.
+
+        With `reuse_port` other processes may take the address too. Raises OSError.
+        """
 
         def make_protocol() -> asyncio.Protocol:
             is_full = len(self.connections) + len(self.handshake_tasks) >= self._max_connections
@@ -61,11 +66,11 @@ class Listener:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def listen(self) -> None:
-        """Accept connections from now on. Raises OSError where another began to listen since `bind`."""
+        """Accept connections from now on. Raises OSError if another process began to listen since `bind`."""
         await self._server.start_serving()
 
     def start_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
-        """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""
+        """Make a connection of an accepted socket, if its client ends a TLS handshake in time."""
         task = asyncio.get_running_loop().create_task(self._run_tls_handshake(client_socket, tls))
         self.handshake_tasks.add(task)
         task.add_done_callback(self.handshake_tasks.discard)
@@ -85,7 +90,7 @@ class Listener:
 
     @property
     def is_busy(self) -> bool:
-        """A request is being answered."""
+        """Whether a request is being answered."""
         return any(not connection.is_idle for connection in self.connections)
 
     def expire_connections(self, now: float) -> None:
@@ -96,7 +101,7 @@ class Listener:
                 connection.crash(error)
 
     def stop_listening(self) -> None:
-        """No new connections, no new requests on those that are open."""
+        """Accept no new connections, and no new requests on the open ones."""
         if self._server is not None:
             self._server.close()
         for task in list(self.handshake_tasks):
@@ -110,7 +115,10 @@ class Listener:
 
 
 class _TlsAcceptor(asyncio.Protocol):
-    """A TCP connection whose client is to begin TLS; without a context, one too many, which is closed at once."""
+    """Accepted TCP connection before its TLS handshake.
+
+    Without a TLS context it is over the limit of connections, and is closed at once.
+    """
 
     def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
         self._listener = listener
@@ -128,7 +136,7 @@ class _TlsAcceptor(asyncio.Protocol):
 
 
 class _OverLimitConnection(asyncio.Protocol):
-    """A connection over the limit."""
+    """Connection over the limit, which is told so and closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tcp_transport: Any = transport

@@ -1,6 +1,6 @@
-"""Heads of the answers that the router itself gives, and headers of its errors. Pure.
+"""Answers that the router itself gives: heads, and headers of errors. Pure.
 
-Refuses to know connections, and the answers of workers, which pass as they came (router/edge/rewrite.py).
+Answers of workers are in router/edge/rewrite.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Header = tuple[bytes, bytes]
 
 
 class MethodNotAllowed(RequestError):
-    """405, with the methods that a path has."""
+    """Answers 405 with the methods of a path."""
 
     def __init__(self, request: HttpRequest, methods: Iterable[str]) -> None:
         self.allowed_methods = ", ".join(sorted(methods))
@@ -28,7 +28,7 @@ class MethodNotAllowed(RequestError):
 
 
 class UpgradeRequired(RequestError):
-    """426, to a client that would speak WebSocket: some of them go on over HTTP only after this."""
+    """Answers 426 to a WebSocket client; some of them continue over HTTP only after this status."""
 
     def __init__(self, path: str) -> None:
         message = f"{path}: WebSocket is not spoken here, expected a POST over HTTP/1.1"
@@ -44,8 +44,10 @@ def build_response_head(
     keep_alive: bool,
     extra_lines: bytes = b"",
 ) -> bytes:
-    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells).
-    `extra_lines`: lines of further headers."""
+    """Return the head of an answer with a body of `length` bytes, up to its empty line.
+
+    An answer to HEAD states the length and has no body. `extra_lines` are further header lines.
+    """
     parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASON_PHRASES.get(status, b"Status"), content_type)]
     parts += [b"\r\n%b: %b" % header for header in headers]
     parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, extra_lines))
@@ -54,7 +56,7 @@ def build_response_head(
 
 
 def iter_error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:
-    """Headers of an error besides those of `present_headers`."""
+    """Yield the headers of an error that are not among `present_headers`."""
     if error.status == 401:
         yield b"www-authenticate", b"Bearer"
     elif isinstance(error, MethodNotAllowed):
@@ -70,7 +72,7 @@ def iter_error_headers(error: RequestError, present_headers: Collection[Header])
 def build_refusal(
     status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None
 ) -> tuple[RequestError, list[Header]]:
-    """An error of the router's own and its headers. `param`: the field of the body that it is about."""
+    """Return an error of the router and its headers. `param` is the field of the body that the error is about."""
     if code == "unknown_model":
         code = "model_not_found"  # OpenAI's word
     headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]

@@ -27,16 +27,16 @@ _HEAD_PATTERN = re.compile(
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """Bytes that no head may contain."""
 PIECE_BYTES: Final = 1 << 20
-"""A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
+"""Size of the pieces in which a long body is kept and forwarded, so that it is never copied as a whole."""
 READ_BYTES: Final = 4096
-"""A read of so much of a body is kept as it is until the piece is whole; shorter ones are put together at once."""
+"""Size of a read of a body from which it is kept without a copy; shorter reads are joined at once."""
 BYTES_PER_TURN: Final = 16 << 10
-"""Bytes of a chunked body that are read in one turn: chunks may be tiny, and other connections wait."""
+"""Bytes of a chunked body that are parsed in one turn, as chunks may be tiny and others wait."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
 
 
 class BadRequest(Exception):
-    """The client broke HTTP or a bound: answer `status` and close."""
+    """The client broke HTTP or a bound; it gets `status`, and the connection is closed."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -52,21 +52,21 @@ class HttpRequest:
     def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
         self.method = method
         self.target = target
-        """Path and query as sent; what is forwarded."""
+        """Path and query as sent; forwarded unchanged."""
         self.path = path
         self.headers = headers
         self.pieces: tuple[bytes, ...] = (b"",)
-        """The body."""
+        """Pieces of the body."""
         self.has_body = False
-        """Told by the head already."""
+        """Whether the head announces a body."""
         self.is_decoded = False
-        """The body came compressed, as `content-encoding` says, and is so no more."""
+        """Whether the body came compressed and is decoded."""
         self.keep_alive = True
         self.is_http_1_0 = False
 
     @property
     def body(self) -> bytes:
-        """In one piece: a copy, where it is long."""
+        """The whole body as one copy."""
         return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
     @property
@@ -74,12 +74,12 @@ class HttpRequest:
         return len(self.pieces[0]) if len(self.pieces) == 1 else sum(map(len, self.pieces))
 
     def get_header(self, name: bytes) -> bytes | None:
-        """The first value of `name` (lower-case), or None."""
+        """Return the first value of `name` (lower-case), or None."""
         return self.headers.get(name)
 
 
 class RequestHead:
-    """A parsed head: a request without its body, and the framing of the body."""
+    """Parsed head of a request, and the framing of its body."""
 
     __slots__ = ("content_length", "expects_continue", "is_chunked", "request")
 
@@ -87,12 +87,11 @@ class RequestHead:
         self.request = request
         self.is_chunked = is_chunked
         self.content_length = length
-        """The content-length."""
         self.expects_continue = expects_continue
 
 
 class RequestParser:
-    """Feed bytes, take requests one by one. One instance a connection."""
+    """Parser of the requests on one connection: feed bytes, take requests one by one."""
 
     __slots__ = (
         "_body_buffer",
@@ -115,15 +114,15 @@ class RequestParser:
         self._limits = limits
         self._unread_data = b""
         self._position = 0
-        """[_position, end) of `_data` was fed and not looked at: what follows a request that was taken."""
+        """Start of the bytes in `_data` that were fed and not parsed: they follow the last request."""
         self._is_finished = False
-        """Nothing more is read: the client asked to close after a request, or sent what is none."""
+        """Whether no further request is read, after the client asked to close or broke HTTP."""
         self._head_buffer = bytearray()
-        """Bytes of a head that is not complete yet."""
+        """Bytes of an incomplete head."""
         self._request: HttpRequest | None = None
-        """Its head was read, its body is to come."""
+        """Request that has a head and an incomplete body."""
         self._has_new_head = False
-        """`pop_partial_request` was not called for it."""
+        """Whether `pop_partial_request` was not called for the request yet."""
         self._is_continue_expected = False
         self._body_remaining_bytes = 0
         """Bytes to come of a body of known length."""
@@ -132,22 +131,22 @@ class RequestParser:
         """Complete pieces of the body; the next piece is made of `_segments` and `_body_buffer`."""
         self._segments: list[bytes] = []
         self._segment_bytes = 0
-        """In all of `_segments`."""
+        """Bytes in all of `_segments`."""
         self._body_buffer = bytearray()
 
     @property
     def has_more(self) -> bool:
-        """Bytes are at hand that `next_request` left for another turn."""
+        """Whether `next_request` left fed bytes for another turn."""
         return self._chunked_body is not None and self._position < len(self._unread_data)
 
     @property
     def has_partial_request(self) -> bool:
-        """Part of a request has arrived, and not all of it."""
+        """Whether a part of a request has arrived, and not all of it."""
         return self._request is not None or bool(self._head_buffer)
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes kept here."""
+        """Number of bytes that the parser keeps."""
         total_bytes = (
             len(self._unread_data)
             - self._position
@@ -159,17 +158,20 @@ class RequestParser:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing of a further request has come."""
+        """Whether nothing of a further request has arrived."""
         return not self._unread_data and not self._head_buffer and self._request is None
 
     def pop_partial_request(self) -> HttpRequest | None:
-        """Return the request that has a head and no body yet, once; else None."""
+        """Return a request that has a head and an incomplete body, once; else None."""
         request = self._request if self._has_new_head else None
         self._has_new_head = False
         return request
 
     def pop_expect_continue(self) -> bool:
-        """Whether the client waits for `100 Continue` before it sends the body that is to come; True at most once."""
+        """Return whether the client waits for `100 Continue` before it sends a body.
+
+        True at most once for each request.
+        """
         is_waiting = (
             self._is_continue_expected
             and self._request is not None
@@ -179,7 +181,7 @@ class RequestParser:
         return is_waiting
 
     def stop(self) -> None:
-        """Read nothing more, and forget what came of a request that is not complete: its pieces by `discard_piece`."""
+        """Parse nothing more, and drop an incomplete request; free its pieces by `discard_piece`."""
         self._is_finished = True
         self._unread_data = b""
         self._position = 0
@@ -190,13 +192,14 @@ class RequestParser:
     def discard_piece(self) -> bool:
         """Free one piece of the body of a client that left or was refused; return whether there are more.
 
-        One at a time, because freeing many at once takes long."""
+        One at a time, because freeing many at once takes long.
+        """
         if self._pieces:
             self._pieces.pop()
         return bool(self._pieces)
 
     def feed(self, data: bytes) -> None:
-        """Bytes from the client. They are read by `next_request`."""
+        """Take bytes from the client, to be parsed by `next_request`."""
         if self._is_finished:
             return
         if self._position < len(self._unread_data):
@@ -205,8 +208,10 @@ class RequestParser:
         self._position = 0
 
     def next_request(self) -> HttpRequest | None:
-        """The next complete request; None where it takes more bytes, or, with `has_more`, another turn. Raises
-        `BadRequest`."""
+        """Return the next complete request.
+
+        None if more bytes are needed or, with `has_more`, another turn. Raises `BadRequest`.
+        """
         request = None
         try:
             while request is None and self._position < len(self._unread_data) and not self._is_finished:
@@ -236,7 +241,7 @@ class RequestParser:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> HttpRequest | None:
-        """Read a head, or keep what there is of it. The request, if all of its body is here too."""
+        """Parse a head, or keep its beginning. Return the request if its body is complete too."""
         raw_head = self._take_head()
         if raw_head is None:
             return None
@@ -258,7 +263,7 @@ class RequestParser:
         return None
 
     def _take_head(self) -> bytes | None:
-        """The head that ends in this read; None where its end is to come, and all there is of it is kept."""
+        """Return the head that ends in the fed bytes; None if its end has not come."""
         data, start, buffer = self._unread_data, self._position, self._head_buffer
         max_bytes = self._limits.head_bytes_max
         if not buffer:
@@ -282,7 +287,7 @@ class RequestParser:
         return None
 
     def _parse_head(self, raw_head: bytes) -> RequestHead:
-        """Read a whole head. Raises BadRequest or ProtocolError."""
+        """Parse a complete head. Raises BadRequest or ProtocolError."""
         match = _HEAD_PATTERN.fullmatch(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")

@@ -1,8 +1,8 @@
-"""Bytes of a worker's answer -> its head, and where its body ends. Sans-IO, and it never looks into the body.
+"""Parser of a worker's answer: its head, and the end of its body. Sans-IO; the content is not looked at.
 
-The body is relayed as it came, chunk framing included, so all that is computed here is how many of the bytes at hand
-belong to this answer. What breaks the rules of RFC 9112 raises `ProtocolError`: before the first byte was
-relayed it is a bad gateway, after that the client's connection is cut, which is the only way to say "incomplete".
+The body is relayed as it came, chunk framing included, so only the number of bytes that belong to the answer is
+computed. A violation of RFC 9112 raises `ProtocolError`. If no byte was relayed yet, the client gets a 502. After that
+its connection is closed, which is the only way to say that the answer is incomplete.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_INTERIM_RESPONSES: Final = 32
-"""Answers before the answer (100 Continue, 103 Early Hints): a sound server sends one or two."""
+"""Most interim responses (100 Continue, 103 Early Hints) before an answer; servers send one or two."""
 
 _HEAD_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES_PATTERN + rb")\r\n")
 
 
 class BodyFraming(Protocol):
-    """How one answer's body is delimited."""
+    """Finds the end of one answer's body."""
 
     is_complete: bool
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """How many leading bytes of `data` belong to the body; sets `is_complete` at its end.
+        """Return how many leading bytes of `data` belong to the body; set `is_complete` at its end.
 
         `payload` receives the content without framing, for clients that do not know chunks.
         """
 
     def finish(self) -> None:
-        """The connection ended. Raises `ProtocolError` where that cuts the body short."""
+        """End the body because the connection ended. Raises `ProtocolError` if the body is incomplete."""
 
 
 class LengthBody:
-    """A body of a length known in advance; 0 also stands for answers that have none."""
+    """Body of a length known in advance; length 0 is used for answers without a body too."""
 
     __slots__ = ("is_complete", "remaining_bytes")
 
@@ -60,7 +60,7 @@ class LengthBody:
 
 
 class CloseDelimitedBody:
-    """A body that lasts until the connection closes."""
+    """Body that lasts until the connection closes."""
 
     __slots__ = ("is_complete",)
 
@@ -77,35 +77,35 @@ class CloseDelimitedBody:
 
 
 class ResponseHead:
-    """Status line and headers of one answer, and how its body ends."""
+    """Status line and headers of one answer, and the framing of its body."""
 
     __slots__ = ("body", "content_length", "headers", "is_chunked", "keep_alive", "status", "status_and_reason")
 
     def __init__(self, status: int, status_and_reason: bytes, headers: HeaderBlock) -> None:
         self.status = status
         self.status_and_reason = status_and_reason
-        """`200 OK`, as sent."""
+        """Status and reason as sent, such as `200 OK`."""
         self.headers = headers
         self.content_length: int | None = None
-        """The content-length, which the answer to HEAD has without a body."""
+        """Value of content-length, which an answer to HEAD has without a body."""
         self.body: BodyFraming = LengthBody(0)
         self.is_chunked = False
         self.keep_alive = True
 
 
 class ResponseHeadParser:
-    """Reads the heads of the answers on one connection."""
+    """Parser of the heads of the answers on one connection."""
 
     __slots__ = ("_interim_count",)
 
     def __init__(self) -> None:
         self._interim_count = 0
-        """Since the last answer."""
+        """Interim responses since the last answer."""
 
     def parse(self, data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
-        """(head, what comes after it) of the answer to a `method` request; None while the head is incomplete.
+        """Return the head of the answer to a `method` request, and the bytes after the head.
 
-        Raises `ProtocolError`.
+        None while the head is incomplete. Raises `ProtocolError`.
         """
         parsed_head = _parse_head(data)
         if parsed_head is None:
@@ -128,7 +128,7 @@ class ResponseHeadParser:
 
 
 def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
-    """(head, where it ends), the framing checked in the order of RFC 9112 section 6.3."""
+    """Return a head and its end, with the framing checked in the order of RFC 9112 section 6.3."""
     head_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if head_end < 4:
         if len(data) >= MAX_HEAD_BYTES:

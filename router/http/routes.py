@@ -1,7 +1,6 @@
-"""Which handler answers a method and a path, and how its answer reaches the client.
+"""Routes: which handler answers a method and a path, and how its answer reaches the client.
 
-Owns dispatch: paths with one `*`, HEAD, 403, 404 and 405, answers that take time and streams that end when the client
-leaves. Refuses to know what is answered.
+Paths may have one `*`. Covers HEAD, 403, 404, 405, asynchronous handlers, and streams that end when the client leaves.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_PAGE_CACHE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete answer of a handler."""
+    """Complete answer of a handler."""
 
     body: bytes
     status: int = 200
@@ -34,13 +33,13 @@ class Response:
 
 
 Stream = Callable[[ClientConnection], Responder]
-"""Starts an answer that goes on until the client leaves."""
+"""Starts an answer that lasts until the client leaves."""
 Handler = Callable[[HttpRequest, str], "Response | Coroutine[Any, Any, Response] | Stream"]
-"""(request, what stands for `*` in the path) -> answer."""
+"""Answers a request; the text is the part of the path that `*` stands for."""
 
 
 class _PendingResponse:
-    """An asynchronous handler at work for a connection."""
+    """Answer of an asynchronous handler that is still running."""
 
     def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
         self._connection = connection
@@ -67,15 +66,18 @@ class _PendingResponse:
         self._task.cancel()
 
     def on_client_paused(self) -> None:
-        """Answers are small."""
+        """Nothing to pause, because answers are small."""
 
     def on_client_resumed(self) -> None:
-        """Answers are small."""
+        """Nothing to resume."""
 
 
 class CachedPage:
-    """A handler of a page that anybody may ask for: made again once it is older than making it allows, so that all who
-    ask for it together take no more than RENDER_SHARE of the loop; a second old at most."""
+    """Handler of a page that anybody may request, rendered anew when it is too old.
+
+    The age depends on the time that rendering takes: all requests together take at most RENDER_SHARE of the event loop.
+    A page is at most a second old.
+    """
 
     def __init__(self, render: Callable[[], Response], clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
@@ -93,23 +95,23 @@ class CachedPage:
 
 
 class Routes:
-    """(method, path) -> handler."""
+    """Handlers by method and path."""
 
     def __init__(self) -> None:
         self._route_by_method_and_path: dict[tuple[str, str], tuple[Handler, bool]] = {}
-        """(method, path) -> (handler, whether anybody may call it)."""
+        """Handler of each method and path, and whether anybody may call it."""
 
     def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
-        """Serve `path`, in which the second segment may be `*`, or all that follows the second one `**`."""
+        """Serve `path`. Its second segment may be `*`, or its rest from there `**`."""
         self._route_by_method_and_path[method, path] = (handler, public)
 
     def is_public(self, request: HttpRequest) -> bool:
-        """Whether anybody may ask; also for what is not served at all."""
+        """Return whether anybody may send the request; True also for a path that is not served."""
         route, _ = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
         return route is None or route[1]
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer a request that was let in, or raise RequestError."""
+        """Answer an admitted request, or raise RequestError."""
         route, argument = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
         if route is None:
             raise self._make_route_error(request)
@@ -139,11 +141,11 @@ class Routes:
         return None, ""
 
     def list_paths(self, *, public: bool = False) -> list[str]:
-        """Every path, or those that anybody may ask for."""
+        """Return all paths, or those that anybody may request."""
         return [path for (_, path), (_, is_public) in self._route_by_method_and_path.items() if is_public or not public]
 
     def list_methods(self, path: str) -> set[str]:
-        """The methods of a path; none where it is not served."""
+        """Return the methods of a path; empty if it is not served."""
         methods = {
             method for method, _ in self._route_by_method_and_path if self._find_route(method, path)[0] is not None
         }
