@@ -1,11 +1,11 @@
-"""What will be found in each worker's cache: by its events, by what was promised to it, and by what it has room for.
+"""Prediction of what each target's cache will have of a prompt.
 
-A prompt that was sent to a worker counts as cached there at once. With events, it is **pinned** in the index until they
-came: as long as the request lives, and for a grace period after its end, as the answer races the events. Without
-events, what was sent is all that is known: an **approximate cache**, least recently used first out, at the advertised
-capacity. Where the capacity is known, `WorkingSets` says whether there is room for a prompt that wants to come back.
+A prompt that was sent to a target counts as cached there at once. Where the target sends events, the prompt is
+**pinned** in the index while its request runs and for a grace period after, until the events have come. A target
+without events has an **approximate cache**: an LRU of the prompts sent there, with the advertised capacity.
+`WorkingSets` says whether a target has room for the prompts that will be used again.
 
-Refuses to know load and prices. Invariants: a request has at most one pin; no pin outlives its grace or its holder.
+Invariants: a request has at most one pin; no pin outlives its grace or its holder.
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, PromptMemory, Scope
 
 SHARED_RUNNING_MIN: Final = 2
-"""So many running requests with one beginning make it hot."""
+"""Running requests that must have a prefix in common before it counts as shared."""
 SHARED_COPY_S: Final = 15.0
-"""A copy of it is good for so long."""
+"""Time for which later requests are expected to use one more copy of a shared prefix."""
 LIFETIME_S_MIN: Final = 1e-3
-"""Shortest lifetime of a request, where nothing is said."""
+"""Least expected duration of a request."""
 CHUNK_TOKENS: Final = 64
-"""Histories are kept in chunks of so many tokens."""
+"""Tokens of a chunk of an approximate cache."""
 CLEARED_WORKERS_MAX: Final = 1000
 APPROXIMATE_CACHE_TOKENS: Final = 500_000
-"""Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
+"""Assumed cache capacity of a worker without events that does not report it."""
 
 
 class RunningPrompt(msgspec.Struct, eq=False):
-    """The prompt of a request in flight, where it was sent. The core's record of the request holds it."""
+    """Prompt of a request in flight, at the target where it was sent."""
 
     target: Target
     query: PromptQuery
     chunk_keys: Sequence[int]
     pin: PinId | None = None
-    """The promise in the index that its prefix will be cached there; None where the target sends no events, or where
-    the promise is void."""
+    """Pin in the index; None where the target sends no events, or has lost its cache since."""
 
 
 class GracePin(NamedTuple):
-    """A pin of an ended request."""
+    """Pin of an ended request, until its events have surely come."""
 
     release_s: float
     holder: HolderId
@@ -57,17 +56,17 @@ class GracePin(NamedTuple):
 
 
 class PromptQuery(msgspec.Struct, eq=False):
-    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
+    """Prompt of a request, prepared for several look-ups in the index."""
 
     index: PrefixIndex
     prepared_ids: PreparedPrompt
     scope: Scope
     prompt_tokens: int
-    """Its length."""
     _keys: dict[int, list[int]] = {}
+    """chunk size in tokens -> keys of the prompt's chunks."""
 
     def get_chunk_keys(self, chunk_tokens: int) -> list[int]:
-        """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
+        """Return the keys of the prompt's chunks; a key is the digest of all tokens up to its chunk's end."""
         if self.prompt_tokens <= chunk_tokens:
             return []
         keys = self._keys.get(chunk_tokens)
@@ -77,7 +76,7 @@ class PromptQuery(msgspec.Struct, eq=False):
 
 
 class CacheState:
-    """What counts as cached where. One a core."""
+    """Cached, promised and shared prefixes of all targets."""
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, working_sets: WorkingSets) -> None:
         self._index = index
@@ -87,18 +86,18 @@ class CacheState:
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
         self._running_chunks = index.tally()
-        """How many of them have each."""
+        """Number of running prompts for each chunk."""
         self._running_chunk_targets = index.tally()
-        """On how many targets they run."""
+        """Number of targets with a running prompt for each chunk."""
         self._grace_pins: deque[GracePin] = deque()
-        """In the order of release."""
+        """Pins of ended requests, the first to be released first."""
         self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
-        """worker -> when the cache of a rank was last forgotten as a whole; the last CLEARED_WORKERS_MAX workers, those
-        that left included."""
+        """worker -> when the whole cache of the worker, or of one of its ranks, was last lost. Removed workers stay, up
+        to CLEARED_WORKERS_MAX workers."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
-        """A target is new, or more is known of its worker."""
+        """Add a target, or update its capacities from a new description of its worker."""
         if target.load.running_chunk_counts is None:
             target.load.running_chunk_counts = self._index.tally()
         cache_tokens = spec.cache_tokens
@@ -126,8 +125,7 @@ class CacheState:
         self._approximate_caches.pop(target.name, None)
 
     def clear_target(self, target: Target, running_prompts: Sequence[RunningPrompt], at_s: float) -> None:
-        """Nothing is cached there any more at `at_s`, and what is computed there of these prompts, which were sent
-        before, will not be found."""
+        """Forget everything that a target had cached at `at_s`, and the pins of `running_prompts`, sent before then."""
         self.cleared_at_s[target.worker_id] = at_s
         self.cleared_at_s.move_to_end(target.worker_id)
         if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
@@ -154,8 +152,11 @@ class CacheState:
         similar_prompt: PromptMemory | None = None,
         common_tokens: int | None = None,
     ) -> PromptQuery:
-        """Prepare a prompt of so many tokens for the questions below. `similar_prompt`: of one that may begin alike,
-        `common_tokens`: with so many tokens, where that is known."""
+        """Prepare a prompt for the methods below.
+
+        `similar_prompt`: computed digests of a prompt that may begin alike. `common_tokens`: number of first tokens
+        that both have in common, where that is known.
+        """
         return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
 
     def make_shortlist(
@@ -173,7 +174,7 @@ class CacheState:
     def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
     ) -> list[CandidateFacts]:
-        """What of the prompt every candidate will have cached. `matches`: where they are known already."""
+        """Return what each candidate will have cached of a prompt. `matches`: result of the index, if known."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
         approximate_caches = self._approximate_caches
@@ -196,8 +197,10 @@ class CacheState:
     def add_request(
         self, target: Target, prompt: PromptQuery, now: float, *, cached_tokens: int, session: str | None = None
     ) -> RunningPrompt:
-        """A prompt of a session, of which so many tokens will be cached there, went to the target. The result is what
-        `end_request` takes."""
+        """Count a prompt that is sent to a target; the result is for `end_request`.
+
+        `cached_tokens`: tokens of the prompt that the target has cached.
+        """
         running_prompt = RunningPrompt(target, prompt, prompt.get_chunk_keys(self._chunk_tokens))
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
@@ -217,8 +220,10 @@ class CacheState:
     def end_request(
         self, running_prompt: RunningPrompt, now: float, *, is_computed: bool, ended_session: str | None = None
     ) -> None:
-        """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
-        the rest the events are coming."""
+        """End a running prompt and, if given, the session `ended_session`.
+
+        A computed prompt stays pinned for the grace period; its events are on their way.
+        """
         target, keys = running_prompt.target, running_prompt.chunk_keys
         assert target.load.running_chunk_counts is not None
         duplicates = self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
@@ -239,10 +244,12 @@ class CacheState:
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(self, prompt: PromptQuery, lifetime_s: float) -> tuple[int, float]:
-        """Return (tokens of the prompt's prefix that SHARED_RUNNING_MIN or more running requests have too, share of one
-        more copy of it that is for later requests). Where n of them run for `lifetime_s` each, n / lifetime_s come in a
-        second (Little's law). Those that come in SHARED_COPY_S are shared among the targets on which they run and the
-        one more; if k come there, this request is one of k + 1."""
+        """Return the length of the prefix that running requests share, and the share of a copy that is for later ones.
+
+        n running requests of `lifetime_s` each arrive at n / lifetime_s per second (Little's law). Those that arrive
+        within SHARED_COPY_S spread over the targets that run the prefix now and one more. If k of them use the new
+        copy, this request is one of k + 1.
+        """
         keys = prompt.get_chunk_keys(self._chunk_tokens)
         chunk_count = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
         if not chunk_count:
@@ -254,12 +261,12 @@ class CacheState:
         return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
     def release_expired_pins(self, now: float) -> None:
-        """Release what has outlived its grace."""
+        """Release the pins at the end of their grace period."""
         while self._grace_pins and self._grace_pins[0].release_s <= now:
             self._index.unpin(self._grace_pins.popleft().pin)
 
     def next_release_s(self) -> float | None:
-        """When `tick` has something to do."""
+        """Return when the next pin is to be released; None where there is none."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, running_prompts: Collection[RunningPrompt]) -> None:

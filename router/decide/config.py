@@ -1,4 +1,4 @@
-"""Every number the router's cores can be tuned by; docs/reference/price.md's symbols are in brackets."""
+"""Settings of the router's core; docs/reference/price.md's symbols are in brackets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """How long a worker takes: the prior that learning starts from."""
+    """Times of a worker's prefill and steps: the prior from which learning starts."""
 
     prefill_s_per_token: Annotated[Positive, "[a] Seconds to prefill one token at an empty context."] = 1e-4
     quadratic_tokens: Annotated[Positive, "[Lq] Context length at which a token costs twice that."] = 50_000.0
@@ -37,7 +37,7 @@ class CostConfig:
     """[beta = congestion_weight * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how
     many later requests it will delay."""
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
-    """Spreads what is otherwise equal."""
+    """It spreads requests over workers with equal prices."""
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
     tier_load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
@@ -100,7 +100,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """All of the above."""
+    """Settings of the core."""
 
     policy: Annotated[Literal["kv", "round_robin", "least_requests", "random", "sticky"], Flag(),
         "How workers are chosen; kv is the price of docs/reference/price.md."] = "kv"
@@ -114,12 +114,12 @@ class CoreConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     session_affinity: Annotated[bool, Flag(),
         "Keep a session on the worker that it began on, while that is up."] = False
-    """While it is eligible, whatever the policy."""
+    """It applies to every policy."""
     session_ttl_s: Annotated[Seconds, "How long a session is remembered after its last request."] = 3600.0
     sessions_max: Annotated[Count, "Most sessions that are remembered."] = 100_000
     pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
-    """The answer races its last events by milliseconds. While it counts, what was evicted meanwhile is promised all the
-    same: no longer, then, than a slow link needs."""
+    """Events arrive milliseconds after their answer. Meanwhile an evicted prefix would count as cached, so the time is
+    no longer than a slow link needs."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
         "Most requests in flight or queued; more are answered 429."] = 100_000
 

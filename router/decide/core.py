@@ -45,7 +45,7 @@ _FAILURES_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
 _FAILURES_OF_CRASHED_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """Failures that a request sees when it crashes its worker."""
 TENANTS_MAX: Final = 4096
-"""Tenants whose retries are counted; the one whose last request is the oldest is forgotten first."""
+"""Tenants with a retry budget of their own; the one with the oldest last request is forgotten first."""
 _RETRIES_MAX_RATIO: Final = 10.0
 """Most retries that a tenant can save up, as a multiple of those that it begins with."""
 PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
@@ -95,7 +95,7 @@ class RouterCore:
         return self._place_queued(now)
 
     def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
-        """Send nothing to a worker whose health checks failed, and have the index forget it (WorkerLost)."""
+        """Send nothing more to a worker after failed health checks, and have the index forget it (WorkerLost)."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
@@ -128,7 +128,7 @@ class RouterCore:
             self.cache_state.clear_target(target, [prompt for prompt in prompts if prompt.target is target], at_s)
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
-        """Avoid workers whose streams stand still; return those that changed. See StallDetector.update."""
+        """Avoid workers with stalled streams; return the workers that changed. See StallDetector.update."""
         changed_workers = self.stall_detector.update(last_byte_s, now)
         self.registry.avoided_workers = frozenset(self.stall_detector.stalled_workers)
         return changed_workers
@@ -161,7 +161,7 @@ class RouterCore:
 
     # A request's life --------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Enqueue | Refuse:
-        """Place a new request, whose id must not be in use. `explain`: the decision has the terms of all candidates."""
+        """Place a new request under an unused id. `explain`: the decision has the terms of all candidates."""
         assert request.request_id not in self._active_requests, f"request {request.request_id} is already known"
         if len(self._active_requests) >= self.config.requests_max:
             self.counters["refused"] += 1
@@ -227,7 +227,7 @@ class RouterCore:
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:
-        """End a request whose whole answer was passed on. `is_error`: the worker computed nothing for it."""
+        """End a request after its whole answer was passed on. `is_error`: the worker computed nothing for it."""
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
@@ -246,7 +246,7 @@ class RouterCore:
         return self._place_queued(now)
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
-        """Forget a request whose client left, queued or in flight. The edge cancels it at the worker."""
+        """Forget a queued or in-flight request after its client left. The edge cancels it at the worker."""
         attempt = self._get_attempt(request_id)
         active_request = self._active_requests.pop(request_id, None)
         if active_request is None:

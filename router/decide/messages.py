@@ -1,7 +1,7 @@
-"""What goes into the router's core and what comes out: requests, stimuli's facts, decisions, instructions. Values only.
+"""Values that go into the router's core and come out of it: requests, usage, failures, decisions, instructions.
 
-The core never sees a socket: the HTTP edge turns bytes into these, and performs the instructions it gets back.
-All times are seconds of one monotonic clock that the caller owns.
+The core has no sockets: the HTTP edge makes these values from bytes and performs the instructions that it gets back.
+All times are seconds of one monotonic clock of the caller.
 """
 
 from __future__ import annotations
@@ -17,66 +17,65 @@ from router.index.protocol import PromptMemory, Scope
 
 
 class RouteRequest(msgspec.Struct, eq=False):
-    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
+    """One request that needs a worker. `model` is the name in the request, `scope.model` its base model."""
 
     request_id: str
     model: str
     scope: Scope
     token_ids: Sequence[int] | None
-    """The prompt; None where it could not be tokenised here: then only load decides."""
+    """First prompt of the body; None where it was not tokenised, so that only load decides."""
     prompt_tokens: int
-    """Of all its prompts, or an estimate where `token_ids` is None."""
+    """Tokens of all prompts of the body; an estimate where `token_ids` is None."""
     prompt_count: int = 1
-    """Prompts in its body. `token_ids` is the first."""
     longest_prompt_tokens: int = 0
-    """Of the longest of its prompts; 0 where there is one, of `prompt_tokens`."""
+    """Tokens of the longest prompt; 0 where there is only one."""
     is_counted: bool = True
-    """False: its prompt was not counted to the end, as it is so long, or has media."""
+    """Whether all tokens of the prompts were counted; False for media and very long prompts."""
     media_conversation: int | None = None
-    """Digest of how a conversation with media began; None without media. What such a prompt shares with the turn before
-    cannot be matched: it is taken to be where that turn was."""
+    """Digest of the beginning of a conversation with media; None without media. The router cannot match such prompts
+    and predicts that the previous turn is cached where that turn was sent."""
     similar_prompt: PromptMemory | None = None
-    """Of a prompt that may begin as this one does."""
+    """Computed digests of a prompt that may begin as this one does."""
     common_tokens: int | None = None
-    """Tokens that both are known to begin with; None where they have to be compared."""
+    """Number of first tokens in common with `similar_prompt`; None: they have to be compared."""
     output_tokens_max: int = 0
-    """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
+    """Most tokens that may be generated, a bound and no expectation; 0: no bound."""
     output_tokens_min: int = 0
-    """Fewest tokens that will be generated, where the client forbids an earlier end."""
+    """Fewest tokens that will be generated."""
     is_streaming: bool = True
-    """Whether the first token will be seen as it comes; otherwise its time is estimated."""
+    """Whether the router will see the first token; otherwise the time of the first token is estimated."""
     priority: int = 0
-    """Lower is served earlier, as in vLLM; only the queue looks at it."""
+    """Priority in the queue; lower is served earlier, as in vLLM."""
     worker: str | None = None
-    """The worker the client pinned the request to, or None."""
+    """Worker that the client asks for, or None."""
     session: str | None = None
-    """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
+    """Conversation of the request, or None. Key of session affinity and of the `sticky` policy."""
     parent: str | None = None
-    """The session that started this one: its prompts begin alike."""
+    """Session that started this one; its prompts begin alike."""
     is_final: bool = False
-    """No request of the session will follow."""
+    """Whether this is the last request of the session."""
     allowed_workers: frozenset[str] | None = None
-    """Workers that may be chosen, as a gateway says; None: all."""
+    """Workers that a gateway allows; None: all."""
     role: str | None = None
-    """Role label a worker must carry, or None for any."""
+    """Role that the worker must have; None: any."""
     deadline_s: float | None = None
-    """Absolute time after which a queued request is refused; None takes the queue's default."""
+    """Absolute time after which a queued request is refused; None: the queue's longest wait."""
     ttft_s_max: float | None = None
-    """The longest predicted wait for its first token with which it is taken; None: the configured one."""
+    """Longest accepted predicted time to the first token; None: the configured one."""
     tenant: str = ""
-    """Whose it is: fair turns are between tenants."""
+    """API key or address between which the queue is fair."""
     share: float = 1.0
-    """What a turn of its tenant's counts is divided by it."""
+    """Weight of the tenant in the fair queue."""
     length_keys: list[tuple[str, int | str | None]] | None = None
-    """What answers its own will be like, once router/decide/output_lengths.py has worked it out."""
+    """Groups of requests with similar answers; computed and stored by router/decide/output_lengths.py."""
 
     def replace(self, **changes: Any) -> RouteRequest:
-        """The same but for these fields."""
+        """Return a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
 class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
-    """What the engine's answer said it cost; None where it did not say."""
+    """Usage that the engine reports with an answer; None where it does not report a field."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -87,27 +86,27 @@ class FailureKind(str, enum.Enum):
     """How an attempt ended before its first byte reached the client (STALLED, STREAM: after it)."""
 
     CONNECT = "connect"
-    """Refused, unreachable, name unknown: the worker never saw the request."""
+    """The worker refused the connection, or could not be reached or resolved; it never saw the request."""
     RESET = "reset"
     """The connection broke before an answer began."""
     TIMEOUT = "timeout"
-    """No first byte in time. Held against the worker only where it streams and was silent for everybody meanwhile: a
-    client chooses how long a whole answer takes."""
+    """No first byte came in time. It counts against the worker only for a stream, and only if the worker sent nothing
+    to any client meanwhile: a client chooses how long a whole answer takes."""
     SERVER_ERROR = "server_error"
-    """502 or 503 from the worker."""
+    """The worker answered 502 or 503."""
     INTERNAL = "internal_error"
-    """500: the engine under the server may have died, or this very request makes it fail. Tried once elsewhere; never
-    held against the worker, or a client could take all of them out with one request that fails everywhere."""
+    """The worker answered 500: its engine died, or the request makes it fail. The request is tried once elsewhere. It
+    never counts against the worker: a request that fails everywhere would take all workers out."""
     LOST = "lost"
-    """The worker went down or was removed while it had the request: what it did wrong is on its books already."""
+    """The worker went down or was removed meanwhile, and that was counted already."""
     OVERLOADED = "overloaded"
-    """429 from the worker: alive, but full."""
+    """The worker answered 429: it is up and full."""
     LOCAL = "local"
-    """The router had no descriptor or port left: nobody's fault but its own, and never told to the core."""
+    """The router had no file descriptor or port left. The core never sees this failure."""
     STALLED = "stalled"
-    """No byte for too long after the first: as STREAM, and held against the worker as TIMEOUT."""
+    """No byte came for too long after the first one. It counts against the worker as TIMEOUT does."""
     STREAM = "stream"
-    """The answer broke after its first byte was passed on: nothing can be retried."""
+    """The answer broke off after its first byte was passed on."""
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
@@ -155,30 +154,30 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, eq=False):
-    """Where one attempt of a request goes, and why: a worker, and what its price is made of."""
+    """Worker for one attempt of a request, and the price that decided."""
 
     request_id: str
     worker: str
     rank: int | None
-    """Data-parallel rank whose cache matched best, where the worker has several; else None."""
+    """Data-parallel rank, or None where the worker has only one."""
     attempt: int
-    """0 for the first, counted up by retries."""
+    """Number of attempts that failed before."""
     prompt_tokens: int
     predicted_cached_tokens: int
     predicted_ttft_s: float
     terms: Terms
     decided_s: float
     queued_s: float = 0.0
-    """How long it was queued."""
+    """Time that the request waited in the router's queue."""
     most_cached: Terms | None = None
-    """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
+    """Terms of the candidate with the longest cached prefix, where that is longer than the chosen worker's."""
     candidates: list[Terms] = []
-    """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
+    """Terms of all candidates, the cheapest first; only with an explanation."""
     not_eligible: dict[str, str] = {}
-    """worker -> why it was not a candidate; filled with `candidates`."""
+    """worker -> reason why it was no candidate; only with an explanation."""
 
     def to_json_fields(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the decision as a JSON object."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 
@@ -192,7 +191,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Enqueue:
-    """Keep the request; a later instruction will forward or refuse it, by `deadline_s` plus one tick."""
+    """Keep the request; a later instruction forwards or refuses it, at most one tick after `deadline_s`."""
 
     request_id: str
     deadline_s: float
@@ -210,12 +209,12 @@ class Refuse:
     message: str
     retry_after_s: float | None = None
     context_max: int | None = None
-    """Of context_length_exceeded: how many tokens a prompt and its answer may have."""
+    """Most tokens of a prompt with its answer; set with context_length_exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker died: drop its entries from the index and resynchronise its stream when it returns (the feed's job)."""
+    """Drop the index entries of a worker that died; the feed resynchronises its stream when it returns."""
 
     worker_id: str
 

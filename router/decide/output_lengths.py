@@ -1,8 +1,8 @@
-"""How long an answer will be, from the answers before it: of the same session, of the one that started it, of the same
-prompt beginning, of the model. Pure.
+"""Expected lengths of answers, averaged over earlier answers of similar requests. Pure.
 
-What a client allows (`max_tokens`) is a bound and nothing more: most who allow 32,000 tokens get 300. What an engine
-reports is not taken at its word either: one absurd figure moves an average by a bounded step.
+Similar requests have the same session, parent session, beginning of the prompt, or model. A client's `max_tokens` is
+only a bound: most answers with 32,000 allowed tokens have 300. One absurd length that an engine reports moves an
+average by a bounded step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import xxhash
 from router.decide.messages import RouteRequest
 
 TOKENS_PRIOR: Final = 256.0
-"""Expected of a model that has answered nothing yet."""
+"""Expected length before a model's first answer."""
 TOKENS_MAX: Final = 131_072
-"""No answer counts as longer."""
+"""Length above which answers count as this long."""
 PREFIX_TOKENS: Final = 256
-"""Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
+"""Prompts with this many first tokens in common are similar: they have one system prompt or tool."""
 LENGTH_KEYS_MAX: Final = 20_000
 _ANSWERS_AVERAGED: Final = 64.0
-"""Answers over which an average goes."""
+"""Answers over which a length is averaged."""
 _PRIOR_ANSWERS: Final = 4.0
-"""So many answers must be seen of a kind before they count as much as what is known of the more general kind."""
+"""Number of answers that the average of the more general group counts as."""
 _GROWTH_MAX: Final = 10.0
-"""An answer counts as at most so many times what was expected."""
+"""An answer counts as at most this many times its expected length."""
 
 
 LengthKey = tuple[str, int | str | None]
@@ -45,21 +45,21 @@ class _Average:
         self.mean += (tokens - self.mean) / self.count
 
     def blend_with(self, general: float) -> float:
-        """The expectation, where `general` is that of the more general kind."""
+        """Return the expected length; `general` is that of the more general group."""
         return (self.count * self.mean + _PRIOR_ANSWERS * general) / (self.count + _PRIOR_ANSWERS)
 
 
 class OutputLengths:
-    """Average output lengths by kind of request.
+    """Average output lengths of groups of similar requests.
 
-    At most `LENGTH_KEYS_MAX` kinds are stored; the longest unused one is forgotten first.
+    At most `LENGTH_KEYS_MAX` groups are stored; the least recently used one is forgotten first.
     """
 
     def __init__(self) -> None:
         self._averages: OrderedDict[LengthKey, _Average] = OrderedDict()
 
     def expect(self, request: RouteRequest) -> float:
-        """Tokens that will be generated: no fewer than the client asks for, and no more than it allows."""
+        """Return the expected number of output tokens, within the bounds that the client sets."""
         request.length_keys = keys = request.length_keys or _length_keys(request)
         tokens = self._expected_tokens(keys)
         if request.output_tokens_min > tokens:
@@ -69,7 +69,7 @@ class OutputLengths:
         return tokens if tokens > 1.0 else 1.0
 
     def record(self, request: RouteRequest, tokens: int) -> None:
-        """So many were generated."""
+        """Learn from an answer with `tokens` output tokens."""
         if tokens < 1:
             return
         keys = request.length_keys or _length_keys(request)
@@ -90,7 +90,7 @@ class OutputLengths:
             self._averages.popitem(last=False)
 
     def forget_session(self, request: RouteRequest) -> None:
-        """Its session is over."""
+        """Forget the average of a request's session."""
         if request.session is not None:
             self._averages.pop((request.model, request.session), None)
 
@@ -104,7 +104,7 @@ class OutputLengths:
 
 
 def _length_keys(request: RouteRequest) -> list[LengthKey]:
-    """What a request is, from the general to the particular."""
+    """Return the groups that a request belongs to, the most general first."""
     model, token_ids = request.model, request.token_ids
     keys: list[LengthKey] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:

@@ -1,4 +1,4 @@
-"""Where a request goes: to a worker, into the queue, or back to the client with a refusal.
+"""Placing requests: each is sent to a worker, put into the queue, or refused.
 
 `RequestPlacer` has the candidates priced, applies the limit on the time to the first token, and lets background
 requests and fair shares wait in the queue. Each request that it sends to a worker counts there until `end_attempt`.
@@ -336,7 +336,7 @@ class RequestPlacer:
         return instructions
 
     def place_expired(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
-        """Forward or refuse the queued requests whose deadlines have come."""
+        """Forward or refuse the queued requests that have reached their deadlines."""
         instructions: list[Forward | Refuse] = []
         for request_id, must_refuse in self.queue.pop_expired(now):
             self.queue.remove(request_id)
@@ -356,7 +356,7 @@ class RequestPlacer:
 
 
 def _refuse_expired(active_request: ActiveRequest, now: float) -> Refuse:
-    """Return the refusal of a queued request whose deadline has come."""
+    """Return the refusal of a queued request that has reached its deadline."""
     request_id = active_request.request.request_id
     if active_request.request.deadline_s is None:  # sent now, it would take from the shares of all others
         return Refuse(request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, now - active_request.arrived_s)

@@ -1,9 +1,8 @@
-"""Requests that the core knows: how often each may be tried again, and those that wait in the router: bounded, in the
-order in which they should be tried, each with a deadline.
+"""Queue of requests that wait in the router: bounded, ordered, each request with a deadline.
 
-Requests are tried in the order of their priorities, and of their arrival inside a priority. With `fair` each tenant has
-a list of its own, and router/tenancy/deficit_round_robin.py says whose turn it is. What is in the background has lists
-of its own, which come last.
+Requests are ordered by priority and, within a priority, by arrival. With `fair` each tenant has a line of its own, and
+router/tenancy/deficit_round_robin.py chooses between the lines. Background requests have lines of their own, which come
+last.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from router.decide.config import QueueConfig
 from router.tenancy.deficit_round_robin import DeficitRoundRobin
 
 LOOKAHEAD_MAX: Final = 1024
-"""Queued requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
+"""Most queued requests that are examined to find those ahead of a new one."""
 
 
 @dataclass(slots=True)
 class _QueuedRequest:
+    """A request in the queue."""
+
     sort_key: tuple[int, float, int]
     line_name: str
     is_background: bool
@@ -37,7 +38,7 @@ class _QueuedRequest:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Where in the queue a request belongs."""
+    """Everything that decides a request's place in the queue."""
 
     tenant: str
     is_background: bool
@@ -49,20 +50,23 @@ _Line = list[tuple[tuple[int, float, int], str]]
 
 
 class RequestQueue:
-    """Invariant: the sorted lists and the dict hold the same requests."""
+    """Requests that wait in the router, sorted in lines by tenant. The background has lines of its own.
+
+    Invariant: the sorted lines and the dictionary have the same requests.
+    """
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._requests: dict[str, _QueuedRequest] = {}
         self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
-        """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
+        """tenant, or "" for all -> line, for waiting requests ([0]) and background requests ([1])."""
         self._tenant_schedulers = (DeficitRoundRobin(), DeficitRoundRobin())
         self._deadlines: list[tuple[float, str]] = []
         self._arrival_count = 0
         self.request_counts = [0, 0]
-        """Requests that wait, and those of the background."""
+        """Number of waiting requests ([0]) and of background requests ([1])."""
         self.queued_prefill_s = 0.0
-        """Sum of P over all that is queued, but for the background."""
+        """Prefill seconds of all waiting requests, without the background."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -71,8 +75,11 @@ class RequestQueue:
         return request_id in self._requests
 
     def is_full(self, position: QueuePosition) -> bool:
-        """Each of the two has its bound, so that neither keeps the other out; and with `fair` no tenant waits with more
-        than are left for all others."""
+        """Return whether a request at this position has no place.
+
+        Waiting and background requests each have the configured places. With `fair`, a tenant may take no more places
+        than it leaves free for all others.
+        """
         free_places = self._config.requests_max - self.request_counts[position.is_background]
         if self._config.fair and free_places > 0:
             return len(self._lines[position.is_background].get(position.tenant, ())) >= free_places
@@ -89,8 +96,11 @@ class RequestQueue:
         deadline_s: float,
         refuse_at_deadline: bool,
     ) -> None:
-        """Queue it for `target` (P there), or for another target when it is queued already. `charge_s`: what its turn
-        costs its tenant. `refuse_at_deadline`: at its deadline it is refused, else forwarded to the cheapest worker."""
+        """Queue a request for its cheapest target, or change the target of a queued one.
+
+        `prefill_s`: its prefill there. `charge_s`: time that its tenant is charged when it is sent.
+        `refuse_at_deadline`: whether it is refused at its deadline, or else forwarded to the cheapest worker.
+        """
         queued_request, is_background = self._requests.get(request_id), position.is_background
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
         if queued_request is not None:
@@ -118,7 +128,7 @@ class RequestQueue:
         bisect.insort(self._lines[is_background].setdefault(request.line_name, []), (sort_key, request_id))
 
     def remove(self, request_id: str) -> bool:
-        """Take it out, wherever it goes; False where it was not queued."""
+        """Remove a request from the queue; return whether it was there."""
         queued_request = self._requests.pop(request_id, None)
         if queued_request is None:
             return False
@@ -129,22 +139,24 @@ class RequestQueue:
             self._tenant_schedulers[is_background].reset()
         self._add_prefill(is_background, -queued_request.prefill_s)
         if not self.request_counts[0]:
-            self.queued_prefill_s = 0.0  # so that rounding never accumulates
+            self.queued_prefill_s = 0.0  # rounding must not accumulate
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
             heapq.heapify(self._deadlines)
         return True
 
     def charge(self, position: QueuePosition, charge_s: float) -> None:
-        """A request was sent, whether or not it was queued, while others wait: its tenant has had a turn. Call it
-        before `remove`, which forgets all turns with the last who waits."""
+        """Charge a tenant for a request that is sent while others wait, whether or not it was queued itself.
+
+        Call it before `remove`, which forgets all charges with the last waiting request.
+        """
         if self._config.fair and self.request_counts[position.is_background]:
             self._tenant_schedulers[position.is_background].charge(
                 self._get_line_name(position), charge_s, self._lines[position.is_background]
             )
 
     def compute_prefill_ahead(self, position: QueuePosition) -> dict[str, float]:
-        """target -> seconds of prefill queued for it that would be tried before such a request."""
+        """Return target -> prefill seconds of the queued requests that would be sent there before a new request."""
         prefill_s_by_target: dict[str, float] = {}
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
         line_name, max_requests = self._get_line_name(position), LOOKAHEAD_MAX
@@ -170,7 +182,7 @@ class RequestQueue:
         return prefill_s_by_target
 
     def _iter_ids_served_before(self, line: _Line, served_s: float, end_s: float) -> Iterator[str]:
-        """Those of a line whose turn comes before a line that has been given `end_s`."""
+        """Yield the requests of a line that are served before the line's tenant was charged `end_s`."""
         for _, request_id in line:
             if served_s >= end_s:
                 return
@@ -178,12 +190,12 @@ class RequestQueue:
             served_s += self._requests[request_id].charge_s
 
     def get_queued_target(self, request_id: str) -> tuple[str, float]:
-        """(target, P there) of a queued request."""
+        """Return the target of a queued request and its prefill seconds there."""
         request = self._requests[request_id]
         return request.target, request.prefill_s
 
     def get_next_request_ids(self, count: int) -> list[str]:
-        """The next `count` to try, and of the background as many besides: it may find room where the others do not."""
+        """Return the next `count` waiting requests and the next `count` background requests."""
         return [
             *itertools.islice(self._iter_request_ids(0), count),
             *itertools.islice(self._iter_request_ids(1), count),
@@ -199,23 +211,21 @@ class RequestQueue:
         return self._tenant_schedulers[background].merge_queues(charges_by_line)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
-        """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""
+        """Return the requests that have reached their deadlines, with `refuse_at_deadline`; the caller removes them."""
         refuse_by_id: dict[str, bool] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request is not None and request.deadline_s == deadline_s:
-                refuse_by_id[request_id] = (
-                    request.refuse_at_deadline
-                )  # a request that came back to the queue stands here twice
+                refuse_by_id[request_id] = request.refuse_at_deadline  # a request that was queued twice is here twice
         return list(refuse_by_id.items())
 
     def next_deadline_s(self) -> float:
-        """Earliest time at which `due` may find something."""
+        """Return the earliest time at which `pop_expired` may find a request."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def check_invariants(self) -> None:
-        """The lists and the dict agree and the lists are sorted."""
+        """Assert that the lines are sorted and have the same requests as the dictionary."""
         request_ids: list[str] = []
         for background, lines in enumerate(self._lines):
             for name, line in lines.items():

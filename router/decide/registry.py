@@ -1,8 +1,8 @@
-"""Who could serve a request: workers, their targets, and eligibility, decided before any cost.
+"""Workers, their targets, and which of them may serve a request. Eligibility is decided before any price.
 
-Owns the workers and the pools of candidates for each (model, role), which are rebuilt when a worker changes. Refuses to
-know load and caches beyond creating a target and a holder for each worker or data-parallel rank, and what the core
-shows of them: the rows of `/workers`, the sums behind `/metrics`.
+`WorkerRegistry` owns the workers and the pools of candidates for each (model, role), which are rebuilt when a worker
+changes. It creates a target and a holder in the index for each worker or data-parallel rank. The rows of `/workers` are
+made here too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.decide.cache_state import CacheState
 from router.decide.load import EngineLoad
@@ -30,6 +31,14 @@ from router.decide.workers import (
 from router.index.protocol import PrefixIndex
 
 
+class _Pool(NamedTuple):
+    """Targets that may serve a model and role."""
+
+    targets: list[Target]
+    shortest_context: int | None
+    """Least `max_model_len` of the targets that have a limit."""
+
+
 class WorkerRegistry:
     """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
 
@@ -41,24 +50,24 @@ class WorkerRegistry:
         self._cache_state = cache_state
         self.breaker = breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
-        """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
+        """Called with a worker and its previous state at each change of its state; PROBING counts as DOWN."""
         self._announced_states: dict[str, WorkerState] = {}
         self.avoided_workers: frozenset[str] = frozenset()
-        """Workers that are candidates only where there is no other."""
+        """Workers that are candidates only where no other worker is."""
         self.workers: dict[str, Worker] = {}
         self.down_workers: list[Worker] = []
-        """Those that are DOWN."""
+        """Workers that are DOWN."""
         self.reachable_workers: frozenset[str] | None = None
         """Workers that have a URL; None: all."""
         self._targets: dict[str, list[Target]] = {}
-        self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
-        """(model, role) -> who serves it, and the shortest context of theirs."""
+        self._pools: dict[tuple[str, str | None], _Pool] = {}
+        """(model, role) -> its pool, for pools that were asked for since a worker changed."""
         self._load_orders: dict[tuple[str, str | None], LoadOrder] = {}
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, *, is_up: bool) -> Worker:
-        """Register a worker or replace what is known of it; its load and, for the same base model, its entries stay."""
+        """Register a worker, or replace its description. Its targets stay while base model and ranks are the same."""
         worker = self.workers.get(spec.worker_id)
         if worker is None:
             worker = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
@@ -87,7 +96,7 @@ class WorkerRegistry:
         self.apply_worker_changes()
 
     def apply_worker_changes(self) -> None:
-        """A worker's state changed: pools are rebuilt when they are next asked for, and who listens is told."""
+        """Announce new states of workers and have the pools rebuilt when they are next needed."""
         for worker_id, worker in self.workers.items():
             state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
             previous = self._announced_states.get(worker_id)
@@ -103,7 +112,7 @@ class WorkerRegistry:
         self._models = None
 
     def record_answer(self, worker_id: str, now: float) -> None:
-        """It answered a request: past failures count no longer."""
+        """Record that a worker answered a request: its past failures no longer count."""
         worker = self.workers.get(worker_id)
         if worker is not None:
             worker.last_answer_at_s = now
@@ -113,51 +122,41 @@ class WorkerRegistry:
             self.apply_worker_changes()
 
     def get_targets(self, worker_id: str) -> list[Target]:
-        """The worker's targets, one a rank."""
+        """Return the targets of a worker, one for each rank."""
         return self._targets.get(worker_id, [])
 
     def get_served_models(self) -> dict[str, ServedModel]:
-        """Every name that can be asked for now. Read only."""
+        """Return the models that some worker serves now, by name. The result must not be changed."""
         if self._models is None:
             self._models = merge_models(self.workers.values())
         return self._models
 
     def is_model_known(self, model: str) -> bool:
-        """Whether any worker, in whatever state, is known to serve it."""
+        """Return whether some worker, in whatever state, serves a model."""
         return model in self.get_served_models() or bool(self._workers_serving(model))
 
     def is_model_served(self, model: str, worker_id: str | None = None) -> bool:
-        """Whether somebody, or this worker, takes requests for it now."""
+        """Return whether some worker takes requests for a model now, or whether a given worker serves the model."""
         if worker_id is not None:
             worker = self.workers.get(worker_id)
             return worker is not None and model in worker.models
-        key = (model, None)
-        return bool((self._pools.get(key) or self._build_pool(key))[0])
+        return bool(self._get_pool((model, None)).targets)
 
     def is_blockcast(self, model: str) -> bool:
-        """Whether all who serve it are this project's engines."""
+        """Return whether all workers of a model are engines of this project."""
         return all(worker.spec.engine == BLOCKCAST for worker in self._workers_serving(model))
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def find_candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
-        """Targets that may serve the request, or why there is none."""
-        key = (request.model, request.role)
-        cached_pool = self._pools.get(key)
-        pool, context_max = self._build_pool(key) if cached_pool is None else cached_pool
+        """Return the targets that may serve a request, or a refusal where there is none."""
+        pool, shortest_context = self._get_pool((request.model, request.role))
         if not pool:
             return self._refuse_unserved(request)
-        tokens_needed = (request.longest_prompt_tokens or request.prompt_tokens) + 1
-        is_exact = request.token_ids is not None  # an estimate never refuses
-        if is_exact and context_max is not None and tokens_needed > context_max:
+        tokens_needed = _count_needed_tokens(request)
+        if shortest_context is not None and tokens_needed > shortest_context:
             pool = [t for t in pool if self._fits_context(t.worker_id, request.model, tokens_needed)]
             if not pool:
-                context_limit = max(
-                    w.models[request.model].max_model_len or 0 for w in self._workers_serving(request.model)
-                )
-                message = (
-                    f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {context_limit} tokens."
-                )
-                return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=context_limit)
+                return self._refuse_long_prompt(request, tokens_needed)
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
@@ -178,10 +177,12 @@ class WorkerRegistry:
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], decay: float, now: float
     ) -> LoadOrder | None:
-        """The order of a large pool, up to date; None for a small one, or where these candidates are only a part of it.
-        `decay`: the tracker's, of utilisation."""
+        """Return a large pool's order by load; None where the pool is small or `candidates` are only a part of it.
+
+        `decay`: the tracker's factor from scaled to present utilisation.
+        """
         key = (request.model, request.role)
-        if len(candidates) < POOL_SIZE_MIN or self._pools[key][0] is not candidates:
+        if len(candidates) < POOL_SIZE_MIN or self._pools[key].targets is not candidates:
             return None
         order = self._load_orders.get(key)
         if order is None:
@@ -191,13 +192,13 @@ class WorkerRegistry:
         return order
 
     def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
-        """worker -> why it is no candidate, for explanations."""
+        """Return worker -> reason why it is no candidate, for explanations."""
         reasons: dict[str, str] = {}
         for worker in self.workers.values():
             reason = _find_ineligibility_reason(worker, request.model, request.role)
-            tokens = request.longest_prompt_tokens or request.prompt_tokens
-            tokens_needed = tokens + 1 if request.token_ids is not None else 0
-            if reason is None and not self._fits_context(worker.worker_id, request.model, tokens_needed):
+            if reason is None and not self._fits_context(
+                worker.worker_id, request.model, _count_needed_tokens(request)
+            ):
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
@@ -212,11 +213,15 @@ class WorkerRegistry:
         return reasons
 
     def compute_retry_after_s(self, now: float) -> float:
-        """When a broken worker will next be tried."""
+        """Return the time until a broken worker will be tried again."""
         waits = [worker.open_until_s - now for worker in self.down_workers]
         return max(1.0, min(waits, default=1.0))
 
-    def _build_pool(self, key: tuple[str, str | None]) -> tuple[list[Target], int | None]:
+    def _get_pool(self, key: tuple[str, str | None]) -> _Pool:
+        """Return the pool of a (model, role), which is built where none is stored."""
+        stored_pool = self._pools.get(key)
+        if stored_pool is not None:
+            return stored_pool
         model, role = key
         pool: list[Target] = []
         context_limits: list[int] = []
@@ -226,10 +231,10 @@ class WorkerRegistry:
                 context_limit = worker.models[model].max_model_len
                 if context_limit is not None:
                     context_limits.append(context_limit)
-        pool_and_context_max = pool, min(context_limits, default=None)
-        if pool:  # names come from clients: what nobody serves is not remembered
-            self._pools[key] = pool_and_context_max
-        return pool_and_context_max
+        new_pool = _Pool(pool, min(context_limits, default=None))
+        if pool:  # clients choose names: pools of unserved ones are not stored
+            self._pools[key] = new_pool
+        return new_pool
 
     def _workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
@@ -238,26 +243,26 @@ class WorkerRegistry:
         limit = self.workers[worker_id].models[model].max_model_len
         return limit is None or tokens <= limit
 
+    def _refuse_long_prompt(self, request: RouteRequest, tokens_needed: int) -> Refuse:
+        """Return the refusal of a prompt that fits no worker's context."""
+        limit = max(worker.models[request.model].max_model_len or 0 for worker in self._workers_serving(request.model))
+        message = f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {limit} tokens."
+        return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
+
     def _refuse_unserved(self, request: RouteRequest) -> Refuse:
-        serving_workers = self._workers_serving(request.model)
-        if not serving_workers and any(
-            w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()
-        ):
+        """Return the refusal of a request for a model and role that no worker takes now."""
+        request_id, model = request.request_id, request.model
+        serving_workers = self._workers_serving(model)
+        is_pool_awake = any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values())
+        if not serving_workers and is_pool_awake:
             model_names = ", ".join(sorted(self.get_served_models())) or "none"
-            return Refuse(
-                request.request_id,
-                404,
-                "unknown_model",
-                f"No worker serves model {request.model!r}; served: {model_names}.",
-            )
+            return Refuse(request_id, 404, "unknown_model", f"No worker serves model {model!r}; served: {model_names}.")
         if request.role is not None and all(request.role not in w.spec.roles for w in serving_workers):
-            return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
-        model_text = f" of model {request.model!r}" if request.model else ""
-        states = Counter(worker.state.value for worker in (serving_workers if request.model else self.workers.values()))
-        state_summary = (
-            ", ".join(f"{state_count} {state}" for state, state_count in sorted(states.items())) or "none was found yet"
-        )
-        return Refuse(request.request_id, 503, "no_worker", f"No worker{model_text} is up: {state_summary}.", 1.0)
+            return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
+        states = Counter(worker.state.value for worker in (serving_workers if model else self.workers.values()))
+        counts_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
+        model_text = f" of model {model!r}" if model else ""
+        return Refuse(request_id, 503, "no_worker", f"No worker{model_text} is up: {counts_text}.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
@@ -289,8 +294,15 @@ class WorkerRegistry:
         worker.holders.clear()
 
 
+def _count_needed_tokens(request: RouteRequest) -> int:
+    """Return the context that a prompt and one token need; 0 where its length is estimated, which never refuses."""
+    if request.token_ids is None:
+        return 0
+    return (request.longest_prompt_tokens or request.prompt_tokens) + 1
+
+
 def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> str | None:
-    """Why it takes none of these requests now, or None."""
+    """Return the reason why a worker takes no requests for a model and role now, or None."""
     if model not in worker.models:
         return f"does not serve {model}"
     if role is not None and role not in worker.spec.roles:
@@ -299,7 +311,7 @@ def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> 
 
 
 def _get_base_model(spec: WorkerSpec) -> str | None:
-    """The model under which the worker's holders stand in the index: one process caches one base model."""
+    """Return the model of the worker's holders in the index: one process caches one base model."""
     return spec.models[0].base if spec.models else None
 
 
@@ -318,16 +330,16 @@ class WorkerSnapshot:
     prefilling: int
     decoding: int
     peer_prefilling: int
-    """What other routers have in flight there, as they told; `queue_s`, `utilisation` and `slowdown` count it in."""
+    """Requests of other routers without a first token. `queue_s`, `utilisation` and `slowdown` include peers."""
     peer_decoding: int
     engine_load: EngineLoad | None
-    """What its engine said last of its sequences and memory; None where it does not, or not lately."""
+    """Last report of the engine; None where it reports nothing, or nothing lately."""
     external_requests: int
-    """Requests among these that no router of ours sent; counted in, too."""
+    """Requests that the engine reports and no router sent; included in the same values."""
     cache_tokens: int | None
-    """What its KV cache holds: told, or as its events show it; None where neither is known."""
+    """Capacity of the KV cache: reported, or as the events show it; None where neither is known."""
     prefill_order: str
-    """`arrival`, or `shortest`: which of its prompts it computes first."""
+    """Prompt that the engine computes first: `arrival` (the oldest) or `shortest`."""
     queue_s: float
     utilisation: float
     slowdown: float
@@ -341,7 +353,7 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CoreSnapshot:
-    """Everything `/workers` and `/metrics` show of the core."""
+    """State of the core for `/workers` and `/metrics`."""
 
     workers: list[WorkerSnapshot]
     queued_requests: int
@@ -352,7 +364,7 @@ class CoreSnapshot:
 def make_worker_snapshot(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
 ) -> WorkerSnapshot:
-    """One target's row of `/workers`."""
+    """Return one target's row of `/workers`."""
     service = target.speed.service
     load, peer = target.load, target.peer_load
     external = target.external_load
@@ -367,7 +379,7 @@ def make_worker_snapshot(
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefill_queue.requests),
         decoding=load.decode_request_count,
-        peer_prefilling=peer.prefill_requests - external.waiting,
+        peer_prefilling=peer.prefills.request_count - external.waiting,
         peer_decoding=peer.decode_requests - external.running,
         engine_load=external.report,
         external_requests=external.waiting + external.running,

@@ -1,10 +1,9 @@
-"""Learning how fast workers are from the first tokens and answers that the router sees. Pure arithmetic.
+"""Learning how fast targets are from the first tokens and answers that the router sees. Pure arithmetic.
 
-An interval of a worker takes `factor * (prefill_ratio * P + step_ratio * S)`: P and S are the seconds that its prefill
-and its steps take by the prior, the two ratios are the pool's, the factor is the worker's own. First tokens teach the
-prefill ratio, answers the step ratio. Each ratio is an interquartile mean over the pool's last intervals, so that a
-quarter of them may be far too long (a request that waited, a worker that was busy otherwise), and is drawn to the prior
-as if that had been half an interval more. Routers share what they learned.
+An interval of a target takes `factor * (prefill_ratio * P + step_ratio * S)`. P and S are the seconds that its prefill
+and its steps take by the prior. The two ratios belong to the pool, the factor to the target. First tokens teach the
+prefill ratio, answers the step ratio. Each ratio is an interquartile mean over the pool's last intervals, so a quarter
+of the intervals may be far too long. The prior counts as half an interval more. Routers share what they learned.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from router.decide.config import LearnConfig, ServiceModel
 
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
 _INTERVALS_MAX: Final = 192
-"""Intervals of each kind that a pool's ratio is the mean of."""
+"""Last intervals of each kind over which a pool's ratio is averaged."""
 _EARLY_INTERVALS: Final = 32
-"""So many intervals are each learned from at once; later every LEARN_EVERY-th."""
+"""Intervals that each renew the ratios; later only every _LEARN_EVERY-th does."""
 _LEARN_EVERY: Final = 8
 _PRIOR_WEIGHT: Final = 0.5
-"""Intervals that the prior counts as."""
+"""Number of intervals that the prior counts as."""
 _MODEL_TOLERANCE: Final = 1.02
-"""The model in use is renewed when it is off by more."""
-_WORKER_INTERVALS_MAX, _WORKER_INTERVALS_MIN = 41, 20
-"""Intervals of a worker that its factor is the median of, at most and at least."""
+"""Factor by which the model in use may differ from what was learned."""
+_TARGET_INTERVALS_MAX, _TARGET_INTERVALS_MIN = 41, 20
+"""Most and fewest intervals of a target whose median is the target's factor."""
 _LEAVES_POOL_BEYOND, _RETURNS_TO_POOL_BELOW = 1.25, 1.12
-"""A worker leaves the pool's model beyond the first factor and returns to it below the second: the price compares
-workers, and a few per cent of noise between equal ones would send everything to the luckiest."""
+"""A target has a factor of its own beyond the first ratio, until the ratio falls below the second. Without that margin,
+noise between equal targets would send all requests to the luckiest."""
 _FORGOTTEN_AFTER, _PROBES = 64, 3
-"""After so many of the pool's observations for each of its workers without one of its own, a worker is like the pool
-again until so many tell otherwise: a worker that is thought slow gets little and shows little."""
+"""A target without an observation for _FORGOTTEN_AFTER * members observations of its pool gets the pool's speed again,
+until _PROBES intervals show otherwise. A target that is thought slow gets few requests and shows little."""
 _FASTER_MAX: Final = 3.0
-"""A worker is not taken to be more times as fast as its pool."""
+"""Greatest speed of a target, as a multiple of its pool's."""
 _STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
-"""Seconds between two looks at a worker's steps while few were seen, and after."""
+"""Time between two observations of a target's steps, while the pool has few and later."""
 _TIER_LOADS_MAX, _TIER_LOADS_MIN = 15, 3
-"""Loads of a worker that its rate is the median of, at most and at least."""
+"""Most and fewest loads from slower tiers whose median is a target's load factor."""
 _INTERVAL_TOKENS_MAX: Final = 4.0
-"""An interval that prefilled the tokens of so many full steps is not made longer."""
+"""Full steps of prefill tokens after which an interval is not extended."""
 _INTERVAL_STEPS_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One interval in which a worker did nothing but this work."""
+    """Time that a target took for known work, with nothing else to do."""
 
     elapsed_s: float
     uncached_tokens: float
@@ -59,22 +58,23 @@ class Observation:
     decode_requests: float
     decode_context_tokens: float
     is_decode: bool = False
-    """The interval was seen by the tokens of an answer, so that its steps are counted; else by first tokens."""
+    """Whether the steps were counted by the tokens of an answer; otherwise they are derived from first tokens."""
 
 
 class WorkTotals(msgspec.Struct, eq=False):
-    """Running totals of a target, for learning how long a decode step takes: two of them bracket an answer."""
+    """Running totals of a target's work; the difference of two of them is the work beside part of an answer."""
 
     updated_at_s: float = 0.0
     decode_request_seconds: float = 0.0
     """Integral of the number of decoding requests over time."""
     context_token_seconds: float = 0.0
+    """Integral of the context tokens of decoding requests over time."""
     uncached_tokens: float = 0.0
-    """Tokens that were prefilled until the latest first token."""
+    """Tokens prefilled for the requests that have their first token."""
     quadratic_work: float = 0.0
 
     def observe_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
-        """Return what was done after `start`, in so many steps."""
+        """Return the work since `start`, in `step_count` steps."""
         return Observation(
             elapsed_s=elapsed_s,
             uncached_tokens=self.uncached_tokens - start.uncached_tokens,
@@ -88,47 +88,55 @@ class WorkTotals(msgspec.Struct, eq=False):
 
 @dataclass(slots=True)
 class PrefillInterval:
-    """First tokens of one engine step, or of several where a step may have begun a prompt that the next one ended."""
+    """Time in which a target computed prompts, until the first tokens of one engine step or of several.
+
+    It is extended over several steps where one step may have begun a prompt that the next one ended.
+    """
 
     start_s: float
     decode_requests: float
     decode_context_tokens: float
     waited_steps: float = 0.0
-    """A request that comes while others decode waits for half a step, on average, before its own."""
+    """Part of a step that passed before the first prompt could begin: half a step while others decode."""
     last_step_start_s: float = 0.0
-    """When its last step began, about."""
+    """Estimated begin of the last step."""
     is_usable: bool = True
-    """No other work is known to have been done in it."""
+    """Whether no other work is known to have been done meanwhile."""
     end_s: float = field(init=False, default=0.0)
     uncached_tokens: int = field(init=False, default=0)
     quadratic_work: float = field(init=False, default=0.0)
     tier_load_s: float = field(init=False, default=0.0)
-    """Time to load from slower tiers, by the configured rates, of all its requests."""
+    """Time to load cached tokens of all its requests from slower tiers, by the configured rates."""
     step_count: int = field(init=False, default=1)
 
     def add_first_token(self, prompt_tokens: int, cached_tokens: int, tier_load_s: float, now: float) -> None:
-        """The first token of such a request came in its last step."""
+        """Add a request with its first token in the last step."""
         self.end_s = now
         self.uncached_tokens += prompt_tokens - cached_tokens
         self.quadratic_work += float(prompt_tokens**2 - cached_tokens**2)
         self.tier_load_s += tier_load_s
 
-    def can_add_step(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
-        """Whether a prompt that was routed then, and turned to then, may have begun in the last step: a step takes of
-        the next prompt what its budget leaves, so that only both steps together did a known work."""
+    def can_add_step(self, sent_at_s: float, oldest_since_s: float, step_tokens: int) -> bool:
+        """Return whether the next prompt may have begun in the last step, so that only both steps are known work.
+
+        A step takes as much of the next prompt as its token budget leaves. `sent_at_s`: when the next prompt was sent.
+        `oldest_since_s`: when it became the oldest.
+        """
         has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
-        return has_room and routed_s <= self.last_step_start_s and since_s <= self.end_s
+        return has_room and sent_at_s <= self.last_step_start_s and oldest_since_s <= self.end_s
 
     def add_step(self, decode_requests: float, decode_context_tokens: float) -> None:
-        """Another step belongs to it, beside so many decodes; it began when the last one ended."""
+        """Extend the interval by a step, beside so many decoding requests and tokens of their context."""
         self.last_step_start_s, step_count = self.end_s, self.step_count + 1
         self.decode_requests += (decode_requests - self.decode_requests) / step_count
         self.decode_context_tokens += (decode_context_tokens - self.decode_context_tokens) / step_count
         self.step_count = step_count
 
     def to_observation(self, step_tokens: int, tier_load_s: float = 0.0) -> Observation:
-        """Return what the interval tells of a worker whose steps have so many prefill tokens, without the time that was
-        spent on loads from slower tiers."""
+        """Return the interval as an observation, less the time for loads from slower tiers.
+
+        `step_tokens`: prefill tokens of a full step.
+        """
         return Observation(
             elapsed_s=self.end_s - self.start_s - tier_load_s,
             uncached_tokens=self.uncached_tokens,
@@ -140,7 +148,7 @@ class PrefillInterval:
 
 
 class PriorTimes(NamedTuple):
-    """How long an interval took, and the seconds that its parts take by the prior."""
+    """Time that an interval took, and times that its parts take by the prior."""
 
     elapsed_s: float
     prefill_s: float
@@ -148,8 +156,10 @@ class PriorTimes(NamedTuple):
 
 
 class SharedSpeed(NamedTuple):
-    """What one router learned of a pool, as absolute times, as routers may differ in the prior; and how many intervals
-    say so."""
+    """Speed of a pool as one router learned it, in absolute times, as routers may have different priors.
+
+    A weight is the number of intervals that the time was learned from.
+    """
 
     prefill_s_per_token: float
     prefill_weight: float
@@ -159,7 +169,7 @@ class SharedSpeed(NamedTuple):
 
 
 class PoolSpeed:
-    """The speed of the workers that serve one model."""
+    """Speed of the targets that serve one model, as this router and its peers learned it."""
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._prior = prior
@@ -168,26 +178,26 @@ class PoolSpeed:
         self._prefills: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
         self._steps: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
         self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
-        """What this router learned by itself."""
+        """Speed that this router learned itself."""
         self._shared_by_router: dict[str, SharedSpeed] = {}
         self._prior_ratio = self._prefill_ratio = self._step_ratio = 1.0
         self.members: list[Speed] = []
         self.observation_count = 0
         self.model = prior
-        """The service model of a worker that is like its pool."""
+        """Service model of a target without a factor of its own."""
 
     @property
     def is_silent(self) -> bool:
-        """It learns, and nothing was observed yet, of any worker by any router."""
+        """Whether the pool is to be learned and no router has observed anything yet."""
         return self.is_enabled and not any(s.prefill_weight or s.step_weight for s in self._get_learned())
 
     @property
     def step_observation_interval_s(self) -> float:
-        """Seconds between two looks at a worker's steps: short at first, then enough to see a change."""
+        """Time between two observations of a target's steps."""
         return _STEP_INTERVAL_EARLY_S if len(self._steps) < _INTERVALS_MAX else _STEP_INTERVAL_LATE_S
 
     def compute_prior_times(self, observation: Observation) -> PriorTimes:
-        """Return what the parts of an interval take by the prior."""
+        """Return the times that the parts of an interval take by the prior."""
         prior = self._prior
         work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * prior.quadratic_tokens)
         step_s = prior.step_s + prior.decode_request_s * observation.decode_requests
@@ -195,11 +205,14 @@ class PoolSpeed:
         return PriorTimes(observation.elapsed_s, prior.prefill_s_per_token * work_tokens, step_s * observation.steps)
 
     def predict_s(self, times: PriorTimes) -> float:
-        """Return what an interval takes by what was learned."""
+        """Return the time that an interval takes by the learned ratios."""
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
     def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
-        """Learn from an interval, its time divided by its worker's factor; True where the model has changed."""
+        """Learn from an interval; return whether the model has changed.
+
+        `times`: the elapsed time is divided by the factor of the interval's target.
+        """
         intervals = self._steps if is_decode else self._prefills
         intervals.append(times)
         self.observation_count += 1
@@ -225,13 +238,12 @@ class PoolSpeed:
         return self._refresh_model()
 
     def raise_prior(self, ratio: float) -> bool:
-        """Nothing was observed yet, as everything takes so many times as long as expected, at least; True where the
-        model has changed."""
+        """Multiply the prior by `ratio`, before anything was observed; return whether the model has changed."""
         self._prior_ratio = min(self._prior_ratio * ratio, _RATIO_MAX)
         return self._refresh_model()
 
     def set_shared_speed(self, router: str, shared: SharedSpeed | None) -> bool:
-        """Take in what another router learned, or forget it; True where the model has changed."""
+        """Replace what another router learned, None to forget it; return whether the model has changed."""
         if shared is not None:
             self._shared_by_router[router] = shared
         elif self._shared_by_router.pop(router, None) is None:
@@ -242,12 +254,12 @@ class PoolSpeed:
         return [self.own, *self._shared_by_router.values()]
 
     def _refresh_model(self) -> bool:
-        """Combine what the routers learned; put it to use where it differs from the model in use."""
+        """Combine what all routers learned; return whether the model has changed."""
         prior, learned = self._prior, self._get_learned()
         self._prefill_ratio = _combine_ratios(
             self._prior_ratio, [(s.prefill_s_per_token / prior.prefill_s_per_token, s.prefill_weight) for s in learned]
         )
-        self._step_ratio = self._prefill_ratio  # a worker of half the speed is slower in everything
+        self._step_ratio = self._prefill_ratio  # a target of half the speed is slower in everything
         if self._prior_step_s > 0.0:
             self._step_ratio = _combine_ratios(
                 self._prefill_ratio, [(s.step_s / self._prior_step_s, s.step_weight) for s in learned]
@@ -262,13 +274,14 @@ class PoolSpeed:
 def _compute_mean_ratio(
     intervals: list[tuple[float, float, float]], ratio: float, other_ratio: float | None
 ) -> tuple[float, float]:
-    """Return (how many times as long as by the prior one part of intervals took, how many intervals say so).
+    """Return the mean ratio of one part of intervals to its time by the prior, and the weight of that mean.
 
-    `intervals`: (time, seconds of the part by the prior, seconds of the other part by the prior). `ratio`: as it was
-    known so far. `other_ratio`: of the other part; None where nothing is known of it: the same is then taken for both.
-    The mean is over the middle half of the intervals, in the order of how much longer they took than expected. An
-    interval counts as much as the part is of it."""
-    rows = []
+    `intervals`: (elapsed time, time of the part by the prior, time of the other part by the prior). `ratio`: the last
+    result. `other_ratio`: ratio of the other part; None: unknown, so that both parts have the same ratio.
+    The mean is over the middle half of the intervals, in the order of elapsed by expected time. An interval is weighted
+    by the share of the part in its expected time.
+    """
+    rows: list[tuple[float, float, float, float]] = []  # elapsed / expected, time of the part, by the prior, weight
     for elapsed_s, part_s, other_s in intervals:
         if other_ratio is None:
             part_s, other_s = part_s + other_s, 0.0
@@ -279,22 +292,22 @@ def _compute_mean_ratio(
     rows.sort()
     trimmed_count = len(rows) // 4
     middle_rows = rows[trimmed_count : len(rows) - trimmed_count]
-    part_total_s = sum(share * part_s for _, _, part_s, share in middle_rows)
-    if part_total_s <= 0.0:
+    total_prior_s = sum([weight * part_s for _, _, part_s, weight in middle_rows])
+    if total_prior_s <= 0.0:
         return 1.0, 0.0
-    mean_ratio = sum(share * taken_s for _, taken_s, _, share in middle_rows) / part_total_s
-    return min(max(mean_ratio, _RATIO_MIN), _RATIO_MAX), sum(share for _, _, _, share in rows)
+    mean_ratio = sum([weight * taken_s for _, taken_s, _, weight in middle_rows]) / total_prior_s
+    return min(max(mean_ratio, _RATIO_MIN), _RATIO_MAX), sum([weight for _, _, _, weight in rows])
 
 
 def _combine_ratios(prior_ratio: float, learned: list[tuple[float, float]]) -> float:
-    """Return the mean of (ratio, weight), drawn to the prior, on a logarithmic scale."""
+    """Return the geometric mean of `learned`, pairs of ratio and weight, and of the prior."""
     weight = _PRIOR_WEIGHT + sum(weight for _, weight in learned)
     log_sum = _PRIOR_WEIGHT * math.log(prior_ratio) + sum(weight * math.log(ratio) for ratio, weight in learned)
     return min(max(math.exp(log_sum / weight), _RATIO_MIN), _RATIO_MAX)
 
 
 def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float) -> ServiceModel:
-    """Return the model of a worker that takes so many times as long for prefill and for steps."""
+    """Return a model with the times of prefill and of steps multiplied by two factors."""
     return replace(
         model,
         prefill_s_per_token=prefill_factor * model.prefill_s_per_token,
@@ -305,17 +318,16 @@ def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float)
 
 
 def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
-    """Whether two models differ by little."""
+    """Return whether two models differ by at most _MODEL_TOLERANCE in prefill and step times."""
     times = (model.prefill_s_per_token, model.step_s + model.decode_request_s)
     other_times = (other.prefill_s_per_token, other.step_s + other.decode_request_s)
     return all(_is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
 
 
 class TierLoadSpeed:
-    """How long one worker takes to fetch what lies on slower tiers: `factor` times what the configured rates say.
+    """Speed of a target's loads from slower tiers: `factor` times the time by the configured rates.
 
-    The median of what its lately seen first tokens took longer than computing them should: a queue or a busy machine
-    makes some of them late, and few are early.
+    The factor is a median, as a queue or a busy machine makes some loads late.
     """
 
     def __init__(self) -> None:
@@ -323,42 +335,41 @@ class TierLoadSpeed:
         self.factor = 1.0
 
     def observe(self, tier_load_s: float, excess_s: float) -> None:
-        """A load of `tier_load_s` by the configured rates took so many seconds."""
+        """Learn from a load that took `excess_s`, and `tier_load_s` by the configured rates."""
         self._recent.append(min(max(excess_s / tier_load_s, _RATIO_MIN), _RATIO_MAX))
         if len(self._recent) >= _TIER_LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
 class Speed:
-    """How fast one target is: its factor, the rates in use, as they are read for every request, and what is being
-    observed of it."""
+    """Speed of one target: its factor, the rates in use, and the observations in progress."""
 
     def __init__(self, pool: PoolSpeed) -> None:
         self.pool = pool
         self.factor = 1.0
-        """So many times as long as the pool it is taken to need for everything."""
+        """Time that the target takes for anything, divided by the time that its pool takes."""
         self.tier_load = TierLoadSpeed()
         self.work_totals = WorkTotals()
         self.last_step_observation_s = -math.inf
         self.open_prefill_interval: PrefillInterval | None = None
         self.observation_count = 0
-        self._recent_ratios: deque[float] = deque(maxlen=_WORKER_INTERVALS_MAX)
-        """How many times as long as by the pool's model its last intervals took."""
+        self._recent_ratios: deque[float] = deque(maxlen=_TARGET_INTERVALS_MAX)
+        """Elapsed times of the last intervals, divided by those that the pool's ratios predict."""
         self._last_observation_number = pool.observation_count
-        """The pool's count of observations when one was its."""
+        """The pool's number of observations at the target's last one."""
         pool.members.append(self)
         self.refresh()
 
     def refresh(self) -> None:
-        """Put the pool's model and the factor to use after one of them has changed."""
+        """Recompute the rates in use after the pool's model or the factor has changed."""
         self.set_service_model(_scale_model(self.pool.model, self.factor, self.factor))
 
     def set_service_model(self, service: ServiceModel) -> None:
-        """The target is as fast as `service` says."""
+        """Set the rates in use."""
         self.service = service
         self.step_tokens = service.step_tokens
         self.prefill_rate = service.prefill_s_per_token
-        """a"""
+        """Seconds a token at an empty context."""
         self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
         self.step_s = service.step_s
         """Fixed time of a step."""
@@ -370,22 +381,22 @@ class Speed:
         """Time of a step's prefill tokens at an empty context."""
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
-        """Return P, the seconds that the uncached part of a prompt takes."""
+        """Return P, the time to compute the uncached part of a prompt."""
         quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
 
     def predict_step_s(self, observation: Observation) -> float:
-        """Return the time of a decode step in such an interval."""
+        """Return the time of a decode step beside the decoding requests of an observation."""
         step_s = self.step_s + self.decode_request_s * observation.decode_requests
         return step_s + self.decode_context_s * observation.decode_context_tokens
 
     def predict_interval_s(self, observation: Observation) -> float:
-        """Return the time that such an interval takes here, as far as is known."""
+        """Return the time that the work of an observation takes at the rates in use."""
         prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic_work
         return prefill_s + self.predict_step_s(observation) * observation.steps
 
     def observe(self, observation: Observation) -> list[Speed]:
-        """Learn from one interval; returns the speeds that changed, of which `refresh` is still to be called."""
+        """Learn from one interval; return the speeds that changed, on which the caller calls `refresh`."""
         pool, times = self.pool, self.pool.compute_prior_times(observation)
         if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
             return []
@@ -400,14 +411,14 @@ class Speed:
         return pool.members if has_pool_changed else changed_members
 
     def _update_factor(self) -> bool:
-        """Whether its factor changed."""
+        """Recompute the factor; return whether it changed."""
         pool, ratios, previous_factor = self.pool, self._recent_ratios, self.factor
         unheard_count = pool.observation_count - self._last_observation_number
         if previous_factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(pool.members):
-            while len(ratios) > _WORKER_INTERVALS_MIN - _PROBES:
+            while len(ratios) > _TARGET_INTERVALS_MIN - _PROBES:
                 ratios.popleft()
         self.factor = 1.0
-        if len(ratios) >= _WORKER_INTERVALS_MIN:
+        if len(ratios) >= _TARGET_INTERVALS_MIN:
             median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
             tolerance = _LEAVES_POOL_BEYOND if previous_factor == 1.0 else _RETURNS_TO_POOL_BELOW
             if not _is_within(median_ratio, 1.0, tolerance):
@@ -417,5 +428,5 @@ class Speed:
 
 
 def _is_within(ratio: float, other: float, tolerance: float) -> bool:
-    """Whether neither is more than `tolerance` times the other."""
+    """Return whether neither number is more than `tolerance` times the other."""
     return ratio <= tolerance * other and other <= tolerance * ratio

@@ -1,9 +1,9 @@
-"""What a request can be sent to, and how busy it is: the values that the tracker keeps and the policy reads.
+"""State of one target: a worker, or one data-parallel rank of a worker, that requests can be sent to.
 
-A **target** is a worker, or one data-parallel rank of it. Its state has four parts: `Capacity`, `Load` and `PeerLoad`
-(router/decide/load.py) and `Speed` (router/decide/speed.py), beside the `PrefillQueue` of its prompts without a first
-token. Only the tracker changes a target, and the cache state its capacity; what is derived from the parts (slowdown, Q)
-is recomputed by `recompute_decode_load` and `recompute_queue` after each change.
+The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
+(router/decide/speed.py). `PrefillQueue` has the prompts without a first token. Only the tracker changes a target, and
+the cache state its capacity. `recompute_decode_load` and `recompute_queue` bring derived values (slowdown, Q) up to
+date.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from router.decide.config import ServiceModel
-from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad
+from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad, PeerPrefills
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
-"""Oldest prompts without a first token that are sorted whenever one comes or goes."""
+"""Prompts, the oldest first, that are sorted by their remaining prefill; a longer queue is extrapolated from these."""
 OVERDUE_SHARE: Final = 0.2
-"""Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
+"""An overdue prefill is assumed to take this share of its time so far once more."""
 _REMAINING_SHARE_MIN: Final = 0.05
-"""Share of a prefill that is taken to be left when it should be done, where others went first meanwhile."""
+"""Least share of a prefill that is assumed to remain after other prompts went first."""
 
 _EXTERNAL_PROMPT_TOKENS: Final = 256
-"""Uncached tokens that a waiting request of others is taken to have: of its length nothing is known."""
+"""Uncached tokens that are assumed for a waiting request which no router sent."""
 
 
 class RequestPhase(enum.Enum):
@@ -84,38 +84,38 @@ class InFlightRequest:
 
 @dataclass(slots=True, eq=False)
 class PrefillQueue:
-    """Prompts that were routed to a target and have no first token yet; sums over them, other routers' included."""
+    """Prompts that were sent to a target and have no first token yet, with sums that include other routers' prompts."""
 
     requests: dict[InFlightRequest, None] = field(default_factory=dict)
     """Ordered set of the requests, the first sent first."""
     own_prefill_s: float = 0.0
-    """Sum of P over `requests`."""
+    """Sum of `prefill_s` over `requests`."""
     oldest_since_s: float = -math.inf
-    """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
+    """When the target could begin with its oldest request: at the last first token or end of an earlier request."""
     next_send_index: int = 0
-    """Requests that were ever routed here."""
+    """Number of requests that were ever sent to the target."""
     last_answered_send_index: int = -1
-    """The latest of them that has its first token."""
+    """Highest `send_index` of a request that has its first token."""
     total_prefill_s: float = 0.0
-    """Sum of P of everything without a first token, other routers' included; Q before progress."""
+    """Prefill seconds of all prompts here, other routers' included; Q without the progress of the current prefill."""
     busy_since_s: float = 0.0
-    """When the worker turned to the oldest of them."""
+    """When the target began with the current prefill."""
     fixed_step_share: float = 0.0
-    """Share of a step that goes by before the oldest of them makes progress, as a step has its fixed part first."""
+    """Share of a decode step that passes before the current prefill makes progress."""
     oldest_prefill_s: float = 0.0
-    """P of the oldest of them."""
+    """Seconds of the current prefill: of the oldest prompt, or of the shortest with `is_shortest_first`."""
     is_shortest_first: bool = False
-    """The engine computes the prompt with the least left first; else in their order."""
+    """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
     sorted_remaining_s: list[float] = field(default_factory=list)
-    """With `is_shortest_first`: what is left of each P, ascending; of very many, those of the oldest."""
+    """Remaining prefill seconds of the oldest requests, ascending. Empty unless `is_shortest_first`."""
     cumulative_remaining_s: list[float] = field(default_factory=lambda: [0.0])
-    """Sums of the first so many of them."""
+    """Sums of the first 0, 1, 2 ... of `sorted_remaining_s`."""
     sample_scale: float = 1.0
-    """Requests for which each of them stands."""
+    """Number of requests for each entry of `sorted_remaining_s`."""
     shortest: InFlightRequest | None = None
-    """The request with the least left."""
+    """The request with the least remaining prefill. None unless `is_shortest_first`."""
     shortest_since_s: float = -math.inf
-    """When it became the first."""
+    """When `shortest` became the first."""
 
     def get_oldest(self) -> InFlightRequest | None:
         """Return the request that was sent first."""
@@ -128,55 +128,71 @@ class PrefillQueue:
         self.own_prefill_s += request.prefill_s
 
     def remove(self, request: InFlightRequest) -> bool:
-        """Take a request off; True where it was the oldest."""
+        """Remove a request; return whether it was the oldest."""
         was_oldest = self.get_oldest() is request
         del self.requests[request]
         # Recomputed when empty, so that rounding never accumulates.
         self.own_prefill_s = self.own_prefill_s - request.prefill_s if self.requests else 0.0
         return was_oldest
 
+    def record_first_token(self, request: InFlightRequest) -> bool:
+        """Note that a request has its first token; return whether it had it in its turn.
+
+        The turn is that of the oldest request. With `is_shortest_first`, no later request may have its first token.
+        """
+        if not self.is_shortest_first:
+            return self.get_oldest() is request
+        is_in_turn = request.send_index > self.last_answered_send_index
+        self.last_answered_send_index = max(request.send_index, self.last_answered_send_index)
+        return is_in_turn
+
     def reprice(self, speed: Speed) -> None:
-        """The worker is as fast as `speed` says from now on."""
+        """Recompute the prefill seconds of all requests after the target's speed has changed."""
         for request in self.requests:
             request.prefill_s = speed.estimate_prefill_s(request.prompt_tokens, request.cached_tokens)
         self.own_prefill_s = sum(request.prefill_s for request in self.requests)
 
     def record_progress(self, slowdown: float, now: float) -> None:
-        """Call before the queue changes: where the order may change, what was done so far is noted."""
+        """Note the progress of the shortest prompt, before a change of the queue may put another prompt first."""
         if self.shortest is not None:
             done_s = (now - self.busy_since_s) / slowdown
             if done_s > 0.0:
                 self.shortest.prefill_done_s += done_s
         self.shortest_since_s = now
 
-    def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
-        """Recompute the totals after the queue or the other routers' part changed."""
-        oldest_since_s, oldest_prefill_s, oldest_routed_s = self.oldest_since_s, 0.0, math.inf
+    def recompute(self, peer_prefills: PeerPrefills, step_prefill_s: float) -> None:
+        """Recompute the sums after the requests or `peer_prefills` have changed."""
+        oldest_since_s, oldest_prefill_s, oldest_sent_at_s = self.oldest_since_s, 0.0, math.inf
         oldest_request = self.get_oldest()
         if oldest_request is not None:
-            oldest_prefill_s, oldest_routed_s = oldest_request.prefill_s, oldest_request.sent_at_s
+            oldest_prefill_s, oldest_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         self.total_prefill_s = self.own_prefill_s
         if self.is_shortest_first:
-            oldest_prefill_s, oldest_routed_s = self._sort_by_remaining_prefill()
+            oldest_prefill_s, oldest_sent_at_s = self._sort_by_remaining_prefill()
         elif self.shortest is not None:
             self.shortest = None
             self.sorted_remaining_s = []
             self.cumulative_remaining_s = [0.0]
-        oldest_since_s = max(oldest_since_s, peer_load.oldest_prefill_since_s)
-        if peer_load.prefill_s > 0.0:
-            self.total_prefill_s += peer_load.prefill_s
-            if peer_load.oldest_routed_s < oldest_routed_s:
-                oldest_prefill_s, oldest_routed_s = peer_load.oldest_prefill_s, peer_load.oldest_routed_s
-        self.busy_since_s = max(oldest_since_s, oldest_routed_s)  # with the shortest first that is later
+        oldest_since_s = max(oldest_since_s, peer_prefills.oldest_since_s)
+        if peer_prefills.prefill_s > 0.0:
+            self.total_prefill_s += peer_prefills.prefill_s
+            if peer_prefills.oldest_sent_at_s < oldest_sent_at_s:
+                oldest_prefill_s = peer_prefills.oldest_prefill_s
+                oldest_sent_at_s = peer_prefills.oldest_sent_at_s
+        self.busy_since_s = max(oldest_since_s, oldest_sent_at_s)  # with the shortest first that is later
         self.fixed_step_share = max(0.0, 1.0 - oldest_prefill_s / step_prefill_s)
         self.oldest_prefill_s = min(oldest_prefill_s, self.total_prefill_s)
 
-    def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float, peer_load: PeerLoad) -> tuple[float, int]:
-        """Return (what of Q = `wait_s` is computed before a prompt of P = `prefill_s`, how many requests that prompt
-        overtakes), where the engine computes the prompt with the least left first."""
+    def estimate_shortest_first_wait(
+        self, prefill_s: float, wait_s: float, peer_prefills: PeerPrefills
+    ) -> tuple[float, int]:
+        """Return the wait of a new prompt and the number of requests that it overtakes, with `is_shortest_first`.
+
+        `prefill_s`: time to compute the prompt. `wait_s`: time to compute everything that is queued now.
+        """
         before_s, overtaken_count, sorted_remaining_s = 0.0, 0, self.sorted_remaining_s
         if sorted_remaining_s:
-            first_s = sorted_remaining_s[0] - (self.total_prefill_s - wait_s)  # it has made progress
+            first_s = sorted_remaining_s[0] - (self.total_prefill_s - wait_s)  # less its progress until now
             position = bisect_right(sorted_remaining_s, prefill_s, 1)
             before_s = (self.cumulative_remaining_s[position] - self.cumulative_remaining_s[1]) * self.sample_scale
             overtaken_count = round((len(sorted_remaining_s) - position) * self.sample_scale)
@@ -184,15 +200,15 @@ class PrefillQueue:
                 before_s += max(first_s, 0.0)
             else:
                 overtaken_count += 1
-        if peer_load.prefill_requests:
-            if peer_load.prefill_s <= prefill_s * peer_load.prefill_requests:
-                before_s += peer_load.prefill_s
+        if peer_prefills.request_count:
+            if peer_prefills.prefill_s <= prefill_s * peer_prefills.request_count:
+                before_s += peer_prefills.prefill_s
             else:
-                overtaken_count += peer_load.prefill_requests
+                overtaken_count += peer_prefills.request_count
         return before_s, overtaken_count
 
     def _sort_by_remaining_prefill(self) -> tuple[float, float]:
-        """Sort the prompts by what is left of them; return (what is left of the first, since when it is the first)."""
+        """Sort the prompts by remaining prefill; return the remaining seconds of the first and when it became that."""
         requests = sorted(
             itertools.islice(self.requests, _SORTED_PREFILLS_MAX),
             key=InFlightRequest.estimate_remaining_prefill_s,
@@ -208,7 +224,7 @@ class PrefillQueue:
 
 
 class Target:
-    """State of one target that its price is made of."""
+    """A worker, or one data-parallel rank of it, with all that its price depends on."""
 
     def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
@@ -216,43 +232,44 @@ class Target:
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
         self.speed = Speed(pool)
         self.peer_load = NO_PEER_LOAD
-        """The sum of what other routers have in flight here, and of what its engine says that others have."""
+        """Sum of the loads of other routers and of `external_load`."""
         self.external_load = NO_EXTERNAL_LOAD
-        """What the engine reports beyond what is known."""
-        # Derived from these by `recompute_decode_load`.
+        """Load that the engine reports and that no router sent."""
+        # The following are derived by `recompute_decode_load`.
         self.slowdown = 1.0
+        """Factor by which running decodes stretch a prefill."""
         self.step_s = 0.0
-        """Time of a decode step now."""
+        """Time of a decode step with the sequences that run now."""
         self.total_request_count = 0
-        """All requests here, with or without a first token, other routers' included."""
+        """Requests here before and after their first token, other routers' included."""
         self.mutual_step_delay_s = 0.0
-        """2 c n + d ctx over all of them: what they add to a step, and what one more sequence adds to theirs."""
+        """Time that all requests here add to a step, plus what one more sequence adds to each of their steps."""
         self.slot_wait_s = 0.0
-        """How long one more request would wait for a slot: as many have to end as are too many."""
+        """Time that one more request would wait for a free sequence slot."""
         self.free_kv_tokens = math.inf
-        """Tokens of the KV cache that running requests leave."""
+        """Tokens of the KV cache that no running request holds."""
         self.recompute_decode_load()
         self.recompute_queue()
 
     def set_service_model(self, service: ServiceModel) -> None:
-        """The worker is as fast as `service` says from now on."""
+        """Replace the learned speed of the target."""
         self.speed.set_service_model(service)
         self.prefill_queue.reprice(self.speed)
         self.recompute_decode_load()
         self.recompute_queue()
 
     def set_peer_load(self, peer_load: PeerLoad) -> None:
-        """Other routers, or the engine, told of what others have here."""
+        """Replace the load that others have on the target."""
         self.peer_load = peer_load
         self.recompute_decode_load()
         self.recompute_queue()
 
     def recompute_decode_load(self) -> None:
-        """Recompute what is derived from the service model and the decode load."""
+        """Recompute what is derived from speed, loads and capacity."""
         load, speed, peer_load, capacity = self.load, self.speed, self.peer_load, self.capacity
         decode_request_count = load.decode_request_count + peer_load.decode_requests
         context_tokens = load.decode_context_tokens + peer_load.decode_context_tokens
-        total_request_count = load.request_count + (peer_load.decode_requests + peer_load.prefill_requests)
+        total_request_count = load.request_count + peer_load.request_count
         self.total_request_count = total_request_count
         self.step_s = (
             speed.step_s + speed.decode_request_s * decode_request_count + speed.decode_context_s * context_tokens
@@ -273,20 +290,22 @@ class Target:
             )
 
     def recompute_queue(self) -> None:
-        """Recompute what `estimate_queue_s` reads, after the queue changed."""
-        self.prefill_queue.recompute(self.peer_load, self.speed.step_prefill_s)
+        """Recompute what `estimate_queue_s` reads after the queue has changed."""
+        self.prefill_queue.recompute(self.peer_load.prefills, self.speed.step_prefill_s)
 
     def record_queue_progress(self, now: float) -> None:
-        """Call before what is in the queue changes."""
+        """Note the progress of the current prefill, before the queue changes."""
         self.prefill_queue.record_progress(self.slowdown, now)
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
-        """Return P, the seconds that the uncached part of a prompt takes here."""
+        """Return P, the time to compute the uncached part of a prompt here."""
         return self.speed.estimate_prefill_s(prompt_tokens, cached_tokens)
 
     def estimate_queue_s(self, now: float) -> float:
-        """Return Q: routed prefill that is still to be done, with the oldest one's progress taken off. What should be
-        done by now and is not will take longer still, the more so the longer it has taken."""
+        """Return Q, the remaining prefill seconds of the requests here.
+
+        A prefill that should be done by now is assumed to take OVERDUE_SHARE of its time so far once more.
+        """
         queue = self.prefill_queue
         waiting_s = queue.total_prefill_s
         if waiting_s == 0.0:
@@ -298,62 +317,58 @@ class Target:
         return waiting_s - queue.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
     def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
-        """Return (what of Q = `wait_s` is computed before a prompt of P = `prefill_s`, how many requests that prompt
-        overtakes), where the engine computes the prompt with the least left first."""
-        return self.prefill_queue.estimate_shortest_first_wait(prefill_s, wait_s, self.peer_load)
+        """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""
+        return self.prefill_queue.estimate_shortest_first_wait(prefill_s, wait_s, self.peer_load.prefills)
 
     def estimate_wait_before_s(self, prefill_s: float, now: float) -> float:
-        """Return the seconds of prefill that are computed before a prompt of P = `prefill_s`."""
+        """Return the prefill seconds that are computed before a new prompt that takes `prefill_s`."""
         wait_s = self.estimate_queue_s(now)
         if wait_s and self.prefill_queue.is_shortest_first:
             return self.estimate_shortest_first_wait(prefill_s, wait_s)[0]
         return wait_s
 
     def compute_overdue_ratio(self, now: float) -> float:
-        """Return how many times as long as it should its oldest prefill has taken so far."""
+        """Return the time that the current prefill has taken so far, divided by its expected time."""
         queue = self.prefill_queue
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 
     def compute_free_share(self) -> float:
-        """Return the share of the worker that running requests leave: of its KV memory, times of its sequence slots."""
+        """Return the free share of the KV memory times the free share of the sequence slots."""
         free_slots_share = 1.0 - self.total_request_count / self.capacity.max_num_seqs
         if not self.capacity.kv_tokens:
             return max(free_slots_share, 0.0)
         return max(free_slots_share, 0.0) * max(self.free_kv_tokens / self.capacity.kv_tokens, 0.0)
 
-    def estimate_added_decode_s(self, prompt_tokens: int, expected_tokens: float) -> float:
-        """Return what such an answer adds to the steps of others."""
+    def estimate_added_decode_s(self, prompt_tokens: int, output_tokens: float) -> float:
+        """Return the time that the steps of an answer add to those of other requests."""
         speed = self.speed
-        return expected_tokens * (
-            speed.decode_request_s + speed.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
-        )
+        return output_tokens * (speed.decode_request_s + speed.decode_context_s * (prompt_tokens + 0.5 * output_tokens))
 
     def learn_max_num_seqs(self, waited_s: float, expected_s: float, now: float) -> None:
-        """A request got its first token after so long."""
+        """Learn the number of sequence slots from a first token that came after `waited_s`."""
         is_late = waited_s > SLOT_WAIT_RATIO * expected_s + 1.0
         follows_end = now - self.load.last_request_end_s < 0.1 + 3.0 * self.step_s
         self.capacity.learn_max_num_seqs(self.load.decode_request_count, has_waited_for_slot=is_late and follows_end)
 
     def estimate_drain_s(self, share: float) -> float:
-        """Return the time until such a share (1: all) of what runs here has ended."""
+        """Return the time until a share, at most 1, of the requests here has ended."""
         return share * self.load.mean_remaining_output_tokens * self.step_s if self.total_request_count else 0.0
 
     def make_external_peer_load(self) -> PeerLoad:
-        """Return `external_load` as if another router had told it."""
+        """Return `external_load` in the form of another router's load."""
         external = self.external_load
         prefill_s = self.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0)
-        return PeerLoad(
+        prefills = PeerPrefills(
             prefill_s=external.waiting * prefill_s,
-            prefill_requests=external.waiting,
+            request_count=external.waiting,
             oldest_prefill_s=prefill_s,
-            oldest_routed_s=math.inf,  # when it began is not known: it makes no progress, and is never late
-            decode_requests=external.running,
-            decode_context_tokens=external.kv_tokens,
+            oldest_sent_at_s=math.inf,  # unknown: it makes no progress and is never overdue
         )
+        return PeerLoad(prefills, decode_requests=external.running, decode_context_tokens=external.kv_tokens)
 
     def advance_work_totals(self, now: float) -> None:
-        """Bring the totals over time up to now, before the counts change."""
+        """Add the time since the last call to the work totals, before the counts change."""
         totals, peer_load = self.speed.work_totals, self.peer_load
         elapsed_s = now - totals.updated_at_s
         if elapsed_s <= 0.0:

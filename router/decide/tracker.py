@@ -1,10 +1,10 @@
-"""How busy each worker is, from the router's own bookkeeping: the cost's Q, U, slow, n_dec and ctx.
+"""Counting the load of each target from the requests that the router sends, and learning how fast the targets are.
 
-Owns what is in flight on each target (router/decide/target.py) and what was learned of its speed. Refuses to know why a
-target was chosen, caches, sockets and clocks.
+`LoadTracker` owns the targets (router/decide/target.py) and the speeds of their pools. It knows nothing of caches,
+prices, sockets and clocks.
 
-Invariants (`check_invariants`): a target's sums equal the sums over its requests; a request is in exactly one phase;
-after every request ended, every sum is zero.
+Invariants (`check_invariants`): a target's sums equal the sums over its requests in flight; after every request has
+ended, every sum is zero.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import msgspec
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import (
     NO_EXTERNAL_LOAD,
+    NO_PEER_LOAD,
     REPORT_VALID_S,
     EngineLoad,
     PeerLoad,
+    PeerPrefills,
     estimate_external_load,
     merge_peer_loads,
 )
@@ -31,32 +33,33 @@ from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
 _SAME_STEP_S: Final = 0.004
-"""First tokens this close together came out of one engine step: one observation."""
+"""First tokens this close together are taken to come from one engine step."""
 OBSERVED_STEPS_MIN: Final = 16
-"""So many tokens of an answer teach what a decode step takes."""
+"""Least number of decode steps from which the time of a step is learned."""
 _SILENCE_CHECK_INTERVAL_S: Final = 0.01
-"""Time between two looks at how long a pool without any observation has been waited for."""
+"""Time between two checks whether a pool without any observation is slower than its prior."""
 _OVERDUE_RATIO_MIN: Final = 1.1
-"""So many times as long as expected is late."""
+"""A prefill is overdue from this multiple of its expected time on."""
 TOKEN_S_MIN: Final = 1e-4
+"""Least time for a generated token; an engine that reports more tokens than fit its answer's time is not believed."""
 COUNT_TOLERANCE_TOKENS: Final = 16
-"""No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
-tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
-chunks, which is as good."""
+"""Tokens by which a reported length may exceed 1.25 times the number of chunks of a stream. Where chunks have several
+tokens, lengths and step times are then both in chunks, which serves as well."""
 UTILISATION_WINDOW_S: Final = 60.0
 """Time over which utilisation is averaged."""
 _RESCALE_WINDOWS: Final = 20.0
+"""Windows after which scaled utilisations are scaled back, before they overflow."""
 
 
 class LoadTracker:
-    """Bookkeeping at route, first token, finish, failure; learning; the load other routers told of."""
+    """Load and speed of every target, from this router's requests, its peers and the engines' reports."""
 
     def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
         self._service = service
         self.cost = cost
         self._learn = learn
         self._speed_by_pool: dict[str, PoolSpeed] = {}
-        """What was learned of each pool's targets; as many as models were ever served."""
+        """pool -> speed of its targets; a pool for each model that was ever served."""
         self.targets: dict[str, Target] = {}
         self._epoch_s: float | None = None
         self._estimated_first_tokens: list[tuple[float, int, InFlightRequest]] = []
@@ -66,13 +69,13 @@ class LoadTracker:
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """router -> target name -> load."""
         self.changed_targets: set[str] = set()
-        """Names of targets whose own load changed since whoever shares it last cleared this."""
+        """Names of targets with a new load of this router; cleared when the peers have been told."""
         self.load_orders: list[LoadOrder] = []
-        """Told of every change of a target's load."""
+        """Orders to be informed of every change of a target's load."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
-        """A new target of the workers of one model (`pool`); it starts at their speed."""
+        """Add a target. It starts with the learned speed of its `pool`, the workers that serve one base model."""
         pool_speed = self._speed_by_pool.get(pool)
         if pool_speed is None:
             pool_speed = self._speed_by_pool[pool] = PoolSpeed(self._service, self._learn)
@@ -82,7 +85,7 @@ class LoadTracker:
         return target
 
     def remove_target(self, name: str) -> None:
-        """Its requests in flight stay known by id until they end; they no longer count anywhere."""
+        """Forget a target. Its requests in flight may still be ended, and no longer count anywhere."""
         target = self.targets.pop(name, None)
         if target is not None:
             target.speed.pool.members.remove(target.speed)
@@ -196,9 +199,9 @@ class LoadTracker:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached_tokens
 
-    def has_free_target(self, wait_s_max: float, now: float) -> bool:
-        """Whether there is a target with no longer a wait."""
-        return any(t.slowdown * t.estimate_queue_s(now) <= wait_s_max for t in self.targets.values())
+    def has_free_target(self, max_wait_s: float, now: float) -> bool:
+        """Return whether a new request would wait at most `max_wait_s` at some target."""
+        return any(t.slowdown * t.estimate_queue_s(now) <= max_wait_s for t in self.targets.values())
 
     def _mark_changed(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
@@ -207,7 +210,10 @@ class LoadTracker:
                 order.mark_changed(target)
 
     def advance(self, now: float) -> None:
-        """Let requests that do not stream pass their estimated first token. Call before reading any load."""
+        """Bring loads up to `now`: requests that do not stream pass their estimated first tokens.
+
+        Call it before reading any load.
+        """
         estimates = self._estimated_first_tokens
         while estimates and estimates[0][0] <= now:
             first_token_at_s, _, request = heapq.heappop(estimates)
@@ -220,8 +226,7 @@ class LoadTracker:
                     self._learn_from_silence(pool, now)
 
     def _learn_from_silence(self, pool: PoolSpeed, now: float) -> None:
-        """No worker of a pool has answered yet: how long they are waited for tells something too. Half of them say that
-        all are slower than was thought."""
+        """Raise the prior of a pool without any answer yet where the median target's prefill is overdue."""
         overdue_ratios = sorted(
             target.compute_overdue_ratio(now)
             for target in self.targets.values()
@@ -253,16 +258,19 @@ class LoadTracker:
 
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
-        """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
+        """Return the factor from `utilisation_scaled` to utilisation at `now`, the same for all targets."""
         return math.exp(-max(now - self._update_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
 
     def compute_utilisation(self, target: Target, now: float) -> float:
-        """U, other routers' share included."""
-        factor = self.compute_utilisation_decay(now)  # first: it may rescale what it is multiplied with
+        """Return a target's utilisation U, other routers' share included."""
+        factor = self.compute_utilisation_decay(now)  # before `utilisation_scaled` is read: it may rescale that
         return target.load.utilisation_scaled * factor + target.peer_load.utilisation
 
     def _update_decay_epoch(self, now: float) -> float:
-        """Decay is kept as one growing factor for all; start over before it overflows."""
+        """Return the time at which the decay factor is 1. Loads are scaled up by it instead of each decaying.
+
+        A time too far in the past is moved up to `now`, before the scaled loads overflow.
+        """
         window_s = UTILISATION_WINDOW_S
         if self._epoch_s is None:
             self._epoch_s = now
@@ -278,19 +286,16 @@ class LoadTracker:
 
     # Learning ----------------------------------------------------------------------------------------------------
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
-        """Time from when the worker turned to this request until its first token: one observation, or part of one."""
+        """Learn from the first token of a stream: it begins a prefill interval, or adds to the open one.
+
+        An interval lasts from when the target began with a prompt until the first tokens of one or several steps.
+        """
         if not request.is_streaming:
             return
-        target, prefill_queue = request.target, request.target.prefill_queue
-        if prefill_queue.is_shortest_first:
-            is_in_turn = request.send_index > prefill_queue.last_answered_send_index
-            prefill_queue.last_answered_send_index = max(request.send_index, prefill_queue.last_answered_send_index)
-        else:
-            is_in_turn = prefill_queue.get_oldest() is request
-        is_alone = target.peer_load.prefill_s <= 0.0 and not target.external_load
+        target, load = request.target, request.target.load
+        is_in_turn = target.prefill_queue.record_first_token(request)
+        oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.prefills.oldest_since_s)
         interval = target.speed.open_prefill_interval
-        oldest_since_s = max(prefill_queue.oldest_since_s, target.peer_load.oldest_prefill_since_s)
-        load = target.load
         if interval is not None and now - interval.end_s > _SAME_STEP_S:
             if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
                 interval.add_step(load.decode_request_count, load.decode_context_tokens)
@@ -308,7 +313,8 @@ class LoadTracker:
                 last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
                 is_usable=is_in_turn,
             )
-        interval.is_usable = interval.is_usable and is_alone
+        has_other_work = target.peer_load.prefills.prefill_s > 0.0 or bool(target.external_load)
+        interval.is_usable = interval.is_usable and not has_other_work
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
@@ -326,8 +332,7 @@ class LoadTracker:
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Since a stream was last looked at it took so many steps, in which its target also prefilled what had its
-        first token meanwhile: an observation of what steps take."""
+        """Learn from `step_count` decode steps of a stream, and from the prefills that its target did meanwhile."""
         target, start_totals = request.target, request.decode_start_totals
         if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
@@ -346,7 +351,7 @@ class LoadTracker:
             self._apply_learned_speeds(target.speed.observe(observation))
 
     def close_interval(self, target: Target) -> None:
-        """Close the open interval and learn from it."""
+        """Close a target's open prefill interval and learn from it."""
         speed = target.speed
         interval, speed.open_prefill_interval = speed.open_prefill_interval, None
         if interval is None or not interval.is_usable or self.targets.get(target.name) is not target:
@@ -360,7 +365,7 @@ class LoadTracker:
         self._apply_learned_speeds(speed.observe(observation))
 
     def _apply_learned_speeds(self, speeds: Collection[Speed]) -> None:
-        """Put to use what was newly learned of targets."""
+        """Recompute the targets of speeds that have changed."""
         if not speeds:
             return
         changed_speeds = set(speeds)
@@ -372,26 +377,31 @@ class LoadTracker:
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
-        """This router's own part of a target's load."""
+        """Return this router's part of a target's load, for its peers."""
         load, prefill_queue = target.load, target.prefill_queue
         oldest_request = prefill_queue.get_oldest()
         factor = self.compute_utilisation_decay(now)
-        return PeerLoad(
+        prefills = PeerPrefills(
             prefill_s=prefill_queue.own_prefill_s,
-            prefill_requests=len(prefill_queue.requests),
+            request_count=len(prefill_queue.requests),
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
-            oldest_routed_s=oldest_request.sent_at_s if oldest_request else now,
-            oldest_prefill_since_s=prefill_queue.oldest_since_s,
+            oldest_sent_at_s=oldest_request.sent_at_s if oldest_request else now,
+            oldest_since_s=prefill_queue.oldest_since_s,
+        )
+        return PeerLoad(
+            prefills,
             decode_requests=load.decode_request_count,
             decode_context_tokens=load.decode_context_tokens,
             utilisation=load.utilisation_scaled * factor,
-            updated_s=now,
             prefill_rate=target.speed.prefill_rate,
         )
 
     def set_peer_loads(self, router: str, loads: Mapping[str, PeerLoad], *, is_full: bool = True) -> None:
-        """What `router` has in flight, by target name. `is_full`: nothing on others, so that {} forgets the router;
-        else about targets that are known only: of the rest a full message will tell."""
+        """Replace the loads of another router, by target name.
+
+        `is_full`: the router has no load on other targets, so that {} forgets it. Otherwise its other loads stay, and
+        loads of unknown targets are ignored until the next full message.
+        """
         previous_loads = self._peer_loads_by_router.pop(router, {})
         other_loads = {} if is_full else previous_loads
         new_loads = {**other_loads, **{name: load for name, load in loads.items() if is_full or name in self.targets}}
@@ -402,18 +412,21 @@ class LoadTracker:
                 self._merge_peer_load(self.targets[name])
 
     def get_pool_speeds(self) -> dict[str, SharedSpeed]:
-        """What this router learned by itself, by pool."""
+        """Return what this router has learned itself, by pool."""
         return {name: pool.own for name, pool in self._speed_by_pool.items() if pool.own.prefill_weight}
 
     def set_peer_speeds(self, router: str, speed_by_pool: Mapping[str, SharedSpeed]) -> None:
-        """What `router` learned, by pool: all of it, so that {} forgets the router."""
+        """Replace what another router has learned, by pool; {} forgets that router."""
         for name, pool in self._speed_by_pool.items():
             if pool.set_shared_speed(router, speed_by_pool.get(name)):
                 self._apply_learned_speeds(pool.members)
 
-    # Engines that tell of their load -------------------------------------------------------------------------------
+    # Reports of engines --------------------------------------------------------------------------------------------
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
-        """What a target's engine says; None: it was asked in vain. `in_flight`: our requests when it was asked."""
+        """Record the load that a target's engine reports; None: it did not answer.
+
+        `in_flight`: number of this router's requests there when the engine was asked.
+        """
         target = self.targets.get(name)
         if target is None:
             return
@@ -422,9 +435,9 @@ class LoadTracker:
             known_requests = max(in_flight, load.request_count)
             known_kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
             for peer_loads in self._peer_loads_by_router.values():
-                if (peer_load := peer_loads.get(name)) is not None:
-                    known_requests += peer_load.decode_requests + peer_load.prefill_requests
-                    known_kv_tokens += peer_load.decode_context_tokens
+                peer_load = peer_loads.get(name, NO_PEER_LOAD)
+                known_requests += peer_load.request_count
+                known_kv_tokens += peer_load.decode_context_tokens
             external_load = estimate_external_load(
                 engine_load,
                 now,

@@ -1,14 +1,11 @@
-"""The drift watchdog: does what the router believes of a worker still agree with what the worker says? Pure.
+"""Alarms where predictions of the router drift from what a worker reports. Pure.
 
-Four comparisons a worker, each over a short window of finished requests, so that an alarm comes within 50 requests and
-goes when its cause does:
+Each alarm compares a short window of finished requests, so that it comes within 50 requests and goes with its cause:
 
-* `prompt_tokens`: the router's token count against `usage.prompt_tokens`: another chat template or tokenizer;
-* `cached_tokens`: the predicted cached tokens against the reported ones: wrong tokens of the right number, a wrong
-  salt, lost events;
-* `promised`: predictions that are too high: prefixes are evicted before the requests that count on them run;
-* `events`: the worker fills blocks, or reuses blocks that nobody announced, and says nothing: events off or not
-  arriving.
+* `prompt_tokens`: the router counts other tokens than `usage.prompt_tokens`, by another chat template or tokenizer;
+* `cached_tokens`: predicted and reported cached tokens differ, by wrong tokens, a wrong salt or lost events;
+* `promised`: predictions are too high, as prefixes are evicted before the requests that count on them run;
+* `events`: the worker fills or reuses blocks without events: they are off or do not arrive.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ class DeviationAlarm(NamedTuple):
 
     name: str
     min_share: float
-    """From which it is raised."""
+    """Share of wrong predictions above which the alarm is raised."""
     message_template: str
 
 
@@ -53,23 +50,23 @@ _DEVIATION_ALARMS = (
     ),
 )
 BLOCK_TOKENS: Final = 256
-"""Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
+"""Assumed block length of a worker that does not report it; as many uncached tokens should cause an event."""
 
 
 class StallDetector:
-    """Which workers stand still: none of their streams moves for a while, although those of others do. Pure."""
+    """Detects workers with streams that all stand still for a while, although streams of others move. Pure."""
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
         self._updated_s: float | None = None
         self.stalled_workers: dict[str, float] = {}
-        """worker -> when a byte last came from it."""
+        """worker -> time of its last byte, for stalled workers."""
 
     def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Return the workers that have stalled, or moved again, since the last call. Call it often in `stall_s`.
 
         `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads.
-        No worker is found to stall where no stream moves at all or this call is late: the router may have stood still.
+        No worker counts as stalled where no stream moves at all, or this call is late: the router itself may be stuck.
         """
         is_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
         self._updated_s = now
@@ -83,7 +80,7 @@ class StallDetector:
         return changed_workers
 
     def alarms(self, worker_id: str, now: float) -> list[str]:
-        """As Watchdog.alarms."""
+        """Return the alarms of a worker, as Watchdog.alarms does."""
         last_s = self.stalled_workers.get(worker_id)
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
@@ -93,30 +90,30 @@ class _WorkerWindow:
     deviations: dict[str, deque[tuple[int, int]]] = field(
         default_factory=lambda: {alarm.name: deque(maxlen=WINDOW) for alarm in _DEVIATION_ALARMS}
     )
-    """Of each alarm in `_DEVIATION_ALARMS`, for one request each: (what is wrong, of how much).
+    """alarm name -> (wrong amount, compared amount) of the last requests.
 
     prompt_tokens: (1 where the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
     that is not zero; promised: (predicted - reported where that is positive, prompt tokens).
     """
     unannounced_requests: int = 0
-    """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
+    """Requests since the last stored event that computed a block, or reused one without an event."""
     stored_blocks: int = 0
-    """Blocks that the worker had announced when that was last counted."""
+    """Number of announced blocks at the last check."""
 
     def count_events(self, stored_blocks: int) -> None:
-        """The worker has announced so many blocks since it was first followed."""
+        """Note how many blocks the worker has announced in all."""
         if stored_blocks != self.stored_blocks:
             self.stored_blocks = stored_blocks
             self.unannounced_requests = 0
 
 
 class Watchdog:
-    """Feed it every finished request; ask `alarms`."""
+    """Alarms of all workers, from the usage of every finished request."""
 
     def __init__(self, count_stored_blocks: Callable[[str], int] = lambda worker_id: 0) -> None:
         self._windows: dict[str, _WorkerWindow] = {}
         self.count_stored_blocks = count_stored_blocks
-        """Called with a worker: how many blocks it has announced since it was first followed."""
+        """Function that returns the number of blocks that a worker has announced since it was first followed."""
 
     def record_answer(
         self,
@@ -129,9 +126,10 @@ class Watchdog:
         resident_tokens: int | None = None,
         block_tokens: int | None = None,
     ) -> None:
-        """One answer's usage. None: not counted here, or not said by the engine.
+        """Compare the usage of one answer. None: not counted by the router, or not reported by the engine.
 
-        `resident_tokens`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
+        `counted_tokens`: the router's count of the prompt. `resident_tokens`: predicted tokens that events confirm.
+        `block_tokens`: block length of the worker.
         """
         window = self._windows.get(worker_id)
         if window is None:
@@ -153,11 +151,11 @@ class Watchdog:
             window.unannounced_requests += 1
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Forget a worker that was removed."""
         self._windows.pop(worker_id, None)
 
     def alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
-        """What is wrong, each line starting with a stable name; empty when all agrees."""
+        """Return the present alarms of a worker; each begins with its stable name."""
         window = self._windows.get(worker_id)
         if window is None:
             return []

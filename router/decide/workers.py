@@ -1,7 +1,7 @@
-"""The workers a router knows: identity, what they serve, and whether they may be given work.
+"""Workers: their descriptions, their states, and the circuit breaker that decides which may get requests.
 
-Owns each worker's state and circuit breaker. Refuses to know sockets (the edge probes and reports), load (the tracker)
-and caches (the index). Invariants: only an UP worker, or one probe at a time on a PROBING one, is eligible.
+Sockets belong to the edge, which probes and reports, load to the tracker, caches to the index. Invariant: only an UP
+worker is eligible, or a PROBING one for a single request.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from router.decide.messages import FailureKind, RouteRequest
 from router.index.protocol import HolderId
 
 BLOCKCAST, VLLM = "blockcast", "vllm"
-"""Engines of which the router knows more."""
+"""Engines with fields and routes that the router knows."""
 
 
 class WorkerState(str, enum.Enum):
-    """UP takes work. STARTING was never reached yet. DRAINING finishes what it has. SLEEPING has given its memory back
-    until its operator wakes it. DOWN is broken; PROBING is DOWN whose pause is over, so that one request may try it."""
+    """State of a worker.
+
+    UP takes requests. STARTING was never reached yet. DRAINING only finishes its requests. SLEEPING has released its
+    memory until its operator wakes it. DOWN is broken. PROBING is DOWN after its pause, when one request may try it.
+    """
 
     STARTING = "starting"
     UP = "up"
@@ -32,73 +35,76 @@ class WorkerState(str, enum.Enum):
 
 
 class CacheView(str, enum.Enum):
-    """Where the router's picture of a worker's cache comes from."""
+    """Source of the router's knowledge of a worker's cache."""
 
     EVENTS = "events"
     APPROXIMATE = "approximate"
-    """No events: what this router sent there, least recently used first out, at the advertised capacity."""
+    """No events: an LRU of the prompts that this router sent there, with the advertised capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One name a worker answers to."""
+    """One model name that a worker serves."""
 
     name: str
     base: str
-    """The model whose KV it shares events and index with; equals `name` unless it is an alias or a LoRA."""
+    """Model under which events and the index have its KV; equals `name` unless that is an alias or a LoRA."""
     lora: str | None = None
     max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What an operator or discovery says about a worker."""
+    """Description of a worker, from its operator or from discovery."""
 
     worker_id: str
-    """Stable name shown everywhere, by default host:port of the URL."""
+    """Stable name of the worker, by default host:port of the URL."""
     url: str
     models: tuple[ServedModel, ...] = ()
     roles: frozenset[str] = frozenset()
     ranks: int = 1
-    """Data-parallel ranks, each a holder of its own."""
+    """Number of data-parallel ranks, each with a cache of its own."""
     engine: str = ""
     """`owned_by` of its models: BLOCKCAST, VLLM ..., or empty."""
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""
     host_tokens: int | None = None
-    """Of host memory under it, whose blocks its events tell of as well."""
+    """Advertised capacity of the KV cache in host memory, which the events include; None where unknown."""
     max_num_seqs: int | None = None
-    """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
+    """Sequences that each rank runs at once; None where unknown, so that it is learned."""
     block_size: int | None = None
     is_shortest_first: bool = False
-    """Of the prompts it was sent, it computes the one with the least left first; else the one that came first."""
+    """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker as the core keeps it. `holders[rank]` names its streams in the index."""
+    """A worker and its state in the core."""
 
     spec: WorkerSpec
     health: WorkerState
-    """STARTING, UP, DOWN or PROBING: its state, but for what its operator did."""
+    """STARTING, UP, DOWN or PROBING: the state without draining and sleeping."""
     models: dict[str, ServedModel] = field(default_factory=dict)
-    """What it serves, by name."""
+    """Served models by name."""
     holders: list[HolderId] = field(default_factory=list)
+    """Holder in the index for each rank."""
     failures: int = 0
-    """Consecutive."""
+    """Number of consecutive failures."""
     open_until_s: float = 0.0
+    """End of the present pause of the circuit breaker."""
     open_s: float = 0.0
+    """Length of the last pause."""
     probe: str | None = None
-    """The request that probes it."""
+    """Id of the request that probes the worker."""
     last_answer_at_s: float = -math.inf
-    """When a request's answer began, went on or ended there last."""
+    """Time of the last byte of any answer from the worker."""
     health_reason: str = ""
-    """Why it is DOWN."""
+    """Why the worker is DOWN."""
     is_drained: bool = False
-    """An operator of the router wants it to be given nothing new."""
+    """Whether an operator of the router stopped new requests."""
     is_asleep: bool = False
-    """Its engine says that it sleeps."""
+    """Whether the engine says that it sleeps."""
 
     @property
     def worker_id(self) -> str:
@@ -124,7 +130,7 @@ class Worker:
 
 
 class CircuitBreaker:
-    """The circuit breaker's rules, over `Worker`s that it mutates and never stores."""
+    """Rules of the circuit breaker. It changes workers and stores none."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
@@ -132,8 +138,11 @@ class CircuitBreaker:
     def record_failure(
         self, worker: Worker, now: float, *, reason: str, is_fatal: bool = False, is_probe: bool = False
     ) -> bool:
-        """Count a failure; True where it took the worker down just now. `probe`: it is the probe's. What was sent
-        before a worker went down and fails after it tells nothing new: of one incident there is one pause."""
+        """Count a failure; return whether it took the worker down.
+
+        `is_fatal`: it counts as enough failures. `is_probe`: the probe failed. Other failures of a worker that is down
+        belong to the same incident and do not lengthen the pause.
+        """
         worker.failures += 1
         was_up = worker.health is WorkerState.UP
         if is_probe or (was_up and (is_fatal or worker.failures >= self._config.failures_to_open)):
@@ -141,7 +150,7 @@ class CircuitBreaker:
         return was_up and worker.health is WorkerState.DOWN
 
     def open(self, worker: Worker, now: float, reason: str, *, is_longer: bool = False) -> None:
-        """Open the breaker: nothing is sent until its pause is over. `is_longer`: a probe failed, the pause doubles."""
+        """Take a worker down until a pause is over. `is_longer`: the pause is twice the last one."""
         first_s = worker.open_s or self._config.open_s
         worker.open_s = min(first_s * 2, self._config.open_s_max) if is_longer else first_s
         worker.open_until_s = now + worker.open_s
@@ -149,7 +158,7 @@ class CircuitBreaker:
         worker.probe = None
 
     def record_success(self, worker: Worker) -> bool:
-        """An answer or a health check came: close the breaker; True where the worker may be given work again."""
+        """Record an answer or a good health check; return whether the worker may get requests again."""
         worker.failures = 0
         worker.probe = None
         if worker.health is WorkerState.UP:
@@ -159,7 +168,7 @@ class CircuitBreaker:
         return worker.state is WorkerState.UP
 
     def try_half_open(self, worker: Worker, now: float) -> bool:
-        """Let a probe through where the pause is over; True where that is so now."""
+        """Let one request probe a worker that is down, once the pause is over; return whether it is."""
         is_over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
         if is_over:
             worker.health, worker.probe = WorkerState.PROBING, None
@@ -178,7 +187,7 @@ def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, si
 
 
 def find_unusable_reason(worker: Worker) -> str | None:
-    """The reason a worker takes no new work, or None."""
+    """Return the reason why a worker takes no new request, or None."""
     if worker.state is WorkerState.UP:
         return None
     if worker.state is WorkerState.PROBING:
@@ -187,7 +196,7 @@ def find_unusable_reason(worker: Worker) -> str | None:
 
 
 def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
-    """Every name some worker not DOWN serves, with the longest context any of them offers."""
+    """Return the models that some started worker serves, by name, each with its longest context."""
     models: dict[str, ServedModel] = {}
     for worker in workers:
         if worker.state in (WorkerState.DOWN, WorkerState.STARTING):

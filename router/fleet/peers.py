@@ -21,7 +21,7 @@ import zmq
 
 from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
-from router.decide.load import PeerLoad
+from router.decide.load import PeerLoad, PeerPrefills
 from router.decide.speed import SharedSpeed
 from router.decide.tracker import LoadTracker
 
@@ -204,14 +204,14 @@ class PeerLoads:
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,
-            load.prefill_s,
-            load.oldest_prefill_s,
-            now - load.oldest_routed_s,
-            now - load.oldest_prefill_since_s,
+            load.prefills.prefill_s,
+            load.prefills.oldest_prefill_s,
+            now - load.prefills.oldest_sent_at_s,
+            now - load.prefills.oldest_since_s,
             load.decode_requests,
             load.decode_context_tokens,
             load.utilisation,
-            load.prefill_requests,
+            load.prefills.request_count,
             load.prefill_rate,
         )
 
@@ -226,16 +226,18 @@ def _make_shared_speed(speed: LearnedSpeed) -> SharedSpeed:
 
 
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
-    return PeerLoad(
+    prefills = PeerPrefills(
         prefill_s=load.prefill_s,
-        prefill_requests=load.prefill_requests,
+        request_count=load.prefill_requests,
         oldest_prefill_s=load.oldest_prefill_s,
-        oldest_routed_s=now - load.oldest_routed_age,
-        oldest_prefill_since_s=now - load.oldest_prefill_since_age,
+        oldest_sent_at_s=now - load.oldest_routed_age,
+        oldest_since_s=now - load.oldest_prefill_since_age,
+    )
+    return PeerLoad(
+        prefills,
         decode_requests=load.decode_requests,
         decode_context_tokens=load.decode_context_tokens,
         utilisation=load.utilisation,
-        updated_s=now,
         prefill_rate=load.prefill_rate,
     )
 

@@ -69,9 +69,7 @@ def test_two_routers_see_what_one_would(
         books, targets = pair[i]
         for target, single_target in zip(targets, all_targets):
             at = now + offset[i]
-            in_flight = target.load.request_count + (
-                target.peer_load.prefill_requests + target.peer_load.decode_requests
-            )
+            in_flight = target.load.request_count + (target.peer_load.request_count)
             assert in_flight == single_target.load.request_count
             assert target.slowdown == pytest.approx(single_target.slowdown)
             assert books.compute_utilisation(target, at) == pytest.approx(
@@ -213,7 +211,7 @@ def test_over_real_sockets() -> None:
         second.exchange_loads(time.monotonic())
         time.sleep(0.01)
     assert second_targets[1].peer_load is not NO_PEER_LOAD
-    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
+    assert second_targets[1].peer_load.prefills.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
     first.close()
     second.close()
 

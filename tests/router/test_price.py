@@ -49,7 +49,7 @@ def write_out(
     waiting = [request for request in requests if not request.has_first_token]
     decode_count = len(decoding) + (peer.decode_requests if peer else 0)
     decode_context = sum(request.prompt_tokens for request in decoding) + (peer.decode_context_tokens if peer else 0)
-    count = len(requests) + (peer.decode_requests + peer.prefill_requests if peer else 0)
+    count = len(requests) + (peer.request_count if peer else 0)
     step_s = service.step_s + service.decode_request_s * decode_count + service.decode_context_s * decode_context
     slowdown = 1 + step_s / (service.prefill_s_per_token * service.step_tokens)
     hit = max(cache.cached_tokens, cache.media_cached_tokens)
