@@ -66,15 +66,15 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     """
     name, folder = locate_model_files(config)
     if config.simulate is None:
-        from engine.loading import load
+        from engine.loading import load_executor
         from engine.models import HfConfig
 
         HfConfig.read(folder)
     else:
-        from engine.simulation.executor import load
+        from engine.simulation.executor import load_executor
     if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
         tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
-    executor = load(config, folder)
+    executor = load_executor(config, folder)
     grammars = None
     try:
         eos_token_ids = tokenizer.eos_token_ids

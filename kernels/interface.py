@@ -1,12 +1,12 @@
 """Interface of the kernel backends: operations on one ragged batch over strided views of the unit pool.
 
 Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
-scheduler. There is no global context: everything a kernel reads is an argument, and what a backend wants to know about
-a batch it computes once a step (`plan_attention`) and gets back at every layer.
+scheduler. There is no global context: everything that a kernel reads is an argument. A backend prepares a batch once a
+step (`plan_attention`) and gets that plan back at every layer.
 
-Invariants: in a batch, sequences with one query come first ([0, decode_count)); a query's KV is written before any
-query of the batch reads it, because `attention` stores the whole batch's K and V before it attends; nothing outside
-the positions [0, context_len) of a sequence is ever read into a result, whatever bytes lie there.
+Invariants: in a batch, sequences with one query come first ([0, decode_count)). `attention` stores the K and V of the
+whole batch before it attends, so every query reads them. Results depend only on the positions [0, context_len) of a
+sequence, whatever bytes lie at others.
 """
 
 from __future__ import annotations
@@ -130,15 +130,18 @@ class StatePlan:
     """[decode_count] int64."""
     prompt_spans: tuple[tuple[int, int, int], ...]
     """(first token, end, unit) of every sequence with more than one query."""
+    scans_by_chunks: bool
+    """Whether prompts go through recurrences in chunks, which is faster than token by token."""
 
     @staticmethod
-    def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
-        """Make the plan of a batch. `units`: [sequences], the state unit of each."""
+    def from_units(
+        batch: RaggedBatch, units: IntArray, device: torch.device, *, scans_by_chunks: bool = False
+    ) -> StatePlan:
+        """Make the plan of a batch. `units`: [sequences], the unit of each sequence's state."""
         decode_count = batch.decode_count
         starts = batch.query_starts.tolist()
-        prompt_indices = range(decode_count, len(units))
-        chunks = tuple((starts[i], starts[i + 1], int(units[i])) for i in prompt_indices)
-        return StatePlan(batch, torch.from_numpy(units[:decode_count]).to(device), chunks)
+        spans = tuple((starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
+        return StatePlan(batch, torch.from_numpy(units[:decode_count]).to(device), spans, scans_by_chunks)
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -187,10 +190,10 @@ class Kernels(Protocol):
     device: torch.device
 
     def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
-        """Plan the attention of this batch, once a step for each group and window.
+        """Plan the attention of a batch, once a step for each group.
 
         `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
-        ignored. `window`: a query sees the last `window` positions, its own included; None sees all.
+        ignored. `window`: number of last positions that a query sees, its own included; None: all.
         """
         ...
 
@@ -212,7 +215,7 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual). May write the sum into `residual`."""
+        """Return (norm of x + residual, x + residual). May write the sum into `residual`."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -226,15 +229,15 @@ class Kernels(Protocol):
     def norm_and_rotate(
         self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
-        """`rotate` of `rms_norm`: what queries and keys with head norms go through. x: [tokens, heads, dim]."""
+        """Apply `rms_norm`, then `rotate`, as queries and keys with head norms need. x: [tokens, heads, dim]."""
         ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """SwiGLU: silu(first half of the last axis) * second half."""
+        """Return silu(first half of the last axis) * second half (SwiGLU)."""
         ...
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
+        """Return gelu(first half of the last axis) * second half (GeGLU), with the tanh approximation."""
         ...
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -246,15 +249,15 @@ class Kernels(Protocol):
         ...
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        """relu(x) ** 2."""
+        """Return relu(x) ** 2."""
         ...
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
+        """Return rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
         ...
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        """rms_norm(x * silu(gate)) * weight, each of `groups` equal parts of the last axis normed by itself."""
+        """Return rms_norm(x * silu(gate)) * weight. Each of `groups` equal parts of the last axis has its own norm."""
         ...
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
@@ -264,7 +267,7 @@ class Kernels(Protocol):
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool
     ) -> Tensor:
-        """Depthwise convolution over each sequence's tokens and the tail of those before, then silu if asked.
+        """Convolve each channel over a sequence's tokens and the tail of earlier ones; then apply silu if asked.
 
         x: [tokens, channels]; weight: [channels, width], last tap on the current token; bias: [channels];
         tails: [units, width - 1, channels], oldest first, updated in place. Returns [tokens, channels].
@@ -274,7 +277,7 @@ class Kernels(Protocol):
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any
     ) -> Tensor:
-        """The gated delta rule of `kernels.reference.recurrent`; q and k are made unit length here.
+        """Apply the gated delta rule of `kernels.reference.recurrent` to q and k scaled to unit length.
 
         q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
         log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim], updated in place.
@@ -285,7 +288,7 @@ class Kernels(Protocol):
     def state_space(
         self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
     ) -> Tensor:
-        """Mamba-2's recurrence of `kernels.reference.recurrent`.
+        """Apply Mamba-2's recurrence of `kernels.reference.recurrent`.
 
         x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];
         b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],

@@ -1,9 +1,8 @@
-"""Measure the memory of a step besides weights and cache, by computing the largest one before the cache is sized.
+"""Measures the memory of a step besides weights and cache, by computing the largest step before the cache is sized.
 
-The step has the most tokens and sequences that a step may have: a chunk of a prompt (several, where one may not be so
-long) and a token of each other sequence, all at the end of the longest context. All sequences draw a token with
-penalties, which need a copy of the logits, and with logprobs. With several ranks all must measure, as they communicate
-inside the step.
+The step has the most tokens and sequences that a step may have: chunks of prompts, and one token of each other
+sequence, all at the end of the longest context. All sequences draw a token with penalties, which need a copy of the
+logits, and with logprobs. With several ranks all of them must measure, as they communicate inside the step.
 """
 
 from __future__ import annotations
@@ -18,60 +17,68 @@ from engine.execution.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
-def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: int) -> tuple[StepPlan, int]:
-    """Make the largest step to profile: at most `sequences` sequences of `length_max` tokens, `token_count` in all.
+def make_largest_step(
+    spec: CacheSpec, *, token_count: int, sequence_count: int, length_max: int
+) -> tuple[StepPlan, int]:
+    """Make the largest step of at most `token_count` tokens in `sequence_count` sequences of `length_max` tokens.
 
-    Returns the step and its number of units. All sequences share one unit of each group and one state, because the
-    results are dropped.
+    Returns the step and the number of units that it uses. All sequences share one unit of each group and one state,
+    because the results mean nothing.
     """
-    token_count = min(token_count, sequences * length_max)
-    remaining, lengths = token_count, list[int]()
-    while remaining > sequences - len(lengths):  # of those that are left each has at least one token
-        lengths.append(min(length_max, remaining - (sequences - len(lengths) - 1)))
-        remaining -= lengths[-1]
-    tokens = [0] * length_max
-    tables = []
+    block_tables = []
     for group in range(len(spec.groups)):
-        per_unit = spec.blocks_per_unit(group)
-        blocks = -(-length_max // spec.block_size)
-        tables.append([BlockId(group * per_unit + block % per_unit) for block in range(blocks)])
-    state = None if spec.state is None else UnitId(len(spec.groups))
-
-    def chunk(count: int, name: str) -> Chunk:
-        prompt_logprobs = 20 if count > 1 else None
+        blocks_per_unit, block_count = spec.blocks_per_unit(group), -(-length_max // spec.block_size)
+        block_tables.append([BlockId(group * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)])
+    state_unit = None if spec.state is None else UnitId(len(spec.groups))
+    unit_count = len(spec.groups) + (state_unit is not None)
+    tokens = [0] * length_max
+    chunks = []
+    for index, chunk_tokens in enumerate(_divide_tokens(token_count, sequence_count, length_max)):
         params = SamplingParams(
-            temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=prompt_logprobs
-        )  # fmt: skip
-        request = Request(request_id=name, token_ids=tokens, params=params)
-        seq = Sequence(request, tokens, length_max, 0.0, block_tables=tables, state_unit=state)
-        return Chunk(seq, length_max - count, length_max, should_sample=True)
-
-    chunks = [chunk(length, f"profile {i}") for i, length in enumerate(lengths)] + [chunk(1, "profile")] * remaining
-    return StepPlan(chunks, state_resets=[] if state is None else [state]), len(spec.groups) + (state is not None)
+            top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20 if chunk_tokens > 1 else None
+        )
+        request = Request(request_id=f"profile {index}", token_ids=tokens, params=params)
+        seq = Sequence(request, tokens, length_max, 0.0, block_tables=block_tables, state_unit=state_unit)
+        chunks.append(Chunk(seq, length_max - chunk_tokens, length_max, should_sample=True))
+    return StepPlan(chunks, state_resets=[] if state_unit is None else [state_unit]), unit_count
 
 
-def peak_step_bytes(
+def _divide_tokens(token_count: int, sequence_count: int, length_max: int) -> list[int]:
+    """Divide tokens into as few long chunks as possible, while every sequence gets at least one token."""
+    remaining_tokens = min(token_count, sequence_count * length_max)
+    chunk_lengths: list[int] = []
+    while remaining_tokens:
+        later_sequences = sequence_count - len(chunk_lengths) - 1
+        chunk_lengths.append(max(1, min(length_max, remaining_tokens - later_sequences)))
+        remaining_tokens -= chunk_lengths[-1]
+    return chunk_lengths
+
+
+def measure_step_bytes(
     make_runner: Callable[[int], ModelRunner],
     spec: CacheSpec,
+    *,
     token_count: int,
-    sequences: int,
+    sequence_count: int,
     length_max: int,
     device: torch.device,
 ) -> int:
-    """Most bytes that the largest step holds at one time on a CUDA device. `make_runner`: from a number of units."""
-    plan, units = largest_step(spec, token_count, sequences, length_max)
-    runner = make_runner(units)
-    peak = peak_bytes(partial(runner.execute, plan), device)
+    """Return the most bytes that the largest step allocates on a CUDA device. `make_runner`: from a number of units."""
+    plan, unit_count = make_largest_step(
+        spec, token_count=token_count, sequence_count=sequence_count, length_max=length_max
+    )
+    runner = make_runner(unit_count)
+    peak_bytes = measure_peak_bytes(partial(runner.execute, plan), device)
     del runner
     torch.cuda.empty_cache()
-    return peak
+    return peak_bytes
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that are held at one time on a CUDA device while it runs, beyond those that were before."""
+def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that a CUDA device holds while `run` runs, beyond those that it held before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    bytes_before = torch.cuda.memory_allocated(device)
     run()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - bytes_before

@@ -23,12 +23,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.runner import ModelRunner
-from engine.execution.sizing import make_runner, rank_device, sequences_max, size_cache
+from engine.execution.sizing import (
+    RankModel,
+    count_sequences_max,
+    make_runner,
+    resolve_rank_model,
+    select_rank_device,
+    size_cache,
+)
 from engine.messages import FrameReader, encode_frame
-from engine.models import CausalLM, Shard
+from engine.models import Shard
 from engine.models.loader import load_model
 from engine.parallel.plan_messages import PlanDecoder
 from engine.parallel.ranks import (
@@ -56,38 +62,30 @@ class Follower:
         self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
         self._config = EngineConfig()
         self.device = torch.device("cpu")
-        self._model: CausalLM | None = None
-        self._spec: CacheSpec | None = None
-        self._dtype = torch.float32
+        self._rank_model: RankModel | None = None
         self._runner: ModelRunner | None = None
         self._plan_decoder = PlanDecoder()
 
     def load(self, config: EngineConfig, folder: Path) -> RankLoaded:
-        """Raises what loading raises."""
+        """Load this rank's part of the model. Raises ConfigError, ModelError, OSError, MemoryError."""
         torch.set_num_threads(config.num_threads)
         self._config = config
-        self.device = rank_device(config, self._shard.rank)
-        self._model, self._dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
-        self._spec = self._model.make_cache_spec(config.block_size, self._dtype)
+        self.device = select_rank_device(config, self._shard.rank)
+        model, dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
+        self._rank_model = resolve_rank_model(config, model, dtype, self.device)
         return RankLoaded()
 
     def size_cache(self) -> None:
-        """With the other ranks; the leader says later what came of it."""
-        assert self._model is not None
-        assert self._spec is not None
-        size_cache(
-            self._config, self._model, self._spec, dtype=self._dtype, device=self.device, all_reduce_min=all_reduce_min
-        )
+        """Take part in sizing the cache. The leader sends the result with `StartRunner`."""
+        assert self._rank_model is not None
+        size_cache(self._config, self._rank_model, all_reduce_min)
 
     def execute(self, message: LeaderMessage) -> None:
+        """Make the runner, or compute a plan with it."""
         if isinstance(message, StartRunner):
-            assert self._model is not None
-            assert self._spec is not None
-            self._runner = make_runner(
-                self._config, self._model, self._spec, message.unit_count,
-                dtype=self._dtype, device=self.device, max_model_len=message.max_model_len, eos_token_ids=(),
-            )  # fmt: skip
-            self._runner.record_decode_steps(sequences_max(self._config))
+            assert self._rank_model is not None
+            self._runner = make_runner(self._config, self._rank_model, message.unit_count)
+            self._runner.record_decode_steps(count_sequences_max(self._config))
             self._plan_decoder = PlanDecoder()
         else:
             assert not isinstance(message, LoadModel)
@@ -95,13 +93,13 @@ class Follower:
             self._runner.execute(self._plan_decoder.decode(message))
 
     def close(self) -> None:
-        """Before the ranks part; see `ModelRunner`."""
+        """Close the runner, before the process group is destroyed; see `ModelRunner.close`."""
         if self._runner is not None:
             self._runner.close()
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
-    """The process's whole life."""
+    """Run the follower process until the leader closes the socket; return its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
@@ -127,7 +125,7 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
             follower.size_cache()
     except Exception as error:  # noqa: BLE001 - the last frame of the process; the leader sees it end
         if _is_hung_up(sock):
-            return 0  # the leader is gone, and with it the partner of whatever was under way
+            return 0  # the leader is gone, which is what failed the step
         log.error("rank %d of %d fails: %s: %s", rank, size, type(error).__name__, error)
         traceback.print_exc()
         return 1
@@ -147,7 +145,7 @@ def _load(follower: Follower, message: LoadModel) -> FollowerReply:
 
 
 def _receive_messages(sock: socket.socket) -> Iterator[LeaderMessage]:
-    """Until the leader closes the socket."""
+    """Yield the leader's messages until the leader closes the socket."""
     reader = FrameReader()
     decoder: msgspec.msgpack.Decoder[LeaderMessage] = msgspec.msgpack.Decoder(LeaderMessage)
     while True:
@@ -163,12 +161,12 @@ def _receive_messages(sock: socket.socket) -> Iterator[LeaderMessage]:
 
 def _is_hung_up(sock: socket.socket, timeout_ms: int = 0) -> bool:
     poll = select.poll()
-    poll.register(sock, 0)  # the end of a connection is reported unasked
+    poll.register(sock, 0)  # poll reports the end of a connection in any case
     return bool(poll.poll(timeout_ms))
 
 
 def _exit_when_closed(sock: socket.socket) -> None:
-    """End this process soon after its socket is closed, even if it is blocked where a partner is gone."""
+    """End this process soon after its socket is closed, even if a collective operation blocks it."""
 
     def wait() -> None:
         while not _is_hung_up(sock, 60_000):

@@ -60,10 +60,9 @@ class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """Make the cache: plans follow."""
+    """Make the runner and its cache; plans follow."""
 
     unit_count: int
-    max_model_len: int
 
 
 LeaderMessage = LoadModel | StartRunner | PlanMessage
@@ -217,9 +216,9 @@ class Leader:
         except RuntimeError as error:
             raise self.make_lost_error(error) from error
 
-    def make_leading_runner(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
-        """A runner of all ranks, from that of rank 0; the followers make theirs."""
-        self.broadcast(StartRunner(unit_count, max_model_len))
+    def make_leading_runner(self, runner: Runner, unit_count: int) -> LeadingRunner:
+        """Have the followers make their runners. Returns a runner of all ranks. `runner`: that of rank 0."""
+        self.broadcast(StartRunner(unit_count))
         self._plan_encoder = PlanEncoder()
         return LeadingRunner(self, runner)
 

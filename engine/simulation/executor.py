@@ -31,8 +31,8 @@ def tokenizer_folder(model: str | None) -> tuple[str, Path]:
     return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
 
-def load(config: EngineConfig, folder: Path) -> Executor:
-    """Raises ConfigError, TokenizerError."""
+def load_executor(config: EngineConfig, folder: Path) -> Executor:
+    """Make the executor of a simulation, with the tokenizer of a folder. Raises ConfigError, TokenizerError."""
     assert config.simulate is not None
     spec = read_spec(config.simulate)
     for flag, is_set in (("--tensor-parallel-size", config.tensor_parallel_size > 1),

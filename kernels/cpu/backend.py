@@ -24,7 +24,7 @@ class CpuKernels(ReferenceKernels):
     """Implements `interface.Kernels`."""
 
     name = "cpu"
-    uses_chunked_scans = True
+    scans_by_chunks = True
 
     def plan_attention(  # type: ignore[override]
         self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None

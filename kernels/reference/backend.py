@@ -29,8 +29,8 @@ class ReferenceKernels:
     """Implements `interface.Kernels`."""
 
     name = "reference"
-    uses_chunked_scans = False
-    """Whether recurrences of a prompt are computed by chunks, or token by token."""
+    scans_by_chunks = False
+    """Whether prompts go through recurrences in chunks, or token by token."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,26 +129,18 @@ class ReferenceKernels:
         return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
 
     def plan_state(self, batch: RaggedBatch, units: IntArray) -> StatePlan:
-        return StatePlan.from_units(batch, units, self.device)
+        return StatePlan.from_units(batch, units, self.device, scans_by_chunks=self.scans_by_chunks)
 
     causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
+    state_space = staticmethod(state_space)
     draw = staticmethod(draw)
     penalise = staticmethod(penalise)
     count_sampled = staticmethod(count_sampled)
 
-    def gated_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
-    ) -> Tensor:
-        return gated_delta(q, k, v, log_decay, rate, states, plan, self.uses_chunked_scans)
-
-    def state_space(
-        self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan
-    ) -> Tensor:
-        return state_space(x, dt, rate, b, c, skip, states, plan, self.uses_chunked_scans)
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """Causal attention of one sequence whose queries are its last positions.
+    """Compute the causal attention of one sequence. The queries are its last positions.
 
     q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.
     """

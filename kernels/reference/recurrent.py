@@ -1,7 +1,7 @@
 """The operations that keep a state for each sequence: causal convolution, the gated delta rule, Mamba-2's recurrence.
 
-Sums and states are taken in fp32 (fp64 for fp64 inputs). Decoding sequences go together, the others one by one; those
-token by token as the recurrence is defined, or in chunks (`chunked`), which is the same in matrix products.
+Sums and states are in fp32 (fp64 for fp64 inputs). Decoding sequences are computed together, prompts one by one: token
+by token as the recurrence is defined, or in chunks, which is the same in matrix products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NORM_EPS = 1e-6
 StepFunction = Callable[..., Tensor]
 """Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
 ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Function of all tokens of one sequence: (inputs [tokens, ..], its state) -> outputs and last state."""
+"""Function of all tokens of one sequence: (inputs [tokens, ..], state) -> outputs and last state."""
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
@@ -56,9 +56,9 @@ def _run_recurrence(
     states: Tensor,
     plan: StatePlan,
     step: StepFunction,
-    chunks: ChunkFunction | None,
+    scan: ChunkFunction,
 ) -> None:
-    """Fill `out` [tokens, ..] and move the states on. Without `chunks` prompts go token by token, by `step`."""
+    """Fill `out` [tokens, ..] and update the states. `step` computes tokens one by one, `scan` a prompt in chunks."""
     dtype = inputs[0].dtype
     decode_count = plan.batch.decode_count
     if decode_count:
@@ -67,8 +67,8 @@ def _run_recurrence(
         states[plan.decode_units] = state.to(states.dtype)
     for start, end, unit in plan.prompt_spans:
         state = states[unit].to(dtype)
-        if chunks is not None:
-            out[start:end], state = chunks(*(x[start:end] for x in inputs), state)
+        if plan.scans_by_chunks:
+            out[start:end], state = scan(*(x[start:end] for x in inputs), state)
         else:
             state = state.clone()
             for t in range(start, end):
@@ -93,9 +93,9 @@ def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tenso
 
 
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan, is_chunked: bool
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
 ) -> Tensor:
-    """A linear attention whose state forgets (decay) and corrects itself (delta); `interface.Kernels.gated_delta`.
+    """Apply linear attention with a state that decays and corrects itself (delta); see `Kernels.gated_delta`.
 
     For each value head, with state S [key_dim, value_dim], q and k of unit length, decay g <= 0 (log) and rate b:
         S <- exp(g_t) S;  u_t = b_t (v_t - k_t S);  S <- S + k_t^T u_t;  o_t = q_t S / sqrt(key_dim)
@@ -109,7 +109,7 @@ def gated_delta(
     q, k = (_scale_to_unit_length(x.to(dtype)).repeat_interleave(heads_per_key_head, 1) for x in (q, k))
     inputs = (q * q.shape[-1] ** -0.5, k, v.to(dtype), log_decay.to(dtype), rate.to(dtype))
     out = torch.empty_like(v)
-    _run_recurrence(inputs, out, states, plan, _advance_delta_state, _scan_delta_chunks if is_chunked else None)
+    _run_recurrence(inputs, out, states, plan, _advance_delta_state, _scan_delta_chunks)
     return out
 
 
@@ -151,10 +151,9 @@ def _scan_delta_chunks(
 
 
 def state_space(
-    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan,
-    is_chunked: bool,
-) -> Tensor:  # fmt: skip
-    """Mamba-2's state-space recurrence (SSD); see `interface.Kernels.state_space`.
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan
+) -> Tensor:
+    """Apply Mamba-2's state-space recurrence (SSD); see `Kernels.state_space`.
 
     For each head, with state h [head_dim, state_dim], step size dt_t > 0 and rate A < 0:
         h <- exp(A dt_t) h + dt_t x_t B_t^T;  y_t = h C_t + D x_t
@@ -165,7 +164,7 @@ def state_space(
     values, dt = x.to(dtype), dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)
-    _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _scan_ssm_chunks if is_chunked else None)
+    _run_recurrence(inputs, out, states, plan, _advance_ssm_state, _scan_ssm_chunks)
     return out.addcmul_(values, skip.to(dtype)[:, None]).to(x.dtype)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.execution.device_pool import DevicePool
-from engine.execution.profiling import largest_step
+from engine.execution.profiling import make_largest_step
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.tiny.model import Recipe, cached_model
@@ -17,7 +17,7 @@ from engine.tiny.model import Recipe, cached_model
 def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     model, dtype = load_model(cached_model(Recipe(family=family, layers=4)))
     spec = model.make_cache_spec(16, dtype)
-    plan, units = largest_step(spec, tokens, sequences, length_max=128)
+    plan, units = make_largest_step(spec, token_count=tokens, sequence_count=sequences, length_max=128)
     assert sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
     assert len(plan.chunks) == min(tokens, sequences)
     owners = {}

@@ -11,7 +11,7 @@ from hand_driver import Driver, Oracle
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.device_pool import DevicePool
-from engine.execution.profiling import largest_step
+from engine.execution.profiling import make_largest_step
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -137,7 +137,7 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
         DevicePool(model.make_cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype),
         RunnerConfig(max_model_len=64),
     )
-    plan, _ = largest_step(runner.pool.spec, 8, 2, 64)
+    plan, _ = make_largest_step(runner.pool.spec, token_count=8, sequence_count=2, length_max=64)
 
     def raise_error(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")

@@ -11,7 +11,7 @@ import torch
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
-from engine.execution.sizing import CACHE_TOKENS_MAX, check_fits, count_units, resolve_device, step_tokens
+from engine.execution.sizing import CACHE_TOKENS_MAX, check_fits, choose_step_tokens, count_units, resolve_device
 from engine.model_files import locate_model
 from engine.models import HfConfig, build_model
 from options import ConfigError
@@ -102,8 +102,8 @@ def test_a_step_of_a_large_model_on_a_cpu_is_short(hidden_size: int, layers: int
     """36 layers of 1,024 and 0.4 billion weights are Qwen3 0.6B."""
     model = build_model(dense(hidden_size, layers))
     config = EngineConfig(num_threads=threads)
-    assert step_tokens(config, model, CPU) == tokens
-    assert step_tokens(config, model, torch.device("cuda")) == 2048
-    assert step_tokens(EngineConfig(num_threads=threads, max_num_batched_tokens=777), model, CPU) == 777
-    assert step_tokens(EngineConfig(num_threads=1, max_num_seqs=1500), model, CPU) >= 1500, "each has a token"
-    assert step_tokens(EngineConfig(num_threads=1, max_num_seqs=5000), model, CPU) == 2048
+    assert choose_step_tokens(config, model, CPU) == tokens
+    assert choose_step_tokens(config, model, torch.device("cuda")) == 2048
+    assert choose_step_tokens(EngineConfig(num_threads=threads, max_num_batched_tokens=777), model, CPU) == 777
+    assert choose_step_tokens(EngineConfig(num_threads=1, max_num_seqs=1500), model, CPU) >= 1500, "each has a token"
+    assert choose_step_tokens(EngineConfig(num_threads=1, max_num_seqs=5000), model, CPU) == 2048

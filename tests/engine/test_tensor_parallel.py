@@ -23,7 +23,7 @@ from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.execution import sizing
-from engine.execution.sizing import make_runner, size_cache
+from engine.execution.sizing import RankModel, make_runner, resolve_rank_model, size_cache
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
 from engine.models.shard import DimShard
@@ -89,23 +89,21 @@ def make_core(model: CausalLM, spec: CacheSpec, runner: Runner) -> EngineCore:
 
 def one_rank(folder: Path, config: EngineConfig) -> EngineCore:
     model, dtype = load_model(folder, dtype=config.dtype)
-    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
-    return make_core(model, spec, runner_of(model, spec, config, dtype))
+    rank = RankModel(model, model.make_cache_spec(BLOCK_SIZE, dtype), dtype, CPU, 256)
+    return make_core(model, rank.spec, runner_of(rank, config))
 
 
 def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
     leader.load(config, folder)
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
-    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
+    rank = RankModel(model, model.make_cache_spec(BLOCK_SIZE, dtype), dtype, CPU, 256)
     leader.await_loaded(CPU)
-    assert size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min) == UNITS
-    return make_core(model, spec, leader.make_leading_runner(runner_of(model, spec, config, dtype), UNITS, 256))
+    assert size_cache(config, rank, leader.all_reduce_min) == UNITS
+    return make_core(model, rank.spec, leader.make_leading_runner(runner_of(rank, config), UNITS))
 
 
-def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: torch.dtype) -> Runner:
-    runner = make_runner(
-        config, model, spec, UNITS, dtype=dtype, device=CPU, max_model_len=256, eos_token_ids=()
-    )  # fmt: skip
+def runner_of(rank: RankModel, config: EngineConfig) -> Runner:
+    runner = make_runner(config, rank, UNITS)
     runner.pool.buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     return runner
 
@@ -242,8 +240,7 @@ def shared_size(leader: Leader) -> int:
     leader.load(config, folder)
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     leader.await_loaded(CPU)
-    spec = model.make_cache_spec(BLOCK_SIZE, dtype)
-    return size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min)
+    return size_cache(config, resolve_rank_model(config, model, dtype, CPU), leader.all_reduce_min)
 
 
 def test_a_model_that_a_follower_cannot_load(leader: Leader, tmp_path: Path) -> None:

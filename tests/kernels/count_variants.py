@@ -29,7 +29,7 @@ transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32,
 
 from engine.execution import runner as step_runner  # noqa: E402
 from engine.execution.device_pool import DevicePool  # noqa: E402
-from engine.execution.profiling import largest_step  # noqa: E402
+from engine.execution.profiling import make_largest_step  # noqa: E402
 from engine.execution.runner import ModelRunner, RunnerConfig  # noqa: E402
 from engine.models import HfConfig, build_model  # noqa: E402
 from engine.tiny.model import Recipe, cached_model  # noqa: E402
@@ -98,7 +98,9 @@ def main(family: str, seed: int) -> None:
     rng, runner = random.Random(seed), make_runner(Recipe(family=family, layers=4))
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)
-        plan, _ = largest_step(runner.pool.spec, STEP_TOKENS_MAX, SEQUENCES_MAX, LENGTH_MAX)  # as at the engine's start
+        plan, _ = make_largest_step(
+            runner.pool.spec, token_count=STEP_TOKENS_MAX, sequence_count=SEQUENCES_MAX, length_max=LENGTH_MAX
+        )  # as at the engine's start
         runner.submit(plan)
         for count in (1, 3, 8):
             step(runner, [(99, 100)] * count)
