@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the core process, and their frames on the socket.
 
-A frame is a 4-byte big-endian length and a msgpack message. Both ends are ours and start together, so the format has
-no versions. Pure: no sockets here.
+A frame is a 4-byte big-endian length and a msgpack message. Both ends are started by the same program, so the format
+has no versions. Pure: no sockets here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LENGTH = struct.Struct(">I")
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of loading, sent once, when the core is ready to serve."""
+    """Results of loading, sent once when the core can serve."""
 
     model_name: str
-    """The name it was given, or the built-in model's; served as such unless --served-model-name says otherwise."""
+    """Name of the model as the user gave it, or of the built-in model."""
     model_path: str
     max_model_len: int
     block_size: int
@@ -35,9 +35,9 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     groups: list[GroupInfo]
-    """The answer of /kv_cache/groups."""
+    """Response of /kv_cache/groups."""
     event_sources: list[EventSource]
-    """The answer of /kv_event_sources."""
+    """Response of /kv_event_sources."""
     prefix_caching: bool = True
     prefill_order: str = "shortest"
     """Order in which prompts are computed (`engine.prefill_queue`)."""
@@ -46,9 +46,9 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     no_constraint_reason: str | None = None
     """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
-    """Answers turn by turn, where steps are simulated; empty: random text."""
+    """Answers of a simulation, turn by turn; empty: random text."""
     kv_transfer_port: int | None = None
-    """Where peers get blocks; None: nowhere."""
+    """Port from which peers get blocks; None: they get none."""
 
 
 # HTTP -> core
@@ -65,18 +65,18 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True
 
 
 class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
-    """To be done while nothing runs."""
+    """Sleep, wake up, or load other weights. Refused while requests run."""
 
     call_id: int
     operation: Literal["sleep", "wake", "reload"]
     level: int = 1
     """Level of `sleep`: 1 keeps the weights, 2 drops them too."""
     path: str | None = None
-    """Checkpoint folder of `reload`; None: the one that was loaded last."""
+    """Checkpoint folder of `reload`; None: the last one."""
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
-    """Answered between two steps: does the core go on?"""
+    """Question whether the core still works, which is answered between two steps."""
 
     call_id: int
 
@@ -90,7 +90,7 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
 
 
 class CoreFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The core cannot start or go on; it ends after this message."""
+    """Reason why the core cannot start, or must end; the core process ends after this message."""
 
     message: str
 
@@ -99,19 +99,19 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     outputs: list[SequenceOutput]
     stats: EngineStats | None = None
     publisher_stats: PublisherStats | None = None
-    """With `stats`, where events are published."""
+    """Sent with `stats` if events are published."""
     simulation_lag: SimulationLag | None = None
-    """With `stats`, where steps are simulated."""
+    """Sent with `stats` if steps are simulated."""
     decoded_tokens: DecodedTokens | None = None
-    """More outputs, behind the others."""
+    """More outputs, which come after the others."""
 
 
 PROMPT_LOGPROBS_MAX = 1024
-"""Positions in one message: the other side decodes a message at once, and must not be busy with one for long."""
+"""Most prompt positions with logprobs in one message, so that the HTTP process decodes no message for long."""
 
 
 def split_output(output: SequenceOutput) -> list[SequenceOutput]:
-    """Several outputs which, merged, are `output`, and of which none has the logprobs of many prompt tokens."""
+    """Split an output with logprobs of many prompt tokens into several outputs, which add up to it."""
     prompt_logprobs = output.prompt_logprobs
     if prompt_logprobs is None or len(prompt_logprobs) <= PROMPT_LOGPROBS_MAX:
         return [output]
@@ -126,7 +126,7 @@ def split_output(output: SequenceOutput) -> list[SequenceOutput]:
 class CommandDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
     call_id: int
     error: str | None = None
-    """Why nothing was done."""
+    """Reason why the command was not executed; None: it was."""
 
 
 Report = CoreReady | CoreFailed | StepOutputs | CommandDone
@@ -143,6 +143,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add received bytes, and yield the payload of each frame that is complete."""
         buffer = self._buffer
         buffer += data
         start = 0

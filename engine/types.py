@@ -1,7 +1,6 @@
-"""The nouns the engine's parts share: a sequence, a step's plan, a step's result.
+"""Types that the engine's parts share: a request, a sequence, a step's plan and its result.
 
-Owns the vocabulary between scheduler, cache, runner and server, and nothing else: no tensors, no sockets, no clock.
-Intervals are half-open: a chunk computes the positions [start, end).
+No tensors, no sockets, no clock. Intervals are half-open: a chunk computes the positions [start, end).
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ UnitId = NewType("UnitId", int)
 """Index of a unit of the pool's buffer."""
 
 BlockId = NewType("BlockId", int)
-"""Physical KV block of one group: `unit * blocks_per_unit(group) + sub_block`. What block tables and kernels hold."""
+"""Number of a KV block in one group: `unit * blocks_per_unit(group) + sub_block`. Block tables hold these numbers."""
 
 
 class CopyDirection(enum.IntEnum):
-    """From which memory to which a block is copied."""
+    """Memories between which a block is copied."""
 
     WITHIN_DEVICE = 0
-    """The device's own."""
     TO_HOST = 1
     FROM_HOST = 2
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one block of a kind: an attention group, or recurrent state, which comes after the groups."""
+    """A copy of one block. Its kind is an attention group or, after the groups, recurrent state."""
 
     kind: int
     source: BlockId
@@ -70,11 +68,11 @@ class BlockPlace(NamedTuple):
 
 
 class RunnerLostError(RuntimeError):
-    """No further step can be computed: the engine must end. The message says why, in one line."""
+    """Error after which no step can be computed, so that the engine must end. The message is one line."""
 
 
 class FinishReason(str, enum.Enum):
-    """Why a sequence ended; the value is OpenAI's `finish_reason` where OpenAI has one."""
+    """Reason why a sequence ended. The value is OpenAI's `finish_reason`, if OpenAI has one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -88,23 +86,23 @@ class Constraint(msgspec.Struct, frozen=True):
     lark_grammar: str
     """The grammar in llguidance's dialect of Lark."""
     param: str
-    """Field of the request that asks for it, for errors."""
+    """Field of the request that asks for the constraint, for errors."""
     source_json: bytes = b""
     """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
     reasoning_start_token: TokenIdField | None = None
-    """The token with which a thought may begin that comes first; None: one has begun, or none comes."""
+    """First token of an answer that begins with reasoning; None: the prompt begins the reasoning, or there is none."""
     reasoning_end_token: TokenIdField | None = None
-    """The token that ends it: up to there the answer is free. None: no thought comes."""
+    """Token that ends the reasoning, up to which the answer is free; None: there is no reasoning."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to continue a sequence. Names, defaults and ranges are vLLM's; checked once by `engine.protocol.params`."""
+    """Parameters of sampling, with vLLM's names, defaults and ranges; checked by `engine.protocol.params`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = 16
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
-    """0 or -1: all."""
+    """0 or -1: no limit."""
     min_p: MinP = 0.0
     seed: Int64 | None = None
     repetition_penalty: RepetitionPenalty = 1.0
@@ -120,7 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: LogprobCount | None = None
     n: Samples = 1
     structured_outputs: StructuredOutputs | None = None
-    """Constraint as programs write it, from which `LLM` makes `constraint`."""
+    """Constraint as users of `LLM` give it, from which `LLM` makes `constraint`."""
     constraint: Constraint | None = None
 
 
@@ -132,7 +130,7 @@ class KVSource(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, as the HTTP side hands it to the core (n > 1 has been fanned out into several)."""
+    """One sequence to generate. The HTTP process makes one request for each of a client's `n` samples."""
 
     request_id: str
     token_ids: list[int]
@@ -142,13 +140,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: Int64 = 0
     """Lower is served earlier; ties by arrival."""
     resumed_output_len: int = 0
-    """So many of the last `token_ids` are the beginning of the answer: nothing tells it from one that was preempted."""
+    """Number of the last `token_ids` that are the beginning of the answer, which another worker generated."""
     kv_source: KVSource | None = None
     """Peer from which blocks are pulled before the request is queued."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """The logprob of one position's token and of the likeliest alternatives, best first."""
+    """Logprobs of one position: of its token, and of the likeliest tokens, best first."""
 
     token_id: int
     logprob: float
@@ -158,29 +156,29 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
-    """Number of (token, logprob) pairs."""
+    """Count the (token, logprob) pairs of these positions."""
     return sum(1 if position is None else 1 + len(position.top_logprobs) for position in positions)
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """Output that one step added to one request. `finish_reason` is set once, on the last output."""
+    """Output that one step added to one request. The last output has a `finish_reason`."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The id of `stop_token_ids` that ended it, as OpenAI-compatible servers report in `stop_reason`; None for eos."""
+    """Member of `stop_token_ids` that ended the answer, for `stop_reason`; None for the model's own end."""
     cached_tokens: int | None = None
-    """Prompt tokens taken from the prefix cache; on the first output of a request."""
+    """Prompt tokens that the prefix cache had, in a request's first output."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     is_client_error: bool = False
-    """The error is the request's own, such as a grammar that cannot be followed."""
+    """Whether the request itself caused the error, such as by a grammar that cannot be followed."""
 
 
 class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The outputs of a step that added a token to each of some requests and nothing else: made when they are read."""
+    """Outputs of a step that added one token to each of its requests and nothing else. Made when they are read."""
 
     request_ids: list[str]
     token_ids: list[int]
@@ -198,10 +196,11 @@ class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own parts.
+    """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own records.
 
-    Invariants: the KV of positions [0, computed) is in the cache blocks of `block_tables` once the steps that are out
-    are computed; while running, `computed < len(token_ids)` with no step out, else `computed <= len(token_ids) + 1`.
+    Invariants: once the steps in flight are computed, the blocks of `block_tables` hold the KV of the positions
+    [0, computed_tokens). While the sequence runs, `computed_tokens < len(token_ids)` without steps in flight, else
+    `computed_tokens <= len(token_ids) + 1`.
     """
 
     request: Request
@@ -213,11 +212,11 @@ class Sequence:
     host_tokens: int = 0
     """Tokens of the last prefix hit that came from host memory."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
-    """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
+    """Blocks of each group: entry i of group g holds the positions [i * block_size, (i + 1) * block_size)."""
     table_version: int = 0
-    """Number of changes of `block_tables` that a kernel could read, besides appended blocks."""
+    """Number of changes of `block_tables` other than appended blocks."""
     state_unit: UnitId | None = None
-    """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
+    """Unit of a running sequence's recurrent state; None for a model without state."""
     preemptions: int = 0
 
     @property
@@ -232,18 +231,18 @@ class Chunk(msgspec.Struct, gc=False):
     start: int
     end: int
     should_sample: bool
-    """True where the chunk reaches the end of the known tokens, so that the step samples the next one."""
+    """Whether the chunk reaches the end of the known tokens, so that the step samples the next token."""
     token_on_device: bool = False
-    """Its one token is what the step before samples, which only the device knows yet: `start` is past the rest."""
+    """Whether the chunk is the one token that the previous step samples, which only the device knows."""
 
 
 class LazyDecodeChunks(Items[Chunk]):
-    """A decode of each sequence, all fed: made when they are looked at, for in most steps few are."""
+    """One decode chunk of each sequence, with its token on the device. Chunks are made when they are read."""
 
     __slots__ = ("_first_starts", "_steps_taken", "sequences")
 
     def __init__(self, sequences: list[Sequence], first_starts: list[int], steps_taken: int) -> None:
-        """Chunk i starts at `first_starts[i] + count`. Neither list changes any more."""
+        """Make the chunks that start at `first_starts[i] + steps_taken`. Neither list may change afterwards."""
         self.sequences = sequences
         self._first_starts = first_starts
         self._steps_taken = steps_taken
@@ -267,21 +266,21 @@ class LazyDecodeChunks(Items[Chunk]):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Work of the runner in one step. A chunk that computes a block stands before the chunks that share the block."""
+    """Work of the runner in one step. A chunk that computes a block comes before the chunks that share it."""
 
     chunks: Items[Chunk]
     state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
-    """(source checkpoint, destination sequence state), copied before anything is computed."""
+    """(checkpoint, state of a sequence) units: the first is copied to the second before the forward pass."""
     state_resets: list[UnitId] = field(default_factory=list)
-    """State units to zero before anything is computed: sequences that start from nothing."""
+    """State units to zero before the forward pass, of sequences that start without a checkpoint."""
     state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
-    """(source sequence state, destination checkpoint), copied after the step's compute."""
+    """(state of a sequence, checkpoint) units: the first is copied to the second after the forward pass."""
     block_copies: list[BlockCopy] = field(default_factory=list)
     """Copies of compactions, and to and from host memory, done in this order before everything else."""
     continues_previous: bool = False
     """Whether each chunk computes the token that the same chunk of the previous plan samples."""
     table_version: int | None = None
-    """Sum of all increments of `Sequence.table_version`; None: unknown."""
+    """Sum of all increments of `Sequence.table_version` so far; None: unknown."""
 
 
 @dataclass(slots=True)
@@ -290,8 +289,8 @@ class StepResult:
 
     sampled_tokens: list[int | None]
     logprobs_by_chunk: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """Chunk index -> logprobs of its sampled token, for sequences that asked."""
+    """Chunk index -> logprobs of the sampled token, if the request wants them."""
     prompt_logprobs_by_chunk: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""
+    """Chunk index -> logprobs of the prompt tokens start + 1 .. end that exist, if the request wants them."""
     failure_by_chunk: dict[int, str] = field(default_factory=dict)
-    """Chunk index -> why its answer cannot go on; its token means nothing."""
+    """Chunk index -> reason why the answer must end with an error; its sampled token means nothing."""

@@ -1,8 +1,9 @@
 """Copies of blocks that a step does before anything else: within the device's memory, to the host's and back.
 
-Owns the host's memory. On a CPU the thread that computes the step copies. On a GPU what goes to the host is gathered
-on the device, in order with the steps, and a stream of its own carries it on while they compute; what comes back is
-read in order with the steps, behind what was carried before. So moves have the effect of being done one by one.
+Owns the host's memory. On a CPU the thread that computes a step also copies. On a GPU, blocks for the host are first
+gathered in a staging buffer, in order with the steps. A second stream copies that buffer to the host while steps are
+computed. Blocks from the host are copied in order with the steps, after all earlier copies to the host. So the effect
+is that of doing the copies one by one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ STAGING_BYTES = 64 << 20
 
 
 class BlockCopier:
-    """Copies blocks between a device's `buffer`, [units * stride] bytes, and `host_units` units of host memory."""
+    """Copies blocks within the pool on the device, and between the pool and host memory."""
 
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
-        """Raises RuntimeError where there is no memory to be had, or none to be pinned."""
+        """Allocate `host_units` units of host memory. Raises RuntimeError if that is impossible.
+
+        buffer: the pool, [units * stride] bytes.
+        """
         self._device = buffer
         self._is_gpu = buffer.device.type != "cpu"
         if self._is_gpu or not host_units:
@@ -42,7 +46,7 @@ class BlockCopier:
         if spec.state is not None:
             self._blocks_per_unit_and_bytes.append((1, stride))
         self.copy_s = 0.0
-        """Seconds that the CPU thread has spent on copies to the host and back."""
+        """Seconds that the computing thread has spent on copies to the host and back."""
         if self._is_gpu and host_units:
             self._copy_stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
             size = max(STAGING_BYTES, *(block_bytes for _, block_bytes in self._blocks_per_unit_and_bytes))
@@ -50,7 +54,7 @@ class BlockCopier:
             self._staging_events: list[torch.cuda.Event | None] = [None, None]
 
     def execute(self, block_copies: Iterable[BlockCopy]) -> None:
-        """All of them, in order. On a GPU: queue them on the current stream."""
+        """Do the copies in order. On a GPU, queue them on the current stream."""
         for direction, copies in groupby(block_copies, lambda copy: copy.direction):
             if direction is CopyDirection.TO_HOST and self._is_gpu:
                 self._stage_to_host(copies)
@@ -92,7 +96,7 @@ class BlockCopier:
             start += len(target)
 
     def _copy_on_cpu(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
-        """On a CPU: by addresses, which cost less than an array's slices, and a fraction of a tensor's."""
+        """Copy blocks by their addresses, which takes a fraction of the time of copying slices of tensors."""
         start_s = time.perf_counter()
         target_memory = self._host if direction is CopyDirection.TO_HOST else self._device
         source_memory = self._host if direction is CopyDirection.FROM_HOST else self._device
@@ -123,7 +127,7 @@ class BlockCopier:
         return memory[self._byte_range(kind, block)]
 
     def _stage_to_host(self, block_copies: Iterable[BlockCopy]) -> None:
-        """To the host, on the copy stream, from where nothing that the steps write overwrites it."""
+        """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream."""
         step_stream = torch.cuda.current_stream(self._device.device)
         pieces: list[tuple[Tensor, Tensor]] = []
         staged_bytes = 0
@@ -153,14 +157,14 @@ class BlockCopier:
 
 
 def _allocate_large_pages(size: int) -> Tensor:
-    """[size] zeros, touched now and not within the steps that come to them first, in large pages where there are any.
+    """Allocate [size] zero bytes, in large pages if the kernel has them, and touch them now instead of within a step.
 
-    A block that nobody has looked at for long is copied a third faster for it. Raises RuntimeError without memory.
+    A block that was not used for long is copied a third faster from large pages. Raises RuntimeError without memory.
     """
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:
         raise RuntimeError(f"{size} bytes of host memory: {error}") from error
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -1,9 +1,8 @@
-"""Decode steps that are recorded once for each padded batch size and replayed: a CUDA graph instead of its launches.
+"""CUDA graphs of decode steps: each padded batch size is recorded once, and replayed instead of launching kernels.
 
 Owns the inputs of fixed shape that a recorded step reads. A graph is recorded ahead, or when its size is first needed,
-shares its memory with the others, and is never recorded again; a batch that fits no size is computed as usual, and so
-is one whose size cannot be recorded. How recording works is an argument, so that all of this but the recording itself
-is tested without a GPU.
+and shares its memory with the others. A batch that fits no size is computed without a graph, as is a size that cannot
+be recorded. The recording itself is an argument, so that the rest is tested without a GPU.
 
 Invariant: rows past the batch are padding with no slot, no context and no state, so they change nothing.
 """
@@ -28,19 +27,19 @@ from kernels.transfer import overwrite
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
-"""Batch sizes that are recorded: padding costs less than one step in eight, but for the smallest."""
+"""Batch sizes that are recorded. At most an eighth of a batch is padding, except for the smallest ones."""
 
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Records a computation: (what repeats it, its result, which every repetition writes anew)."""
+"""Records a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
 
 
 class CudaCapture:
-    """Records CUDA graphs that share one pool of memory, on one stream of their own.
+    """Records CUDA graphs that share one memory pool, all on one stream.
 
-    One stream, because cuBLAS has a workspace (32 MiB on Hopper) for each that it was used on, and recorded products
-    keep its address. Torch frees the workspaces of a stream when any graph that was recorded on it is destroyed, so all
-    graphs are kept, also those whose recording failed, until this object goes.
+    One stream, because cuBLAS has a workspace (32 MiB on Hopper) for each stream, and recorded products keep its
+    address. Torch frees the workspaces of a stream when any graph recorded on it is destroyed. So all graphs are kept
+    as long as this object, even after a failed recording.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,9 +53,9 @@ class CudaCapture:
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
-        with torch.cuda.stream(self._stream):  # and back, which torch forgets where the recording fails
+        with torch.cuda.stream(self._stream):  # restores the stream even if the recording fails
             run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
-            # Thread-local: what another thread does with CUDA (NCCL's watchdog) must not spoil the recording.
+            # Thread-local: CUDA calls of other threads (NCCL's watchdog) must not spoil the recording.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 hidden = run()
         outer_stream.wait_stream(self._stream)
@@ -66,7 +65,7 @@ class CudaCapture:
 @dataclass(frozen=True, slots=True)
 class _RecordedStep:
     inputs: Tensor
-    """[2, size]: token ids and positions; those of padding are of some sequence before."""
+    """[2, size]: token ids and positions; in padding, those of some earlier step."""
     step: ForwardContext
     replay: Replay
     hidden: Tensor
@@ -86,7 +85,7 @@ class DecodeGraphs:
         blocks_max: int,
         capture: Capture,
     ) -> None:
-        """`blocks_max`: the blocks of the longest sequence. `ops` must offer plans of fixed shape."""
+        """`blocks_max`: blocks of the longest sequence. `ops` must be `FixedPlanKernels`, too."""
         assert isinstance(ops, FixedPlanKernels)
         self._plans: FixedPlanKernels = ops
         self._model, self._ops = model, ops
@@ -102,7 +101,7 @@ class DecodeGraphs:
         tables: Sequence[DeviceBlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
-        """Hidden states of a batch of decoding sequences; None for one that must be computed as usual."""
+        """Replay the step of a batch of decodes, and return its hidden states; None if no recorded step fits."""
         count = batch.decode_count
         if count > SIZES[-1] or count != len(batch.context_lens):
             return None
@@ -122,7 +121,7 @@ class DecodeGraphs:
         return recorded_step.hidden[:count]
 
     def record(self, count_max: int) -> None:
-        """Record now what batches of up to so many sequences will need. Largest first: the others share its memory."""
+        """Record the steps of up to `count_max` sequences now, the largest first, as the others share its memory."""
         for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
             if size not in self._steps_by_size:
                 self._steps_by_size[size] = self._record(size)
@@ -150,9 +149,9 @@ class DecodeGraphs:
 
         try:
             replay, hidden = self._capture(run)
-        except RuntimeError as error:  # of CUDA's; also how torch says that there is no memory
+        except RuntimeError as error:  # an error of CUDA, or torch.OutOfMemoryError
             if self._model.shard.num_ranks > 1:
-                raise  # the other ranks record it, and would wait for this one
+                raise  # the other ranks record the step, and would wait for this one
             reason = "no memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
             log.warning(
                 "the decode step of %d sequences is not recorded but computed launch by launch: %s", size, reason

@@ -1,6 +1,6 @@
-"""The memory of the cache's units on a device, and what of it a step copies besides its compute.
+"""The memory of the cache's units on a device, and the copies in it before and after a step's forward pass.
 
-Owns the buffer and its layout. Refuses to know what lies where: plans say it.
+Owns the buffer and its layout. Plans name the blocks and states that are copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def unit_stride_bytes(spec: CacheSpec) -> int:
 
 
 def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
-    """How many units fit in so much memory."""
+    """Return how many units fit in `memory_bytes`."""
     return memory_bytes // unit_stride_bytes(spec)
 
 
@@ -41,7 +41,7 @@ class DevicePool:
         dtype: torch.dtype,
         host_unit_count: int = 0,
     ) -> None:
-        """Raises ValueError for a pool of no units, RuntimeError where there is no memory for it."""
+        """Allocate the pool. Raises ValueError for a pool of no units, RuntimeError if there is no memory for it."""
         if unit_count < 1:
             raise ValueError(f"unit_count {unit_count}: expected at least 1")
         self.spec = spec
@@ -66,7 +66,7 @@ class DevicePool:
         """The blocks of each attention group."""
 
     def view_states(self, layout: StateLayout) -> list[LayerState]:
-        """The recurrent states in the units; empty for a model that has none."""
+        """Return views of the recurrent states in all units, one for each layer; empty for a model without states."""
         return layout.make_layer_states(self.buffer, self._stride) if self.spec.state is not None else []
 
     def release(self) -> None:
@@ -74,11 +74,11 @@ class DevicePool:
         self.buffer.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        """Have memory again, in which nothing is. Raises RuntimeError where there is none."""
+        """Allocate the memory again, uninitialised. Raises RuntimeError if there is none."""
         self.buffer.untyped_storage().resize_(self.buffer.numel())
 
     def prepare_step(self, plan: StepPlan) -> None:
-        """Copy and zero what the plan says before anything is computed."""
+        """Do the plan's copies of blocks and states that come before its forward pass."""
         if plan.block_copies:
             self.block_copier.execute(plan.block_copies)
         for unit in plan.state_resets:
@@ -87,7 +87,7 @@ class DevicePool:
             self._copy_unit(source, target)
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Take the checkpoints of states that the plan says, after its compute."""
+        """Take the plan's checkpoints of states, after its forward pass."""
         for source, target in plan.state_checkpoints:
             self._copy_unit(source, target)
 

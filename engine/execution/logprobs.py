@@ -1,7 +1,4 @@
-"""Logprobs of tokens: computed on the device, and made of what the host reads.
-
-Knows logits and tokens; no requests, no sampling.
-"""
+"""Logprobs of tokens: computed on the device, then read on the host. Knows no requests and no sampling."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ LOGPROB_TENSORS = 5
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
-    """Each row's token, its logprob and rank, [rows] each; logprobs and ids of the `top_count` likeliest,
-    [rows, top_count] each.
+    """Return each row's token, its logprob and its rank, then the logprobs and ids of the `top_count` likeliest tokens.
 
-    logits: [rows, vocab]; tokens: [rows].
+    logits: [rows, vocab]; tokens: [rows]. Shapes: three times [rows], twice [rows, top_count].
     """
     logprobs = torch.log_softmax(logits.float(), -1)
     own_logprobs = logprobs.gather(1, tokens[:, None])

@@ -1,7 +1,7 @@
-"""Which tokens constrained rows may draw next: made on a thread beside the forward, applied before a draw.
+"""Masks of the tokens that constrained answers may draw next: made on a thread beside the forward pass.
 
-Of each constrained sequence in a row (see `RowAllocator`) its matcher is kept, with how much of its answer it has read.
-A row whose answer is not constrained yet (`Constraint.reasoning_end_token`), or not at all, costs nothing.
+For each constrained sequence a matcher is kept in the sequence's row (see `RowAllocator`). A row costs nothing while
+its answer is not constrained, at all or yet (`Constraint.reasoning_end_token`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ MaskWords = npt.NDArray[np.uint32]
 _LOGIT_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 """[256, 8]: values to add to the logits of eight tokens, by the byte of their mask bits."""
 _LISTED_DIVISOR = 4
-"""Allowed or forbidden tokens are listed one by one where they are fewer than one in so many."""
+"""Tokens are listed one by one if fewer than one in so many is allowed, or forbidden."""
 _SHORT_LIST_DIVISOR = 32
-"""Sampling reads the allowed tokens alone where they are fewer than one in so many."""
+"""Sampling reads only the allowed tokens if they are fewer than one in so many."""
 _ENTRIES_MAX = 64
-"""Recent masks with a cached list of tokens: most answers are within a text most of the time."""
+"""Most recent masks with a cached list of tokens. The same few masks are used again and again inside a string."""
 
 
 @dataclass(slots=True)
 class _MatcherState:
-    """A grammar matcher and its position."""
+    """A grammar's matcher, and how much of the answer it has read."""
 
     constraint: Constraint
     matcher: LLMatcher | None = None
-    """None: it has not begun."""
+    """None: the constrained part of the answer has not begun."""
     read_tokens: int = 0
-    """Tokens of the answer that it has seen."""
+    """Number of the answer's tokens that the matcher has read, or is about to read."""
     failure: str | None = None
+    """Reason why the answer cannot go on."""
     is_reasoning: bool | None = None
-    """None: its first token will say."""
+    """Whether the answer is still in its reasoning; None: its first token will show that."""
 
 
 @dataclass(slots=True)
 class MaskRequest:
-    """Input of a row's mask, as far as the host knows it when the step is prepared."""
+    """Input of the mask of one row, as far as the host knows it when the step is prepared."""
 
     logits_row: int
     """Index of the row among the logits."""
@@ -60,29 +61,29 @@ class MaskRequest:
     """Row of the state that is kept between steps."""
     state: _MatcherState
     new_tokens: list[int]
-    """Tokens of the answer that the matcher has not seen."""
+    """Tokens of the answer that the matcher has not read."""
     has_token_on_device: bool
-    """Whether one more token comes from the step before."""
+    """Whether one more token comes from the previous step."""
     banned_tokens: list[int]
-    """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
+    """Tokens that min_tokens bans now, unless the grammar allows no others."""
 
 
 @dataclass(slots=True)
 class CpuMasks:
-    """Masks in the form that costs least to apply there. Indices are into the logits [rows * vocab]."""
+    """Masks in the form that is cheapest to apply on a CPU. Indices are into the flat logits [rows * vocab]."""
 
     forbidden_indices: npt.NDArray[np.int64]
-    """Forbidden tokens of the rows in which most are allowed."""
+    """Forbidden tokens of rows with most tokens allowed."""
     sparse_rows: list[int]
-    """Rows in which few tokens are allowed."""
+    """Rows with few tokens allowed."""
     allowed_indices: npt.NDArray[np.int64]
     """Allowed tokens of the `sparse_rows`."""
     dense_rows: list[tuple[int, npt.NDArray[np.float32]]]
-    """(row, [tokens]: -inf for a forbidden token, else 0)."""
+    """(row, summands [vocab]: -inf for a forbidden token, else 0) of the other rows."""
     short_rows: list[int]
-    """Rows in which very few tokens are allowed: their logits stay as they are."""
+    """Rows with very few tokens allowed. Their logits are not masked; `Sampler` reads the allowed ones only."""
     short_row_ids: npt.NDArray[np.int64]
-    """[rows, most tokens of any]: allowed tokens of the `short_rows` by rising id, padded with -1."""
+    """[short rows, tokens]: allowed tokens of each of the `short_rows` by rising id, padded with -1."""
 
 
 @dataclass(slots=True)
@@ -90,12 +91,13 @@ class TokenMasks:
     """The masks of a step."""
 
     logits_rows: list[int]
-    """Rows of logits that have one."""
+    """Rows of the logits that have a mask."""
     bits: MaskWords
-    """[places, words]: a bit for each token, set where it may be drawn."""
+    """[masks, words]: a bit for each token, set if the token may be drawn."""
     cpu_masks: CpuMasks | None
+    """Masks in the form for a CPU; None on a GPU."""
     failures: dict[int, str]
-    """Place -> why its matcher cannot go on; what is drawn there means nothing."""
+    """Row of the logits -> reason why the answer cannot go on; the token drawn in that row means nothing."""
 
 
 class Masks:
@@ -112,7 +114,7 @@ class Masks:
         self._matcher_states: dict[int, _MatcherState] = {}
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """These rows (None: all) belong to others now."""
+        """Forget the matchers of these rows (None: of all), because other sequences get the rows."""
         for row in list(self._matcher_states) if rows is None else rows:
             self._matcher_states.pop(row, None)
 
@@ -122,14 +124,11 @@ class Masks:
         assert constraint is not None
         state = self._matcher_states.get(row)
         if state is None:
-            is_reasoning = (
-                False
-                if constraint.reasoning_end_token is None
-                else None
-                if constraint.reasoning_start_token is not None
-                else True
-            )
-            state = self._matcher_states[row] = _MatcherState(constraint, is_reasoning=is_reasoning)
+            state = self._matcher_states[row] = _MatcherState(constraint)
+            if constraint.reasoning_end_token is None:
+                state.is_reasoning = False
+            elif constraint.reasoning_start_token is None:
+                state.is_reasoning = True
         known_tokens = min(end, len(seq.token_ids))
         new_tokens = seq.token_ids[seq.prompt_len + state.read_tokens : known_tokens]
         state.read_tokens += len(new_tokens) + (end - known_tokens)
@@ -138,11 +137,11 @@ class Masks:
     def submit(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> Future[TokenMasks]:
-        """Make the masks. `read_last_tokens`: row -> the token that the step before drew there; it may wait."""
+        """Make masks on the thread. `read_last_tokens` waits for the previous step, and returns row -> drawn token."""
         return self._thread.submit(self._compute_masks, requests, read_last_tokens)
 
     def apply(self, logits: Tensor, masks: TokenMasks) -> None:
-        """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
+        """Set the logits [rows, vocab] of forbidden tokens to -inf, in place."""
         if not masks.logits_rows:
             return
         if masks.cpu_masks is not None:
@@ -201,7 +200,7 @@ class Masks:
         return TokenMasks(logits_rows, bits, cpu_masks, failures)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
-        """Advance the matcher over these; whether the row has a mask."""
+        """Let the matcher read the new tokens. Returns whether the row has a mask."""
         if state.failure is not None:
             return True
         constraint = state.constraint
@@ -222,7 +221,7 @@ class Masks:
                 return True
         for token in new_tokens:
             if state.matcher.is_stopped():
-                break  # whoever ignores the end repeats it
+                break  # with ignore_eos the answer goes on after its end
             if not state.matcher.consume_token(token):
                 state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
                 break
@@ -243,7 +242,7 @@ class Masks:
 
 
 class _TokenListCache:
-    """The tokens that masks name, and of those used last what they named."""
+    """Converts masks to `CpuMasks`, and caches the lists of tokens of recent masks."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -279,7 +278,7 @@ class _TokenListCache:
         )
 
     def _list_tokens(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
-        """(whether they may be drawn or may not, these tokens); None: they are too many either way."""
+        """Return (whether the listed tokens are the allowed ones, the tokens); None: both lists would be long."""
         key = row.tobytes()
         entry = self._entries.get(key)
         if entry is None:
@@ -325,7 +324,7 @@ def _forbid_tokens(bits: MaskWords, tokens: list[int]) -> None:
 
 
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:
-    """Take these out, unless nothing is left."""
+    """Forbid tokens, unless no token would be left."""
     remaining_bits = bits.copy()
     _forbid_tokens(remaining_bits, tokens)
     if remaining_bits.any():

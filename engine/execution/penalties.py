@@ -1,8 +1,8 @@
-"""Token counts of running sequences for penalties, kept on the device and updated by each token that is drawn.
+"""Token counts of running sequences for penalties, kept on the device and updated with each token that is drawn.
 
-Each row (see `RowAllocator`) has the distinct tokens that count, with how often each is in the output: tokens
-of the output, and of the prompt where repetition_penalty needs them. So a step costs a few device operations for each
-distinct token of a context; the host counts a sequence's tokens once, when it joins. Nothing here waits.
+Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their numbers; and those of its
+prompt, if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
+device operations for each distinct token. The host never waits here.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from kernels.transfer import copy_to_device
 
 PenaltyKernel = Callable[[Tensor, TokenCounts, PenaltyRows, int], None]
 INITIAL_ROW_TOKENS = 256
-"""Tokens that a row has room for; doubled when more are needed."""
+"""Distinct tokens that a row has room for at first. The room is doubled when more are needed."""
 
 
 @dataclass(slots=True)
 class PenaltyStep:
-    """Penalty inputs of one step."""
+    """Inputs of one step's penalties."""
 
     new_row_tensors: list[Tensor]
-    """Rows [n] and lengths [n] of new rows, if any; then row, position, id and value of each of their tokens."""
+    """Rows [n] and lengths [n] of new rows; then row, column, id and count code of each of their tokens. Or empty."""
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
+    """Rows of the per-sequence tables."""
 
 
 def penalty_rows(
     params: Rows[SamplingParams], batch_rows: list[int], rows: list[int], device: torch.device
 ) -> PenaltyRows:
-    """Penalties of the sequences at `batch_rows` among the params; their counts are in `rows`."""
+    """Return the penalties of the sequences with index `batch_rows`. `rows`: the rows of their token counts."""
     row_params = [params[i] for i in batch_rows]
 
     def column(values: list[float]) -> Tensor:
@@ -56,15 +57,14 @@ def penalty_rows(
 
 
 class Penalties:
-    """The tokens of all rows."""
+    """The token counts of all rows."""
 
     def __init__(self, device: torch.device, penalise: PenaltyKernel, count_sampled: PenaltyKernel) -> None:
         """`penalise` and `count_sampled`: those of `Kernels`."""
         self._device = device
         self._penalise, self._count_sampled = penalise, count_sampled
         self._token_count_bounds: IntArray = np.zeros(0, np.int64)
-        """The host's part: at least how many distinct tokens each row has after the last step that was prepared; 0 of
-        one that nobody has."""
+        """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
         self._counts = TokenCounts(
             torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device),
             torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device),
@@ -72,7 +72,7 @@ class Penalties:
         )
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
-        """These rows (None: all) belong to others now."""
+        """Forget the counts of these rows (None: of all), because other sequences get the rows."""
         if rows is None:
             self._token_count_bounds[:] = 0
         else:
@@ -81,7 +81,7 @@ class Penalties:
     def prepare(
         self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
     ) -> PenaltyStep:
-        """Prepare a step that draws a token for each of the sequences `penalised_rows`, whose state is in `rows`."""
+        """Prepare a step that draws a token for some `sequences`, with index `penalised_rows` and counts in `rows`."""
         if (missing_rows := row_count - len(self._token_count_bounds)) > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
@@ -100,7 +100,7 @@ class Penalties:
         return PenaltyStep([copy_to_device(array, self._device) for array in arrays], width, row_count)
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Change logits [all rows, vocab] in place."""
+        """Apply the penalties to logits [all rows, vocab] in place."""
         self._store_new_rows(step)
         self._penalise(logits, self._counts, batch, step.width)
 
@@ -123,16 +123,14 @@ class Penalties:
             counts = self._counts = TokenCounts(tokens, values, row_lengths)
         if step.new_row_tensors:
             new_rows, new_lengths, at_row, columns, tokens, new_values = step.new_row_tensors
-            counts.count_codes[:, 0].index_fill_(
-                0, new_rows, 0
-            )  # the first once more is nothing, where there is no first
+            counts.count_codes[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
             counts.used_lengths.index_copy_(0, new_rows, new_lengths)
             counts.token_ids.index_put_((at_row, columns), tokens)
             counts.count_codes.index_put_((at_row, columns), new_values.int())
 
 
 def penalised_token_counts(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The distinct tokens that a sequence's penalties look at, and for each 2 * (times in output) + (in the prompt)."""
+    """Return the distinct tokens that a sequence's penalties need, and the count code of each (`kernels.counts`)."""
     output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
     prompt = np.zeros(0, np.int64)
     if seq.request.params.repetition_penalty != 1.0:

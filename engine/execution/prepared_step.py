@@ -76,7 +76,7 @@ class PreparedStep:
     units: IntArray | None
     """[chunks]: units of their recurrent states; None for a model without state."""
     selected_tokens: Tensor | None
-    """Indices of the tokens whose hidden states become logits; None: all tokens."""
+    """Indices of the tokens for which logits are computed; None: all tokens."""
     selected_starts: IntArray
     """[chunks + 1]: index of each chunk's first token among the selected tokens."""
     batch_state: BatchState
@@ -94,7 +94,7 @@ class PreparedStep:
 def select_hidden_rows(
     chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
 ) -> tuple[IntArray | None, IntArray]:
-    """Return the indices of the tokens whose hidden states become logits, and each chunk's first index among them.
+    """Return the indices of the tokens for which logits are computed, and each chunk's first index among them.
 
     None instead of the indices: all tokens.
     """

@@ -1,10 +1,10 @@
-"""Logits -> tokens: penalties, masks, temperature, top-k, top-p, min-p, and logprobs, for all rows of a step at once.
+"""Logits to tokens: penalties, masks, temperature, top-k, top-p, min-p, and logprobs, for all rows of a step at once.
 
-A random token is drawn by inverting the cumulative distribution at one uniform number per row, which is a hash of the
-request's seed and the output position (splitmix64, Steele et al., 2014). So a seeded request settings the same numbers
-in whatever company it is computed; its tokens differ only where the logits themselves do.
+A random token is drawn by inverting the cumulative distribution at one uniform number per row. That number is a hash of
+the request's seed and the output position (splitmix64, Steele et al., 2014). So a seeded request gets the same numbers
+in every batch, and its tokens differ only if the logits do.
 
-Order of operations is vLLM's: bias and min_tokens, penalties, what a constraint allows, (greedy rows end here)
+The order of operations is vLLM's: bias and min_tokens, penalties, masks of constraints, then for random rows
 temperature, min_p, top_k, top_p.
 Logprobs are of the model's raw logits. A row of NaN logits yields some token of the vocabulary, never an error.
 
@@ -40,18 +40,18 @@ _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 PRECOMPUTED_STEPS = 16
-"""Number of steps for which random numbers are made at once."""
+"""Number of steps for which uniform numbers are made at once."""
 
 
 def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (mixed seed, position). A request's mixed seed is the same in all of its steps."""
+    """Return a number in [0, 1) for each pair of a mixed seed, which is a request's own, and an output position."""
     z = _mix(mixed + positions * _GOLDEN)
     z >>= _11
     return np.multiply(z, 2.0**-53, dtype=np.float64)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """In place."""
+    """Mix the bits of each number, in place (splitmix64)."""
     z ^= z >> _30
     z *= _FIRST
     z ^= z >> _27
@@ -61,7 +61,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class MinTokensBan(NamedTuple):
-    """Tokens that a row may not draw until its output has `min_tokens` tokens."""
+    """Tokens that a row may not draw before its output has `min_tokens` tokens."""
 
     row: int
     min_tokens: int
@@ -71,37 +71,37 @@ class MinTokensBan(NamedTuple):
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The sampling parameters of a step's rows; reused while the same sequences come in the same order."""
+    """Sampling parameters of a step's rows, one row for each sequence. Reused while the sequences stay the same."""
 
     sequences: list[Sequence]
     state_rows: list[int]
     """Table row of each sequence; see `RowAllocator`."""
     prompt_lens: npt.NDArray[np.int64]
     has_adjustments: bool
-    """Whether any row's logits are changed before anything is drawn."""
+    """Whether the logits of any row are changed before a draw."""
     logit_bias: tuple[Tensor, Tensor] | None
-    """(places in the flat logits, amounts) of logit_bias."""
+    """(indices into the flat logits, amounts to add)."""
     min_token_bans: list[MinTokensBan]
-    """One for each row with min_tokens and no constraint."""
+    """One ban for each row with min_tokens and without a constraint."""
     constrained_rows: list[int]
-    """Rows whose answer must match something."""
+    """Rows with a constrained answer."""
     penalised_rows: list[int]
     penalty_state_rows: IntArray
-    """Rows of the penalty state for `penalised_rows`."""
+    """Table rows of the `penalised_rows`."""
     penalties: PenaltyRows | None
-    """Penalties of `penalised_rows`."""
+    """Penalties of the `penalised_rows`."""
     logprob_rows: list[int]
     """Rows that want logprobs."""
     logprob_counts: list[int]
-    """How many of the likeliest tokens each of these wants."""
+    """Number of likeliest tokens that each of the `logprob_rows` wants."""
     device_logprob_rows: Tensor | None
-    """These on the device; None where all rows or none want them."""
+    """`logprob_rows` on the device; None if all rows or no rows want logprobs."""
     random_rows: IntArray
     """Rows that are not greedy."""
     mixed_seeds: npt.NDArray[np.uint64]
     """Mixed seed of each of the `random_rows`."""
     settings: DrawSettings
-    """Settings of the draw, without the uniform numbers, which differ in each step."""
+    """Settings of the draw. Their uniform numbers are 0; those of each step replace them."""
     precomputed_uniforms: tuple[IntArray, Tensor] | None = None
     """(positions, [steps, rows] uniform numbers): row i is for the step at these positions plus i."""
     active_ban_count: int = 0
@@ -112,18 +112,18 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """Inputs of a step's sampling that the host knows before there are logits."""
+    """Inputs of a step's sampling, made before the logits are."""
 
     batch: SamplingBatch
     uniforms: Tensor
-    """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
+    """[rows] fp64 in [0, 1): point at which each row's cumulative distribution is inverted in this step."""
     banned_indices: Tensor | None
-    """Indices into the flat logits."""
+    """Indices into the flat logits of the tokens that min_tokens bans."""
     penalties: PenaltyStep | None
     mask_requests: list[MaskRequest]
-    """Requests for the masks of the constrained rows."""
+    """Inputs of the masks of constrained rows."""
     token_masks: Future[TokenMasks] | None = None
-    """Masks of these rows, once they are being made."""
+    """Masks of the `mask_requests`, after `start_masks`."""
 
 
 class Sampler:
@@ -138,9 +138,9 @@ class Sampler:
         ops: Kernels | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `ops`: None: plain torch.
+        """`eos_token_ids`: ids without a logit, which some checkpoints name, are ignored.
 
-        `masks`: None where no answer is constrained.
+        `ops`: the kernels that draw; None: plain torch. `masks`: makes masks; None: no answer is constrained.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -201,7 +201,7 @@ class Sampler:
         return mask_requests
 
     def _make_uniforms(self, batch: SamplingBatch, positions: IntArray) -> Tensor:
-        """[rows] fp64 in [0, 1), 0 for those that are greedy. Of a batch that comes again some are made ahead."""
+        """Return uniform numbers, [rows] fp64 in [0, 1), 0 for greedy rows. A repeated batch has some in advance."""
         if batch.precomputed_uniforms is not None:
             first_positions, uniforms = batch.precomputed_uniforms
             step = int(positions[0] - first_positions[0])
@@ -217,20 +217,19 @@ class Sampler:
         return batch.precomputed_uniforms[1][0, : len(positions)]
 
     def start_masks(self, inputs: SamplingInputs, read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
-        """Make what constrained rows may draw, on a thread. `read_last_tokens`: row -> the token of the step before."""
+        """Begin to make the masks of constrained rows. `read_last_tokens`: as in `Masks.submit`."""
         if inputs.mask_requests:
             assert self._masks is not None
             inputs.token_masks = self._masks.submit(inputs.mask_requests, read_last_tokens)
 
     def failures(self, inputs: SamplingInputs) -> dict[int, str]:
-        """After `sample`: row -> why its answer cannot go on."""
+        """Return, after `sample`, row -> reason why its answer cannot go on."""
         return {} if inputs.token_masks is None else inputs.token_masks.result().failures
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
-        """(the next token of each row, [rows] int64; `token_logprobs` of the rows `inputs.batch.logprob_rows`).
+        """Return (next token of each row, [rows] int64; `token_logprobs` of the rows that want logprobs).
 
-        logits: [rows, vocab], changed unless somebody wants logprobs. Nothing is waited for where the kernels draw, but
-        for what constraints allow.
+        logits: [rows, vocab], which may be changed. The host waits for masks, and for nothing else.
         """
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.has_adjustments else logits
@@ -262,7 +261,7 @@ class Sampler:
         return tokens, token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
 
     def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, masks: CpuMasks) -> Tensor:
-        """[rows]: of rows in which few tokens may be drawn only these are looked at."""
+        """Draw the token of each row, [rows]. In `short_rows` only the few allowed tokens are read."""
         short_rows = set(masks.short_rows)
         full_rows = [row for row in range(len(logits)) if row not in short_rows]
         tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -325,7 +324,7 @@ class Sampler:
         return copy_to_device(indices, self._device), copy_to_device(amounts, self._device)
 
     def _min_tokens_banned(self, params: SamplingParams) -> list[int]:
-        """Tokens that min_tokens bans."""
+        """Return the tokens that min_tokens bans."""
         return [*self._eos_token_ids, *params.stop_token_ids]
 
     def _to_flat_indices(self, row: int, tokens: list[int]) -> npt.NDArray[np.int64]:
@@ -359,11 +358,11 @@ class Sampler:
         )
 
     def _effective_top_k(self, params: SamplingParams) -> int:
-        """top_k where it cuts anything, else 0."""
+        """Return top_k if it excludes any token, else 0."""
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """The logits as floats, changed. Whatever changes logits before a draw has its place here, in order."""
+        """Return the logits in fp32 after bias, bans, penalties and masks. The order of these operations matters."""
         adjusted_logits = logits.float()
         if adjusted_logits is logits and inputs.batch.logprob_rows:
             adjusted_logits = logits.clone()

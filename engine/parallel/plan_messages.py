@@ -1,8 +1,8 @@
-"""A step's plan as a message from the leader to its followers, and back: what a rank that samples nothing must know.
+"""A step's plan as a message from the leader to its followers: all that a rank needs which samples nothing.
 
-Of a sequence that was in the plan before, only what is new is sent: a decode step costs a few numbers a sequence,
-however long its context. Both ends remember exactly the sequences of the last plan, so they never disagree about what
-the other end knows; a sequence that sat out a step is sent whole again. Pure: no sockets here.
+For a sequence of the previous plan only changes are sent: a few numbers in a decode step, however long the context.
+Both ends remember exactly the sequences of the last plan. A sequence that was not in it is sent whole. Pure: no sockets
+here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Seq
 
 
 class TableChange(msgspec.Struct, array_like=True, frozen=True):
-    """A block table: the first `kept` blocks as before, then these."""
+    """Change of a block table: its first `kept_blocks` stay, and `new_blocks` follow them."""
 
     kept_blocks: int
     new_blocks: list[BlockId]
@@ -21,15 +21,15 @@ class TableChange(msgspec.Struct, array_like=True, frozen=True):
 
 class ChunkMessage(msgspec.Struct, array_like=True, frozen=True):
     previous_index: int | None
-    """Which chunk of the plan before was of this sequence."""
+    """Index of the sequence's chunk in the previous plan; None: it was not in that plan."""
     start: int
     token_ids: list[int]
-    """Those of the chunk, not those before it."""
+    """Tokens of the chunk."""
     tables: list[TableChange]
     state_unit: UnitId | None
     should_sample: bool
     logprob_prompt_len: int | None
-    """The prompt's length, where logprobs of its tokens are wanted."""
+    """Length of the prompt, if the request wants logprobs of it; else None."""
 
 
 class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -41,14 +41,14 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class PlanEncoder:
-    """The leader's end."""
+    """Encodes the leader's plans, in their order."""
 
     def __init__(self) -> None:
         self._last_sent: dict[Sequence, tuple[int, int, list[int]]] = {}
-        """Sequence -> its chunk in the last plan, its `table_version` then, and the lengths of its block tables."""
+        """Sequence of the last plan -> (index of its chunk, its `table_version`, lengths of its block tables)."""
 
     def encode(self, plan: StepPlan) -> PlanMessage:
-        """The message of the next plan."""
+        """Return the message of the next plan."""
         last_sent, self._last_sent = self._last_sent, {}
         chunks = []
         for index, chunk in enumerate(plan.chunks):
@@ -78,13 +78,13 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """A follower's end."""
+    """Decodes plans on a follower, in their order."""
 
     def __init__(self) -> None:
         self._last_sequences: list[Sequence] = []
 
     def decode(self, message: PlanMessage) -> StepPlan:
-        """The plan, for a runner that samples nothing. Tokens before a chunk may be zeros: nobody reads them."""
+        """Return the plan, for a runner that samples nothing. Tokens before a chunk may be zeros."""
         chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
         self._last_sequences = [chunk.seq for chunk in chunks]
         return StepPlan(

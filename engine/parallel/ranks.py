@@ -1,12 +1,12 @@
-"""Several processes compute one model: the leader (rank 0) has its followers repeat each step on their part of it.
+"""Tensor parallelism: several processes compute one model, each on its part of the weights.
 
-The leader is the process that has scheduler, cache and publisher. It starts the followers, sends them each step's plan
-as a small message over a socket, and computes the same plan itself; within a step the ranks meet in all-reduce, and
-where logits are put together.
-Block tables and units mean the same on all ranks, since every rank's cache has the same shape. Only the leader samples.
+The leader (rank 0) is the process with scheduler, cache and publisher. It starts the followers, sends them each step's
+plan as a small message over a socket, and computes the same plan itself. Within a step the ranks communicate in
+all-reduce, and to put logits together. Every rank's cache has the same shape, so block tables and units mean the same
+everywhere. Only the leader samples.
 
-A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLostError`. A follower ends when its socket
-closes, whatever the reason. One machine; gloo between CPUs, NCCL between GPUs.
+A rank that fails cannot catch up, so it ends the engine with RunnerLostError. A follower ends when its socket closes,
+for whatever reason. One machine; gloo between CPUs, NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from engine.types import RunnerLostError, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Longest wait of one rank for another inside a step: kernels are compiled in a first one."""
+"""Longest wait of one rank for another inside a step. The first step compiles kernels."""
 GRACE_S = 5.0
-"""Time for a process to end by itself, or for a step without its partner, before it is killed."""
+"""Time for a process to end, or for a step to fail after a rank is lost, before the process is killed."""
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -53,14 +53,14 @@ log = logging.getLogger("engine.ranks")
 
 # leader -> follower
 class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Load the model; answered by `RankLoaded` or `LoadFailed`."""
+    """Command to load the model. The reply is `RankLoaded` or `LoadFailed`."""
 
     config: EngineConfig
     folder: str
 
 
 class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """Make the runner and its cache; plans follow."""
+    """Command to make the runner and its cache. Plans follow."""
 
     unit_count: int
 
@@ -70,7 +70,7 @@ LeaderMessage = LoadModel | StartRunner | PlanMessage
 
 # follower -> leader
 class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """The ranks meet (once), and size the cache together."""
+    """The rank has loaded its part. Next it joins the process group, and takes part in sizing the cache."""
 
 
 class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -81,12 +81,12 @@ FollowerReply = RankLoaded | LoadFailed
 
 
 def join_process_group(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
-    """Meet the other ranks; blocks until all are there."""
+    """Join the process group of all ranks; blocks until all have joined."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,  # connects now, not in the first step
+        device_id=device if device.type == "cuda" else None,  # connects now instead of in the first step
         store=store,
         rank=rank,
         world_size=size,
@@ -95,14 +95,14 @@ def join_process_group(rank: int, size: int, store: TCPStore, device: torch.devi
 
 
 def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks, on every rank; x is consumed."""
+    """Return the sum of x over all ranks, on every rank. Overwrites x."""
     x = x.contiguous()
     dist.all_reduce(x)
     return x
 
 
 def gather_columns(x: torch.Tensor) -> torch.Tensor | None:
-    """On rank 0: the [rows, n] of all ranks side by side, [rows, ranks * n]; elsewhere None."""
+    """Put the x of all ranks, [rows, n] each, side by side: [rows, ranks * n] on rank 0, None elsewhere."""
     x = x.contiguous()
     if dist.get_rank():
         dist.gather(x, dst=0)
@@ -113,7 +113,7 @@ def gather_columns(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def all_reduce_min(count: int, device: torch.device) -> int:
-    """The smallest of the ranks' numbers, on every rank; each waits for the others."""
+    """Return the smallest number of all ranks, on every rank. Each rank waits for the others."""
     minimum = torch.tensor(count, dtype=torch.int64, device=device)
     dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
     return int(minimum.item())
@@ -136,11 +136,11 @@ class _FollowerHandle:
             )
 
     def send(self, data: bytes) -> None:
-        """Raises OSError if the follower is gone."""
+        """Send bytes. Raises OSError if the follower has ended."""
         self._sock.sendall(data)
 
     def receive(self) -> FollowerReply:
-        """Wait for its answer. Raises RunnerLostError if it ends instead."""
+        """Wait for the follower's reply. Raises RunnerLostError if the follower ends instead."""
         while True:
             try:
                 data = self._sock.recv(1 << 16)
@@ -156,6 +156,7 @@ class _FollowerHandle:
                 return replies[0]
 
     def describe_exit(self) -> str:
+        """Return a message about how the follower has ended."""
         exit_status = self.process.poll()
         if exit_status is None:
             exit_event = "closed its socket"
@@ -170,12 +171,12 @@ class _FollowerHandle:
 
 
 class Leader:
-    """Starts the followers and has them do what rank 0 does. `close` it; there can be one in a process at a time."""
+    """Starts the followers, and sends them commands and plans. Must be closed; one at a time in a process."""
 
     def __init__(self, size: int) -> None:
         assert size > 1, size
         self._rank_count = size
-        listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on every interface
+        listener = socket.create_server((LOOPBACK, 0))  # by default the store listens on every interface
         port = listener.getsockname()[1]
         self._store = TCPStore(
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -192,15 +193,18 @@ class Leader:
 
     @property
     def shard(self) -> Shard:
-        """Rank 0's part of a model."""
+        """Part of a model that rank 0 holds."""
         return Shard(0, self._rank_count, all_reduce_sum, gather_columns)
 
     def load(self, config: EngineConfig, folder: Path) -> None:
-        """Have the followers load a model, while the caller loads its own part."""
+        """Have the followers load a model, while the caller loads its own part of it."""
         self.broadcast(LoadModel(config, str(folder)))
 
     def await_loaded(self, device: torch.device) -> None:
-        """Wait for the followers and meet them. Raises RunnerLostError, or ValueError with a follower's reason."""
+        """Wait until the followers have loaded, and join the process group. Raises RunnerLostError.
+
+        Raises ValueError with a follower's reason if that could not load its part.
+        """
         for follower in self._followers:
             reply = follower.receive()
             if isinstance(reply, LoadFailed):
@@ -210,7 +214,7 @@ class Leader:
             self._is_joined = True
 
     def all_reduce_min(self, count: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers. Raises RunnerLostError if one of them ends instead."""
+        """Return the smallest number of all ranks. Raises RunnerLostError if a rank ends instead."""
         try:
             return all_reduce_min(count, device)
         except RuntimeError as error:
@@ -223,7 +227,7 @@ class Leader:
         return LeadingRunner(self, runner)
 
     def broadcast(self, message: LeaderMessage) -> None:
-        """Send it to every follower. Raises RunnerLostError."""
+        """Send a message to every follower. Raises RunnerLostError."""
         data = encode_frame(self._encoder.encode(message))
         for follower in self._followers:
             try:
@@ -232,16 +236,16 @@ class Leader:
                 raise self.make_lost_error(error) from error
 
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
-        """Have all ranks compute a plan; the result of rank 0. Raises RunnerLostError if any of them fails."""
+        """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
         with self._step_lock:
             self.broadcast(self._plan_encoder.encode(plan))
             try:
                 return runner.execute(plan)
-            except Exception as error:  # whatever it is, the ranks may now be at different places
+            except Exception as error:  # after any error the ranks may be at different points of the step
                 raise self.make_lost_error(error) from error
 
     def make_lost_error(self, error: Exception) -> RunnerLostError:
-        """Why the ranks cannot go on: the end of one of them if that is what `error` comes from."""
+        """Return the error that ends the engine after `error`: with a follower's exit as the reason, if one exited."""
         end_s = time.monotonic() + GRACE_S / 2
         while self._lost_reason is None and time.monotonic() < end_s:
             self._lost_reason = self._find_exit_reason()
@@ -252,18 +256,18 @@ class Leader:
         return RunnerLostError(self._lost_reason)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost`, from a thread, if a follower ends while no step notices it: idle, or blocked for good."""
+        """Call `on_lost`, from a thread, if a follower ends and no step fails by that: idle, or blocked for good."""
         for follower in self._followers:
             threading.Thread(target=self._watch_follower, args=(follower, on_lost), daemon=True).start()
 
     def close(self) -> None:
-        """End the followers; by force where they do not obey. Idempotent."""
+        """End the followers; kill those that do not end in time. Idempotent."""
         self._is_closing = True
         for follower in self._followers:
             follower.close()
         destroy_thread = None
         if self._is_joined and self._lost_reason is None:
-            # Communicators of NCCL may end only together; should a rank be gone after all, nobody waits for long.
+            # NCCL's communicators end only together: in a thread, in case that a rank is gone after all.
             destroy_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
             destroy_thread.start()
         for follower in self._followers:
@@ -275,7 +279,7 @@ class Leader:
                 follower.process.wait()
         if destroy_thread is not None:
             destroy_thread.join(GRACE_S)
-        elif self._is_joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost
+        elif self._is_joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
             dist.destroy_process_group()
         self._is_joined = False
 
@@ -289,15 +293,15 @@ class Leader:
             self._step_lock.release()
 
     def _find_exit_reason(self) -> str | None:
-        """Return the reason why a follower exited; one that was killed comes before one that failed after it."""
-        exited = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
-        return (
-            min(exited, key=lambda status_and_follower: status_and_follower[0])[1].describe_exit() if exited else None
-        )
+        """Return how a follower exited; None: none has. A follower that was killed comes before one that failed."""
+        exited_followers = [follower for follower in self._followers if follower.process.poll() is not None]
+        if not exited_followers:
+            return None
+        return min(exited_followers, key=lambda follower: follower.process.returncode).describe_exit()
 
 
 class LeadingRunner:
-    """The runner of all ranks, as the core sees it."""
+    """Runner of all ranks, for the core."""
 
     def __init__(self, leader: Leader, runner: Runner) -> None:
         self._leader = leader

@@ -1,7 +1,7 @@
-"""The HTTP process's side of the core: send requests, receive their outputs as they come, abort, reset.
+"""The HTTP process's side of the core: sends requests and commands, and receives the outputs of each step.
 
-Owns the socket to the core process and the streams of the requests in flight. StepOutputs that a slow reader has not
-taken yet are merged, so what is buffered for a request is bounded by the tokens it may generate. Knows nothing of HTTP.
+Owns the socket to the core process and the streams of the requests in flight. Outputs that a slow reader has not taken
+are merged, so that the buffer of a request is bounded by the tokens that it may generate. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ log = logging.getLogger("engine.client")
 
 
 class EngineDeadError(RuntimeError):
-    """The core process has ended or could not start; the message says why."""
+    """The core process has ended, or could not start. The message gives the reason."""
 
 
 class OutputStream:
-    """The outputs of the sequences of one HTTP request, in order for each sequence, merged where not taken in time.
+    """Outputs of all sequences of one HTTP request, in order for each sequence.
 
-    Fails, and is closed, where it would hold more logprobs than it may."""
+    Fails, and is closed, if it would hold more logprobs than it may.
+    """
 
     def __init__(self, client: EngineClient, request_ids: Sequence[str], logprob_share: LogprobShare) -> None:
         self.logprob_share = logprob_share
-        """Whoever takes outputs releases the logprobs that need no memory any more."""
+        """Share of the logprob budget. The reader releases the logprobs of outputs that it has sent."""
         self._client = client
         self._open_request_ids = set(request_ids)
         self._pending_output_by_id: dict[str, SequenceOutput] = {}
@@ -71,7 +72,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Return the outputs since the last call, at least one; ends when every sequence has finished."""
+        """Wait for outputs, and return those since the last call. Ends when every sequence has finished."""
         while not self._pending_output_by_id:
             if self._error is not None:
                 raise self._error
@@ -90,7 +91,7 @@ class OutputStream:
         return outputs
 
     def close(self, request_id: str | None = None) -> None:
-        """Want no more of one sequence, or of any: what still runs is aborted. Idempotent."""
+        """Abort one sequence of the request if it still runs; without an id, all of them. Idempotent."""
         if request_id is None:
             self.logprob_share.close()
         closed_ids = [request_id] if request_id is not None else list(self._open_request_ids)
@@ -101,6 +102,7 @@ class OutputStream:
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
+        """Add an output for the reader."""
         if output.logprobs or output.prompt_logprobs:
             logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
             try:
@@ -116,7 +118,7 @@ class OutputStream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the iteration with `error`, after what has already arrived."""
+        """End the iteration with `error`, after the outputs that have arrived."""
         self._error = error
         self._wake()
 
@@ -126,13 +128,13 @@ class OutputStream:
 
 
 def _count_prompt_logprobs(request: Request) -> int:
-    """How many logprobs of its prompt a request asks for."""
+    """Return the number of logprobs of its prompt that a request asks for."""
     top_count = request.params.prompt_logprobs
     return 0 if top_count is None else (top_count + 1) * len(request.token_ids)
 
 
 def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
-    """Two consecutive outputs of one sequence as one; changes and returns `first`."""
+    """Merge two consecutive outputs of one sequence into the first one, and return it."""
     first.token_ids.extend(second.token_ids)
     if second.logprobs:
         first.logprobs = first.logprobs or []
@@ -149,7 +151,7 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
 
 
 class EngineClient(asyncio.Protocol):
-    """One core process and its socket. Make with `EngineClient.start`; then `await ready()`."""
+    """One core process and its socket. Make it with `EngineClient.start`, then await `wait_ready`."""
 
     def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
         self._core_process = core_process
@@ -163,19 +165,19 @@ class EngineClient(asyncio.Protocol):
         self._call_count = 0
         self.logprob_budget = LogprobBudget()
         self._open_ping: tuple[int, float] | None = None
-        """The ping that is not answered yet, and when it was sent."""
+        """(call id, time when it was sent) of the ping that is not answered yet."""
         self._ready_future: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._is_closing = False
         self.stats: EngineStats | None = None
-        """The last the core told; at most a tenth of a second old while it works."""
+        """Last statistics of the core, at most a tenth of a second old while it works."""
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
         self.death_reason: str | None = None
-        """Why the core is gone, once it is."""
+        """Reason why the core has ended; None: it has not."""
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
-        """`on_death` is called once, with the reason, if the core ends without having been told to."""
+        """Start a core process. `on_death`: called once, with the reason, if the core ends before `close`."""
         client_sock, core_sock = socket.socketpair()
         with core_sock:
             core_process = subprocess.Popen(
@@ -196,11 +198,14 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def in_flight_count(self) -> int:
-        """Sequences the core has not finished."""
+        """Number of sequences that the core has not finished."""
         return len(self._stream_by_request_id)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Raises EngineDeadError, or RequestError where the prompts' logprobs are too many."""
+        """Send requests, and return the stream of their outputs.
+
+        Raises EngineDeadError, or RequestError if they ask for too many logprobs of prompts.
+        """
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         self.logprob_budget.check_prompts(sum(map(_count_prompt_logprobs, requests)))
@@ -215,7 +220,7 @@ class EngineClient(asyncio.Protocol):
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop sequences and free what they hold; those that are already done are ignored."""
+        """Stop sequences and free their memory. Ids of finished sequences are ignored."""
         running_ids = [
             request_id for request_id in request_ids if self._stream_by_request_id.pop(request_id, None) is not None
         ]
@@ -223,20 +228,22 @@ class EngineClient(asyncio.Protocol):
             self._send(AbortRequests(running_ids))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running sequences keep what they hold."""
+        """Empty the prefix cache. Running sequences keep their blocks."""
         await self._call(ResetPrefixCache)
 
     async def change_weights(
         self, operation: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
     ) -> None:
-        """Sleep, wake up or load other weights. Raises ValueError with the reason where that cannot be."""
+        """Sleep, wake up or load other weights. Raises ValueError with the reason if that fails."""
         error = await self._call(lambda call_id: ChangeWeights(call_id, operation, level, path))
         if error is not None:
             raise ValueError(error)
 
     def unanswered_ping_s(self) -> float:
-        """For how many seconds the core has not answered a ping; sends one where none is under way. A core that changes
-        its weights takes its time."""
+        """Return for how many seconds the core has not answered a ping, and send one if none is under way.
+
+        While another call is pending this is 0, since a change of weights takes long.
+        """
         now = time.monotonic()
         if self._open_ping is None and self.death_reason is None:
             self._call_count += 1
@@ -258,7 +265,7 @@ class EngineClient(asyncio.Protocol):
             self._pending_calls.pop(call_id, None)
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """End the core process; after `timeout_s` by force."""
+        """End the core process; kill it after `timeout_s`."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()

@@ -1,8 +1,8 @@
 """The core process: the step loop over model, cache and event publisher, in a process that shares nothing with HTTP.
 
-Between steps the loop takes what has arrived on its socket without waiting; idle, it sleeps on the socket. It never
-waits for the socket to take bytes: what does not fit is kept and sent later (bounded by the tokens of the requests in
-flight). When the socket closes, for whatever reason, the process ends: no orphans.
+Between steps the loop reads from its socket without waiting; while idle, it sleeps until the socket has data. It never
+waits to write: bytes that do not fit are sent later, and are bounded by the tokens of the requests in flight. When the
+socket closes, for whatever reason, the process ends, so that no process is left over.
 
 Knows nothing of HTTP, text or clients. The other end is `engine.process.client`; the messages are in
 `engine.messages`.
@@ -52,7 +52,7 @@ log = logging.getLogger("engine.process")
 
 
 class CoreSocket:
-    """The core's end of the socket: reads without waiting unless told to, writes what fits and keeps the rest."""
+    """The core's end of the socket. Writes never wait: bytes that do not fit are kept for later."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -64,9 +64,9 @@ class CoreSocket:
         self.is_closed = False
 
     def receive(self, wait: bool, wake_sockets: Sequence[socket.socket] = ()) -> list[Command]:
-        """The commands that have arrived; with `wait`, sleep until there is one (or the socket closes).
+        """Return the commands that have arrived. With `wait`, sleep until there is one, or the socket closes.
 
-        Bytes on one of the `wake_sockets`, which are not read here, end the sleep too.
+        Bytes on one of the `wake_sockets`, which are not read here, end the sleep, too.
         """
         if wait:
             self._wait_readable(wake_sockets)
@@ -85,10 +85,12 @@ class CoreSocket:
         return commands
 
     def send(self, report: Report) -> None:
+        """Send a report as soon as the socket takes it."""
         self._unsent_bytes += encode_frame(self._encoder.encode(report))
         self.flush()
 
     def flush(self) -> None:
+        """Send as many of the kept bytes as the socket takes."""
         while self._unsent_bytes and not self.is_closed:
             try:
                 sent_bytes = self._sock.send(self._unsent_bytes)
@@ -100,7 +102,7 @@ class CoreSocket:
             del self._unsent_bytes[:sent_bytes]
 
     def send_fatal(self, message: str) -> None:
-        """Tell the other side why the core ends, and wait until it is sent."""
+        """Send the reason why the core ends, and wait until it is sent."""
         self.send(CoreFailed(message))
         end_s = time.monotonic() + SEND_FATAL_TIMEOUT_S
         while self._unsent_bytes and not self.is_closed and time.monotonic() < end_s:
@@ -116,13 +118,13 @@ class CoreSocket:
 
 
 class CoreLoop:
-    """Take commands, make a step, send what it produced; until the socket closes."""
+    """Executes commands and steps in turn, and sends the outputs, until the socket closes."""
 
     def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = engine.core
         self._executor = engine.executor
         self._sleep_level: int | None = None
-        """How deeply."""
+        """Level of the last `sleep`; None: the engine is awake."""
         self._get_simulation_lag = engine.executor.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
@@ -130,6 +132,7 @@ class CoreLoop:
         self._rejected_outputs: list[SequenceOutput] = []
 
     def run(self) -> None:
+        """Run until the socket closes. Raises RunnerLostError."""
         core, core_socket = self._core, self._core_socket
         stats_due_s = 0.0
         is_idle_reported = False
@@ -157,7 +160,7 @@ class CoreLoop:
                 core_socket.flush()
 
     def _send_long_outputs(self, outputs: Collection[SequenceOutput]) -> None:
-        """Send what of long outputs comes before their last part, a message each, and leave the last part."""
+        """Send all parts of long outputs except the last, each in one message, and leave the last part in `outputs`."""
         if isinstance(outputs, DecodedTokens):
             return
         for output in outputs:
@@ -202,7 +205,7 @@ class CoreLoop:
             self._core_socket.send(CommandDone(command.call_id))
 
     def _change_weights(self, change: ChangeWeights) -> str | None:
-        """Why it was not done, or None."""
+        """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""
         if self._core.has_work:
             return f"{change.operation}: sequences are running"
         if (self._sleep_level is None) == (change.operation == "wake"):
@@ -224,7 +227,10 @@ class CoreLoop:
 
 
 def main(fd: int) -> int:
-    """The core process's whole life. Signals are the HTTP process's affair: it drains, then closes the socket."""
+    """Run the core process until its socket closes; return its exit status.
+
+    Signals are ignored: the HTTP process handles them, drains its requests, and closes the socket.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
@@ -237,10 +243,9 @@ def main(fd: int) -> int:
     core_socket = CoreSocket(sock)
     try:
         engine = assemble(config)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
-        if not isinstance(
-            error, (ValueError, OSError, RunnerLostError)
-        ):  # those say what to change; others are mistakes
+    except Exception as error:  # noqa: BLE001 - the HTTP process must get the reason, whatever it is
+        is_expected = isinstance(error, (ValueError, OSError, RunnerLostError))
+        if not is_expected:
             traceback.print_exc()
         core_socket.send_fatal(f"cannot start: {error}")
         return 1
@@ -253,7 +258,7 @@ def main(fd: int) -> int:
     except RunnerLostError as error:
         core_socket.send_fatal(str(error))
         return 1
-    except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
+    except Exception as error:  # noqa: BLE001 - the HTTP process must get the reason before this process ends
         traceback.print_exc()
         core_socket.send_fatal(f"the step loop failed: {type(error).__name__}: {error}")
         return 1
@@ -263,15 +268,15 @@ def main(fd: int) -> int:
 
 
 def _exit_with_reason(core_socket: CoreSocket, reason: str) -> None:
-    """End the process from a thread, its loop being idle or blocked for good."""
+    """Send the reason and end the process, from a thread, as the loop may be idle or blocked for good."""
     core_socket.send_fatal(reason)
     os._exit(1)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one, instead of giving it back and faulting it in again.
+    """Let glibc keep the memory that a step frees for the next one, instead of returning it to the system.
 
-    Measured: 15.5 -> 12.5 ms for a step of 1,600 prompt tokens of a 0.4M model. Without glibc nothing happens.
+    Measured: 15.5 -> 12.5 ms for a step of 1,600 prompt tokens of a 0.4M model. Without glibc this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -282,7 +287,7 @@ def keep_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""From malloc.h."""
+"""Parameters of mallopt, from malloc.h."""
 
 
 def _receive_config(sock: socket.socket) -> EngineConfig | None:

@@ -1,7 +1,7 @@
-"""Bound on the logprobs that are held for answers: of one request, and of all in sum.
+"""Bounds on the logprobs that are held for responses: for one request, and for all together.
 
-Requests of a few bytes ask for millions: samples times tokens times `top_logprobs`. Counted is what has come from the
-core and is not sent yet, never what may come. Pure.
+A small request can ask for millions of them: samples times tokens times `top_logprobs`. Logprobs count from their
+arrival from the core until they are sent. Pure.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from prompts import RequestError
 
 REQUEST_LOGPROBS_MAX = 2 << 20
-"""(token, logprob) pairs; 60 bytes each as JSON, about 150 before that."""
+"""(token, logprob) pairs of one request: 60 bytes each as JSON, about 150 before that."""
 LOGPROBS_MAX = 6 << 20
 
 
 class LogprobBudget:
-    """The sum of one process. Invariant: `held` is the sum of what the open shares hold."""
+    """Budget of one process. Invariant: `held_count` is the sum over all open shares."""
 
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
         self.request_max = request_max
@@ -22,7 +22,7 @@ class LogprobBudget:
         self.held_count = 0
 
     def check_prompts(self, count: int) -> None:
-        """Raises RequestError 400 where the `count` logprobs of a request's prompts are more than it may hold."""
+        """Raise RequestError 400 if the `count` logprobs of a request's prompts are more than it may hold."""
         if count > self.request_max:
             raise RequestError(
                 f"prompt_logprobs: asks for {count} logprobs (prompt tokens times samples times (prompt_logprobs + 1)),"
@@ -39,7 +39,7 @@ class LogprobShare:
         self._held_count = 0
 
     def acquire(self, count: int) -> None:
-        """Raises RequestError: 400 where the request would hold too many, 503 where all would."""
+        """Hold `count` more logprobs. Raises RequestError: 400 if the request holds too many, 503 if all do."""
         budget = self._budget
         if self._held_count + count > budget.request_max:
             raise RequestError(
@@ -58,7 +58,7 @@ class LogprobShare:
         budget.held_count += count
 
     def release(self, count: int) -> None:
-        """So many were sent; of a share that was closed meanwhile, none are left to release."""
+        """Release `count` logprobs, which were sent. A closed share has none to release."""
         count = min(count, self._held_count)
         self._held_count -= count
         self._budget.held_count -= count
