@@ -61,6 +61,28 @@ class OverlappingRunner(Protocol):
         ...
 
 
+class ModelMemory(Protocol):
+    """Weights and cache of a model, which are freed, allocated again, or replaced while nothing runs."""
+
+    def sleep(self, level: int) -> None:
+        """Free the cache and the weights on the device; with level 2, free all weights.
+
+        The cache is lost. Raises ValueError if that is impossible.
+        """
+
+    def wake(self) -> None:
+        """Allocate the cache again, and load dropped weights. Raises ValueError, OSError, MemoryError, RuntimeError.
+
+        After an error the model stays asleep.
+        """
+
+    def reload(self, path: str | None) -> None:
+        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `wake` does.
+
+        After an error the model keeps its weights.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """A loaded model, real or simulated: the sizes of its cache, and the operations on it."""
@@ -80,6 +102,7 @@ class Executor:
     """Makes a call, on any thread, with the reason once no further step can be computed."""
     get_simulation_lag: Callable[[], SimulationLag | None]
     """Returns the lag of simulated steps; None if steps are real."""
+    model_memory: ModelMemory
     step_tokens_max: int
     """Most tokens of one step."""
     overlaps_steps: bool = False
@@ -94,15 +117,6 @@ class Executor:
     """See `SchedulerConfig`."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
-    sleep: Callable[[int], None] = lambda level: None
-    """Frees memory while nothing runs: with level 1 the cache and the weights on the device, with level 2 all weights.
-    The cache is lost. Raises ValueError if the executor cannot sleep."""
-    wake: Callable[[], None] = lambda: None
-    """Allocates the cache again and loads dropped weights. Raises ValueError, OSError or MemoryError, and stays asleep.
-    """
-    reload_weights: Callable[[str | None], None] = lambda path: None
-    """Loads the weights of a checkpoint's folder; None: of the last one. Raises as `wake` does, and keeps the weights.
-    """
     simulated_link: SimulatedLinkSpec | None = None
     """The network over which simulated blocks would move."""
     get_block_memory: Callable[[], BlockMemory] | None = None

@@ -97,12 +97,9 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         if leader is not None:
             leader.close()
 
-    loaded_model = LoadedModel(config, rank, folder, runners)
     return Executor(
         cache_spec=rank.spec,
-        sleep=loaded_model.sleep,
-        wake=loaded_model.wake,
-        reload_weights=loaded_model.reload,
+        model_memory=LoadedModel(config, rank, folder, runners),
         unit_count=unit_count,
         max_model_len=rank.max_model_len,
         vocab_size=model.config.vocab_size,
@@ -123,7 +120,7 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
 
 
 class LoadedModel:
-    """The weights and the pool on one device: frees them, allocates them again, and replaces the weights."""
+    """Implements `engine.core.ModelMemory` for the weights and the pool of one device."""
 
     def __init__(self, config: EngineConfig, rank: RankModel, folder: Path, runners: list[ModelRunner]) -> None:
         """`folder`: that of the weights. `runners`: holds the runner once it is made."""
@@ -138,7 +135,7 @@ class LoadedModel:
             raise ConfigError("decode steps are recorded: start with --enforce-eager")
 
     def sleep(self, level: int) -> None:
-        """Free the pool and the weights; see `Executor.sleep`. Raises ConfigError."""
+        """See `ModelMemory`. Raises ConfigError."""
         self._check_possible("sleep")
         self._runners[0].release_pool()
         for weight in self._rank.model.weights:
@@ -149,7 +146,7 @@ class LoadedModel:
         self._sleep_level = level
 
     def wake(self) -> None:
-        """Load or move the weights back, and allocate the pool. Raises ModelError, OSError, RuntimeError."""
+        """See `ModelMemory`. Raises ModelError, OSError, RuntimeError."""
         if self._sleep_level == 2:
             load_weights(self._rank.model, self._folder, self._rank.dtype, self._rank.device)
         else:
@@ -159,7 +156,7 @@ class LoadedModel:
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
-        """Load the weights of another checkpoint. Raises ConfigError, ModelError, OSError, RuntimeError."""
+        """See `ModelMemory`. Raises ConfigError, ModelError, OSError, RuntimeError."""
         self._check_possible("reload")
         folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)

@@ -18,7 +18,7 @@ ENDLESS = sys.maxsize
 
 
 class PrefixBlocks(Protocol):
-    """What is cached of one hash block of a prefix: a node, or what several memories have together."""
+    """Cached blocks of one block of a prefix: those of a node, or of several memories together."""
 
     def has_block(self, kind: int) -> bool: ...
     def has_host_block(self, kind: int) -> bool: ...

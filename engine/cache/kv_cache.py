@@ -339,9 +339,10 @@ class KVCache:
         return block_copies
 
     def name_pulled(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
-        """Name and announce a block whose content is in place. None, and nothing done, where it can have no name.
+        """Name and announce a block that is filled, and return its node.
 
-        That is where its parent was evicted meanwhile, or where the name is taken."""
+        None, and nothing done, if its parent was evicted meanwhile, or if the name is taken.
+        """
         if parent is not None and (parent not in self.tree or not parent.has_computed(FULL_KIND)):
             return None
         node = self.tree.get_or_create(key, parent)

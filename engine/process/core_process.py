@@ -212,13 +212,13 @@ class CoreLoop:
             return f"{change.operation}: the engine is {'awake' if self._sleep_level is None else 'asleep'}"
         try:
             if change.operation == "sleep":
-                self._executor.sleep(change.level)
+                self._executor.model_memory.sleep(change.level)
                 self._sleep_level = change.level
             elif change.operation == "wake":
-                self._executor.wake()
+                self._executor.model_memory.wake()
                 self._sleep_level = None
             else:
-                self._executor.reload_weights(change.path)
+                self._executor.model_memory.reload(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.operation}: {error}"
         self._core.transfers.change_weights(change.path)

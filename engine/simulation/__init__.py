@@ -1,1 +1,1 @@
-"""An engine that takes its time: steps sleep instead of computing, all else is the engine's own. No torch here."""
+"""A simulated engine: its steps sleep instead of computing; everything else is the real engine. Imports no torch."""

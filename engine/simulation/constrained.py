@@ -1,4 +1,4 @@
-"""Answers of a simulated engine that must match a grammar: a few words where text is free, and the end soon."""
+"""Answers of a simulated engine that must match a grammar: a few words as free text, and an early end."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 CLOSING_TEXTS = ('"', "}", "]", ",")
-"""Texts that end a part of JSON, strings first, as these may hold brackets: chosen where the grammar allows it."""
+"""Texts that end a part of JSON, chosen whenever the grammar allows. Strings come first, as they may hold brackets."""
 TAG_END = "\n</parameter>\n"
-"""End of an argument without quotation marks, which may hold all `CLOSING_TEXTS`."""
+"""End of an argument without quotation marks, which may contain all `CLOSING_TEXTS`."""
 DEFAULT_ANSWER_TOKENS = 12
-"""Tokens of an answer that could end at any time, where the simulation names no length."""
+"""Tokens after which an answer ends as soon as it may, if the simulation gives no length."""
 MAX_CANDIDATES = 64
 MAX_MATCHERS = 4096
 
 
 @dataclass(slots=True)
 class _MatcherState:
-    """A matcher, and how much of its answer it has read."""
+    """A matcher, and how much of the answer it has read."""
 
     matcher: LLMatcher
     read_token_count: int = 0
     forced_token_ids: list[int] = field(default_factory=list)
-    """Tokens that must follow, in reverse, as the tokenizer writes them, so that the next prompt is a prefix hit."""
+    """Tokens that the grammar forces next, in reverse. They are the tokenizer's own, so that the next prompt hits."""
 
 
 class ConstrainedAnswers:
@@ -48,7 +48,7 @@ class ConstrainedAnswers:
         self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
 
     def next_token(self, seq: Sequence, free_token: Callable[[Sequence], int]) -> int | str:
-        """Return the token after the last of `seq`, or why none can follow. `free_token`: the next of a free answer."""
+        """Return the next token of `seq`, or why there is none. `free_token` makes the next token of a free answer."""
         constraint = seq.request.params.constraint
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
@@ -90,7 +90,7 @@ class ConstrainedAnswers:
             return self._eos_token_id
         if self._tokenizer.hf_tokenizer.decode([candidates[0]]) in CLOSING_TEXTS:
             return candidates[0]
-        return min(candidates, key=Counter(answer_tokens).__getitem__)  # others than before: a repetition ends
+        return min(candidates, key=Counter(answer_tokens).__getitem__)  # the rarest so far, so that repetitions end
 
     def _advance_matcher(self, request_id: str, lark: str, answer_tokens: list[int]) -> _MatcherState:
         matcher_state = self._matcher_states.pop(request_id, None)
@@ -108,7 +108,7 @@ class ConstrainedAnswers:
         return matcher_state
 
     def _next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
-        """The next token of TAG_END, where the end of a value may stand before it."""
+        """Return the next token of TAG_END, if the answer ends with a value and perhaps a part of TAG_END."""
         for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
             if (
@@ -127,7 +127,7 @@ class ConstrainedAnswers:
         return self._tokenizer.hf_tokenizer.decode([token]).strip().isalpha()
 
     def _get_token_order(self) -> list[int]:
-        """All ids, those that are said first where several may be."""
+        """Return all token ids in the order of preference."""
         if self._token_order is None:
             texts = [
                 self._tokenizer.hf_tokenizer.decode([i], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The executor of a simulation: a tokenizer instead of a model, a cache that is only counted, steps that sleep."""
+"""The executor of a simulation: a tokenizer instead of a model, a cache of empty blocks, steps that sleep."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WORD_COUNT = 256
 _WORD_PATTERN = re.compile(r" [a-z]{3,12}")
 _MAX_PROBED_TOKENS = 20_000
 BLOCKS_MAX = 10_000_000
-"""Most blocks of the cache, and of host memory: a simulated block is empty, but its record takes 250 bytes and 7 us."""
+"""Most blocks of the cache, and of host memory. A simulated block has no content, but takes 250 bytes and 7 us."""
 
 
 def tokenizer_folder(model: str | None) -> tuple[str, Path]:
-    """(name to serve, folder of the tokenizer): MODEL's, of which no weights are needed, or a small one of our own."""
+    """Return (name to serve, folder of the tokenizer): MODEL's, or a small one of our own. No weights are needed."""
     return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
 
@@ -71,7 +71,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
             f"--simulate: kv_tokens {spec.kv_tokens}" if override is None else f"--num-gpu-blocks-override {override}"
         )
         raise ConfigError(f"{flag}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation")
-    # Any head size does: nothing lies in the blocks. With this one a unit is a block.
+    # The blocks have no content, so that any head size will do. With this one a unit is a block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
         cache_spec=CacheSpec(config.block_size, (cache_group,)),
@@ -86,7 +86,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         watch_for_loss=lambda lost: None,
         get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
-        reload_weights=_check_weights_folder,
+        model_memory=SimulatedMemory(),
         get_block_memory=None if spec.kv_bytes_per_token is None else SimulatedBlockMemory,
         simulated_link=_make_link_spec(config, spec),
         script_turns=spec.script_turns,
@@ -98,14 +98,23 @@ def _make_link_spec(config: EngineConfig, spec: SimulationSpec) -> SimulatedLink
     return SimulatedLinkSpec(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
 
 
-def _check_weights_folder(path: str | None) -> None:
-    """A folder that is not there is one here too."""
-    if path is not None:
-        locate_model(path, weights=False)
+class SimulatedMemory:
+    """Implements `engine.core.ModelMemory` without any memory."""
+
+    def sleep(self, level: int) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def reload(self, path: str | None) -> None:
+        """Check that the folder exists. Raises ConfigError."""
+        if path is not None:
+            locate_model(path, weights=False)
 
 
 def _count_host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
-    """Blocks of host memory under the cache. Raises ConfigError."""
+    """Return the blocks of host memory that the cache has. Raises ConfigError."""
     memory_bytes = config.host_cache_memory
     if memory_bytes is None:
         return 0
@@ -139,6 +148,7 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
 
 
 def _encode_script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of each line of the script file, if there is one. Raises ConfigError."""
     if not isinstance(spec.script, str) or spec.script_turns:
         return []
     try:

@@ -1,7 +1,8 @@
-"""Computes no step: makes tokens up, and takes as long as the service model says.
+"""Runner that makes tokens up, and sleeps as long as the step would take on the simulated device.
 
-Steps follow each other on a timeline of their own: one begins when the one before was due, or when the first of its
-requests came, so what scheduling costs here does not add up. What the machine cannot keep up with is lateness.
+Steps follow each other on a timeline of their own. A step begins when the previous one should have ended, or when the
+first of its requests arrived. So the time that scheduling takes here does not add up. A step that ends later than it
+should have is counted as lag.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
 
 
 class SimulatedAnswers:
-    """The tokens that are said: words without meaning, or the lines of a script; the same for the same prompt."""
+    """Tokens of the answers: random words, or lines of a script. The same prompt gets the same answer."""
 
     def __init__(
         self, words: Sequence[int], eos_token_id: int, length: int | None, script: Sequence[Sequence[int]] = ()
     ) -> None:
-        """`length`: of an answer of words, its end included; None: no end."""
+        """`words`: token ids. `length`: tokens of an answer of words, its end included; None: no end.
+
+        `script`: token ids of each line.
+        """
         assert words
         self._word_ids = words
         self._eos_token_id = eos_token_id
@@ -61,7 +65,7 @@ class SimulatedAnswers:
         self._script = script
 
     def next_token(self, seq: EngineSequence) -> int:
-        """The token after the last of `seq`. One that need not end at its end goes on."""
+        """Return the token after the last one of `seq`. After the end of a line, the line begins again."""
         output_len = seq.output_len
         if self._script:
             line = self._script[crc32(repr(seq.token_ids[: seq.prompt_len][-64:]).encode()) % len(self._script)]
@@ -75,7 +79,7 @@ class SimulatedAnswers:
 
 
 class SimulatedRunner:
-    """A Runner that sleeps. `close` it: it says how late its steps were."""
+    """Implements `engine.core.Runner` by sleeping. `close` logs how late its steps were."""
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class SimulatedRunner:
         block_size: int = 16,
         constrained_answers: ConstrainedAnswers | None = None,
     ) -> None:
-        """`clock`: the one that `Sequence.arrival_s` was read from."""
+        """`clock`: the clock of `Sequence.arrival_s`."""
         self._times = times
         self._answers = answers
         self._constrained_answers = constrained_answers
@@ -103,6 +107,7 @@ class SimulatedRunner:
         return self._total_lag
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Make the tokens of a step up, and sleep until the step should have ended."""
         first_arrival_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
         step_s = compute_step_seconds(self._times, plan, self._block_size)
         self._due_at_s = max(self._due_at_s, first_arrival_s) + step_s
@@ -161,7 +166,7 @@ def _log_lag(period: str, lag: SimulationLag) -> None:
 
 
 def _add_logprobs(result: StepResult, index: int, chunk: Chunk) -> None:
-    """Certainty, for those who ask."""
+    """Add logprobs of 0, which is certainty, if the request wants any."""
     params, token_ids = chunk.seq.request.params, chunk.seq.token_ids
     token = result.sampled_tokens[index]
     if params.logprobs is not None and token is not None:
