@@ -103,7 +103,8 @@ class EngineHistory:
         for _ in range(self._rng.randint(15, 50)):
             self._rng.choices([action for _, action in actions], shares)[0]()
         self._drain()
-        self.lines.append(f"stats {msgspec.to_builtins(self._core.stats())}")
+        stats = {name: value for name, value in msgspec.to_builtins(self._core.stats()).items() if value is not None}
+        self.lines.append(f"stats {stats}")
         return self.lines
 
     # ------------------------------------------------------------------ settings
