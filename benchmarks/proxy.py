@@ -39,7 +39,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.miss_reasons.config import MissReasonsConfig
-from router.prompting.first_message import digest_first_user_message
+from router.prompting.sessions import digest_first_user_message
 
 CHUNKS = 64
 STREAMS = 64

@@ -29,7 +29,7 @@ from router.fleet.peers import PeerLoads, PeerSockets
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.index.protocol import PrefixIndex
-from router.prompting.remote import RemoteTokenizer
+from router.prompting.remote_tokenizer import RemoteTokenizer
 
 log = logging.getLogger("router")
 

@@ -30,10 +30,10 @@ from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPref
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
-from router.prompting.first_message import digest_name
 from router.prompting.prompt_worker_pool import PromptWorkerPool
-from router.prompting.reader import PromptReader, ReadBody
-from router.prompting.sessions import shorten_name
+from router.prompting.read_body import ReadBody
+from router.prompting.reader import PromptReader
+from router.prompting.sessions import digest_name, shorten_name
 
 log = logging.getLogger("router")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from router.edge.routing_headers import ResolvedModel
-from router.prompting.reader import ReadBody
+from router.prompting.read_body import ReadBody
 
 
 class Sampling(NamedTuple):

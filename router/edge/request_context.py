@@ -12,7 +12,7 @@ from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.http.request import HttpRequest
-from router.prompting.reader import ReadBody
+from router.prompting.read_body import ReadBody
 
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation

@@ -25,7 +25,8 @@ from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
-from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
+from router.prompting.read_body import ReadBody, TokenizedPrompt
+from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
 

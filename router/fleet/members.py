@@ -227,7 +227,7 @@ class Fleet:
             return
         member.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._prompts.forget_worker(member.flag.url)
+        self._prompts.remove_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 

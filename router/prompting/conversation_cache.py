@@ -89,7 +89,7 @@ class CachedConversation(msgspec.Struct, eq=False):
     model: str = ""
     """Whose tokenizer and template it was read with."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/first_message.py)."""
+    """Digest of what its user said first (router/prompting/sessions.py)."""
     prompt_memory: object = None
     """The index's memory of a prompt that this one begins; it stays in this process."""
     is_memory_exact: bool = False

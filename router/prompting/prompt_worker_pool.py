@@ -38,9 +38,9 @@ from router.prompting.encode import (
     truncate_prompt,
 )
 from router.prompting.fields import FieldSpans, locate_fields
-from router.prompting.first_message import digest_first_user_message
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
+from router.prompting.sessions import digest_first_user_message
 
 log = logging.getLogger("router")
 
@@ -71,7 +71,7 @@ class ReadResult(NamedTuple):
     result: array[int] | bytes | None = None
     """Token ids, or the body of a `/tokenize` request."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/first_message.py)."""
+    """Digest of what its user said first (router/prompting/sessions.py)."""
     conversation: CachedConversation | None = None
     """The conversation to be cached, without its ids, which are `result`."""
     size: PromptSize | None = None

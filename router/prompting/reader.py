@@ -1,7 +1,7 @@
-"""Which tokenizer a model has here, and a request's prompt as token ids.
+"""The prompt of a request as token ids, by the tokenizer of its model.
 
-Owns loading (in threads: a vocabulary takes a second to read) and the choice between reading a body at once, in a
-thread, in a worker process, or by an engine, which `begin_read` hides.
+Owns loading tokenizers (in threads, as a large vocabulary takes a second) and the choice between reading a body at
+once, in a thread, in a worker process, or by an engine, which `begin_read` hides.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -24,8 +22,6 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing, parse_routing_of_kind
 from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError, find_checkpoint_folder
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.chat_outline import Outline
-from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
     ConversationReader,
@@ -36,7 +32,6 @@ from router.prompting.conversation_reading import Continuation, cache_conversati
 from router.prompting.encode import (
     CHARS_PER_TOKEN_MAX,
     TOKENS_MAX,
-    PromptSize,
     RenderedPrompt,
     build_tokenize_request,
     count_further_tokens,
@@ -45,12 +40,11 @@ from router.prompting.encode import (
     read_prompt,
     truncate_prompt,
 )
-from router.prompting.fields import FieldSpans, locate_raw_fields
-from router.prompting.first_message import digest_first_user_message
-from router.prompting.media import MediaPrompt, read_media
-from router.prompting.outline import outline_chat
+from router.prompting.fields import locate_raw_fields
+from router.prompting.media import read_media
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.remote import RemoteTokenizer, RemoteWorker
+from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt
+from router.prompting.remote_tokenizer import RemoteTokenizer, RemoteWorker
 from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
@@ -58,106 +52,25 @@ log = logging.getLogger("router")
 _PROBE_CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning":
 "c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""
-"""A chat that versions of transformers can render in two ways."""
+"""A chat that versions of transformers render in two ways: before 5.23 messages are changed, then kept as sent."""
 RENDER_S_MAX = 0.1
-"""CPU time of a chat template on a body of 64 KiB, where others wait for it; most take a millisecond."""
+"""CPU time of a chat template in this process, where other requests wait for it; most take a millisecond."""
 WORKER_RENDER_S_MAX = 1.0
-"""The same in a helper process, where nobody else waits."""
+"""CPU time of a chat template in a worker process, where no other request waits for it."""
 TIMEOUTS_MAX = 3
-"""Renderings that are ended, one after the other, before a template is given up."""
+"""Timeouts of a template in a row after which its model's chats are not read any more."""
 CPU_SAMPLE = 16
-"""One prompt in so many has its CPU time taken: reading that clock is a system call."""
+"""One prompt in so many has its CPU time measured, because reading that clock is a system call."""
 
 T = TypeVar("T")
-Target = TypeVar("Target", bound="PromptTarget")
 
 
 def _always() -> bool:
     return True
 
 
-class TokenizedPrompt(msgspec.Struct, eq=False):
-    """A tokenised prompt."""
-
-    token_ids: Sequence[int] | None
-    """Ids of the prompt; None where they cannot be had."""
-    seconds: float
-    """Time that reading the prompt took."""
-    conversation: CachedConversation | None = None
-    """The conversation to be cached, for when it returns."""
-    predecessor: CachedConversation | None = None
-    """The cached conversation that it replaces."""
-    size: PromptSize | None = None
-    """Size of all prompts of the body; None where `token_ids` is."""
-
-
-class RequestBody(Protocol):
-    """A body as it came."""
-
-    @property
-    def pieces(self) -> tuple[bytes, ...]: ...
-    @property
-    def body(self) -> bytes:
-        """All pieces in one."""
-
-    @property
-    def body_bytes(self) -> int: ...
-
-
-class PromptTarget(Protocol):
-    """What a body asks for, as far as reading its prompt goes."""
-
-    @property
-    def base_model(self) -> str: ...
-    @property
-    def tokens_max(self) -> int | None:
-        """Tokens that the model takes, where that is known."""
-
-
-class ReadBody(msgspec.Struct, Generic[Target], eq=False):
-    """A body that was read."""
-
-    request: RoutingRequest
-    """Of a continued chat it has the messages that open it, and the new ones."""
-    target: Target
-    """What the caller made of `request`."""
-    prompt: TokenizedPrompt
-    body: bytes = b""
-    """The whole body, where `prompt.conversation` is to be cached."""
-    media: MediaPrompt | None = None
-    """Its conversation and size, where it has images or other media."""
-    spans: FieldSpans | None = None
-    """Spans of its fields, where another process read it."""
-    fields: dict[str, msgspec.Raw] | None = None
-    """Its top-level fields as they are in the body, where that is known; they keep the body in memory."""
-    first_message_digest: int | None = None
-    """Digest of what its user said first, once it is known."""
-    continuation: Continuation | None = None
-    """The cached conversation that it continues."""
-
-    @property
-    def is_outline_missing(self) -> bool:
-        """Whether another process read the body: its messages are not here."""
-        return self.spans is not None
-
-    def outline(self) -> Outline | None:
-        """Outline its messages; None where it is no chat, or they are not here."""
-        if self.continuation is not None:
-            return self.continuation.outline()
-        return None if self.is_outline_missing else outline_chat(self.request)
-
-    def digest_first_message(self) -> int:
-        """Digest what its user said first: the same in all turns of a conversation without a name."""
-        if self.first_message_digest is None:
-            known_digest = None if self.continuation is None else self.continuation.conversation.first_message_digest
-            self.first_message_digest = (
-                digest_first_user_message(self.request) if known_digest is None else known_digest
-            )
-        return self.first_message_digest
-
-
 class PromptReader:
-    """model -> tokenizer, and prompts -> token ids. One per process; reading is thread-safe."""
+    """Reads the prompts of one process. Thread-safe but for loading."""
 
     def __init__(
         self,
@@ -168,20 +81,19 @@ class PromptReader:
         render_s_max: float | None = RENDER_S_MAX,
         conversation_bytes: int = 0,
     ) -> None:
-        """`render_s_max`: for a chat template here; None where nobody waits for it. `conversation_bytes`: memory for
-        conversations that may return."""
+        """`override` is the folder of every model's tokenizer. `render_s_max` limits a chat template in this process.
+        `conversation_bytes` is the memory for conversations that may return."""
         self.conversations = ConversationReader(conversation_bytes)
         self._checks: set[asyncio.Task[None]] = set()
         self._executor = executor
         self._render_s_max = render_s_max
         self.remote: RemoteTokenizer | None = None
-        """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
+        """Asks workers for the token ids of models whose tokenizer is not on this machine."""
         self.worker_pool: PromptWorkerPool | None = None
-        """Processes that render templates which are not bounded."""
+        """Processes that read large bodies, and render templates that may take long."""
         self._timeouts: dict[str, int] = {}
-        """model -> renderings ended one after the other."""
+        """Model -> timeouts of its template in a row."""
         self._folder_override = override
-        """A folder given on the command line, used for every model."""
         self._chat_template = chat_template
         self._tokenizers: dict[str, Tokenizer] = {}
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -189,20 +101,23 @@ class PromptReader:
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
         self.failure_count = 0
-        """Prompts that raised what they should not."""
+        """Prompts that raised an unexpected exception."""
         self._folders: dict[str, str] = {}
-        """model -> where its tokenizer was read from."""
+        """Model -> folder of its tokenizer."""
         self._compared_models: set[str] = set()
-        """Models of which a worker has shown that it renders another way than it was taken to."""
+        """Models whose templates' `keeps_messages_as_sent` was set by the first worker that disagreed."""
         self.problems: dict[str, str] = {}
-        """model -> why there is no tokenizer for it; shown by `/workers`."""
+        """Model -> why there is no tokenizer for it; shown by `/workers`."""
 
     def tokenizer_of(self, model: str) -> Tokenizer | None:
+        """Return the tokenizer of a base model, if it is loaded."""
         return self._tokenizers.get(model)
 
     async def discover_tokenizer(self, model: str, path: str | None, worker: RemoteWorker) -> None:
-        """Load the tokenizer of a base model: from the command line's folder, from where the worker has it,
-        or else find out whether that worker can be asked."""
+        """Load the tokenizer of a base model, or find out whether a worker can be asked for token ids.
+
+        `path` is the folder in which the worker has it; the folder of the command line comes first.
+        """
         folder = self._folder_override or path
         if folder is not None and model not in self._tokenizers:
             task = self._loading.get((model, folder))
@@ -215,32 +130,26 @@ class PromptReader:
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-        if (
-            self.remote is not None
-            and worker.url
-            and await self.remote.probe(model, worker.url, sends_api_key=worker.sends_api_key)
-        ):
+        if self.remote is not None and worker.url and await self.remote.probe(model, worker):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
-        """Find out how the worker's version of transformers renders chats, where that makes a difference to this
-        model's template: the newest way is taken for it until a worker shows the other."""
+        """Find out whether a worker's version of transformers changes messages before it renders them.
+
+        The answer of the first worker that differs from the newest version is taken for all workers of the model.
+        """
         tokenizer = self._tokenizers[model]
         template, request = tokenizer.chat_template, parse_routing("/v1/chat/completions", _PROBE_CHAT)
         tokenize_request = build_tokenize_request(request, model)
         if self.remote is None or template is None or tokenize_request is None or not worker.url:
             return
-        ids_by_mode: dict[bool, Sequence[int]] = {}
-        for mode in (False, True):
-            ids = await self._render_probe(model, tokenizer, template, mode)
-            if ids is None:
-                return
-            ids_by_mode[mode] = ids
-        if ids_by_mode[True] == ids_by_mode[False]:
+        changed_ids = await self._read_probe(model, tokenizer, template, as_sent=False)
+        unchanged_ids = await self._read_probe(model, tokenizer, template, as_sent=True)
+        if changed_ids is None or unchanged_ids is None or list(changed_ids) == list(unchanged_ids):
             return
-        worker_ids = await self.remote.tokenize_at(worker.url, tokenize_request, sends_api_key=worker.sends_api_key)
-        as_sent = next((mode for mode, ids in ids_by_mode.items() if list(ids) == worker_ids), None)
+        worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
+        as_sent = {tuple(changed_ids): False, tuple(unchanged_ids): True}.get(tuple(worker_ids or ()))
         if worker_ids is None or as_sent == template.keeps_messages_as_sent:
             return
         if as_sent is None or model in self._compared_models:
@@ -250,10 +159,10 @@ class PromptReader:
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
-    async def _render_probe(
-        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, as_sent: bool
+    async def _read_probe(
+        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, *, as_sent: bool
     ) -> Sequence[int] | None:
-        """The ids of a chat that can be rendered in two ways, in one of them; None where that fails."""
+        """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
         if not template.is_bounded:
             task = self.make_task(model, "chat", None)
             task.as_sent = as_sent
@@ -270,7 +179,7 @@ class PromptReader:
             template.is_bounded = template_copy.is_bounded
 
     def needs_worker_process(self, model: str, request: RoutingRequest) -> bool:
-        """Whether reading this prompt takes a chat template which is not bounded."""
+        """Whether this prompt must be rendered by a chat template that may take long."""
         tokenizer = self._tokenizers.get(model)
         template = None if tokenizer is None else tokenizer.chat_template
         is_chat = request.kind == "chat" or request.source is not None
@@ -291,7 +200,7 @@ class PromptReader:
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
             _, _, result = await self.worker_pool.read(body, task.kind, lambda _: task, is_wanted, tenant)
-        except RequestError as error:  # there is no room, or nobody waits any more
+        except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
             return TokenizedPrompt(None, time.perf_counter() - started_s)
         self._timeouts[model] = timeouts = timeouts + 1 if result.is_overdue else 0
@@ -301,23 +210,25 @@ class PromptReader:
         ids = None if isinstance(result.result, bytes) else result.result
         return TokenizedPrompt(ids, time.perf_counter() - started_s, size=result.size)
 
-    def forget_worker(self, url: str) -> None:
-        """A worker is gone."""
+    def remove_worker(self, url: str) -> None:
+        """Ask a worker that has left for no more token ids."""
         if self.remote is not None:
-            self.remote.forget(url)
+            self.remote.remove_worker(url)
 
     def uses_remote_tokenizer(self, model: str) -> bool:
-        """Whether prompts of this base model are read by an engine (`read_remotely`) and not here."""
+        """Whether prompts of a base model are tokenised by workers (`read_remotely`) and not by this process."""
         return self.remote is not None and model not in self._tokenizers and self.remote.has_worker(model)
 
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
-        """Have an engine tokenise a prompt. Ids that the request brings itself are taken as they are."""
+        """Have a worker tokenise a prompt, unless the request has token ids already."""
         read = self.read(request, None, tokens_max)
         if read.token_ids is not None or self.remote is None:
             return read
-        ids, took_s = await self.remote.tokenize(build_tokenize_request(request, model), model)
+        started_s = time.perf_counter()
+        ids = await self.remote.tokenize(build_tokenize_request(request, model), model)
+        read_s = time.perf_counter() - started_s
         size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
-        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), took_s, size=size)
+        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), read_s, size=size)
 
     async def _load(self, model: str, name: str) -> None:
         folder = find_checkpoint_folder(name)
@@ -359,8 +270,10 @@ class PromptReader:
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
         renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt to route on. `renderer`: of the model's conversations. `body`: of a conversation to be
-        cached for when it returns. Thread-safe; raises nothing."""
+        """Tokenise the prompt to route on. Thread-safe; raises nothing.
+
+        `renderer` renders the model's conversations. With a `body` too, the conversation is prepared to be cached.
+        """
 
         def work() -> tuple[TokenizedPrompt, RenderedPrompt]:
             prompt = read_prompt(request, tokenizer, tokens_max, None if renderer is None else renderer.render_whole)
@@ -369,14 +282,14 @@ class PromptReader:
             ids = truncate_prompt(prompt.token_ids, request, tokens_max)
             return TokenizedPrompt(ids, 0.0, size=size), prompt
 
-        result, took_s = self._run_timed(work)
+        result, read_s = self._run_timed(work)
         if result is None:
-            return TokenizedPrompt(None, took_s)
+            return TokenizedPrompt(None, read_s)
         read, prompt = result
         if renderer is not None and body:
             read.conversation, cache_s = self._run_timed(lambda: cache_conversation(request, body, prompt, renderer))
-            took_s += cache_s
-        read.seconds = took_s
+            read_s += cache_s
+        read.seconds = read_s
         return read
 
     # Bodies -----------------------------------------------------------------------------------------------------------
@@ -385,9 +298,11 @@ class PromptReader:
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
         is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
-        """Read a body: its request, what the caller makes of that, and its prompt's ids. At once where that is quick,
-        else what is returned is to be awaited. `kind`: of its path; None where the body tells. `is_wanted`: whether its
-        client is still there. `may_continue`: whether it may be read behind a cached beginning. Raises RequestError."""
+        """Read a body at once if that is quick, else return a coroutine that reads it. Raises RequestError.
+
+        `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
+        `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
+        """
         size = body.body_bytes
         if may_continue and self.conversations.may_have(kind, size):
             assert kind is not None
@@ -398,7 +313,7 @@ class PromptReader:
             read = self._continue(matches, data, make_target) if matches else None
             if read is not None:
                 return read
-        return self._begin_whole(body, kind, make_target, is_wanted, tenant)
+        return self._begin_whole_read(body, kind, make_target, is_wanted, tenant)
 
     async def read_body(
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
@@ -408,11 +323,11 @@ class PromptReader:
         read = self.begin_read(body, kind, make_target, is_wanted, tenant)
         return read if isinstance(read, ReadBody) else await read
 
-    def _begin_whole(
+    def _begin_whole_read(
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
         is_wanted: Callable[[], bool], tenant: str,
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
-        """Read all of a body."""
+        """Read a body without the conversation cache; see `begin_read`."""
         if len(body.pieces) > 1 or not is_light(body.pieces[0]):
             return self._read_large(body, kind, make_target, is_wanted, tenant)
         data = body.pieces[0]
@@ -426,10 +341,10 @@ class PromptReader:
         read.media = read_media(request, data)
         model, tokens_max = target.base_model, target.tokens_max
         if self.uses_remote_tokenizer(model):
-            return self._fill(read, self.read_remotely(request, model, tokens_max))
+            return self._await_prompt(read, self.read_remotely(request, model, tokens_max))
         if self.needs_worker_process(model, request):
             task = self.make_task(model, request.kind, tokens_max)
-            return self._fill(read, self.read_in_worker(body.pieces, model, task, is_wanted, tenant))
+            return self._await_prompt(read, self.read_in_worker(body.pieces, model, task, is_wanted, tenant))
         tokenizer = self._tokenizers.get(model)
         renderer = self.conversations.renderer_of(model)
         if renderer is not None and is_worth_caching(request, len(data)):
@@ -437,12 +352,12 @@ class PromptReader:
         if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
             read.prompt = self.read(request, tokenizer, tokens_max, read.body, renderer)
             return read
-        return self._fill(
+        return self._await_prompt(
             read, self.run_in_thread(lambda: self.read(request, tokenizer, tokens_max, read.body, renderer))
         )
 
     @staticmethod
-    async def _fill(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
+    async def _await_prompt(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
         read.prompt = await prompt
         return read
 
@@ -467,7 +382,7 @@ class PromptReader:
         ids: Sequence[int] | None
         size, conversation = result.size, result.conversation
         if isinstance(result.result, bytes):
-            ids = None if self.remote is None else (await self.remote.tokenize(result.result, target.base_model))[0]
+            ids = None if self.remote is None else await self.remote.tokenize(result.result, target.base_model)
             size = measure_prompts(ids, request, target.tokens_max, result.further_tokens)
             ids = truncate_prompt(ids, request, target.tokens_max)
         else:
@@ -492,31 +407,31 @@ class PromptReader:
         is_wanted: Callable[[], bool], tenant: str,
     ) -> ReadBody[Target]:  # fmt: skip
         data = body.body
-        continuation = await self.run_in_thread(lambda: self._read_behind(matches, data))
+        continuation = await self.run_in_thread(lambda: self._read_after_boundary(matches, data))
         read = None if continuation is None else self._finish_continuation(*continuation, data, make_target)
         if read is not None:
             return read
-        whole = self._begin_whole(body, kind, make_target, is_wanted, tenant)
+        whole = self._begin_whole_read(body, kind, make_target, is_wanted, tenant)
         return whole if isinstance(whole, ReadBody) else await whole
 
     def _continue(
         self, matches: list[Match], body: bytes, make_target: Callable[[RoutingRequest], Target]
     ) -> ReadBody[Target] | None:
-        continuation = self._read_behind(matches, body)
+        continuation = self._read_after_boundary(matches, body)
         return None if continuation is None else self._finish_continuation(*continuation, body, make_target)
 
-    def _read_behind(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
-        """Read what is behind a boundary, and the seconds it takes. Thread-safe."""
+    def _read_after_boundary(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
+        """Continue a cached conversation; return the continuation and the seconds that it took. Thread-safe."""
         renderer = self.conversations.renderer_of(matches[0][0].model)
         if renderer is None:
             return None
-        continuation, took_s = self._run_timed(lambda: self.conversations.read(matches, body, renderer))
-        return None if continuation is None else (continuation, took_s)
+        continuation, read_s = self._run_timed(lambda: self.conversations.read(matches, body, renderer))
+        return None if continuation is None else (continuation, read_s)
 
     def _finish_continuation(
-        self, continuation: Continuation, took_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
+        self, continuation: Continuation, read_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
     ) -> ReadBody[Target] | None:
-        """Return the continued body; None where it is for another model than the cached one."""
+        """Return the continued body; None if it is too long, or for another model than the cached conversation."""
         request, conversation = continuation.request, continuation.conversation
         target = make_target(request)
         tokens_max, ids = target.tokens_max, continuation.token_ids
@@ -526,7 +441,7 @@ class PromptReader:
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             self._start_check(continuation, body)
         prompt = TokenizedPrompt(
-            truncate_prompt(ids, request, tokens_max), took_s, continuation.successor, continuation.predecessor,
+            truncate_prompt(ids, request, tokens_max), read_s, continuation.successor, continuation.predecessor,
             measure_prompts(ids, request, tokens_max),
         )  # fmt: skip
         return ReadBody(
@@ -534,7 +449,7 @@ class PromptReader:
         )
 
     def _start_check(self, continuation: Continuation, body: bytes) -> None:
-        """Have a body read whole, and its ids compared with those of the continued conversation."""
+        """Start a task that reads a body whole and compares its ids with those of the continued conversation."""
         task = asyncio.get_running_loop().create_task(self._check(continuation, body))
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
@@ -566,20 +481,20 @@ class PromptReader:
             result = work()
         except RequestError as refused:
             log.debug("prompt left to the worker to judge: %s", refused.message)
-        except Exception as error:  # noqa: BLE001  a client's text in a model's template: anything can come of it
+        except Exception as error:  # noqa: BLE001  a client's text in a model's template may raise anything
             self.failure_count += 1
             log.debug("a prompt could not be read: %s: %s", type(error).__name__, error)
-        took_s = time.perf_counter() - started_s
+        read_s = time.perf_counter() - started_s
         if is_sampled:
             self.cpu_s += CPU_SAMPLE * (time.thread_time() - cpu_started_s)
-        return result, took_s
+        return result, read_s
 
     def run_in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `work` in a thread."""
+        """Run a function in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def make_task(self, model: str, kind: ApiKind, tokens_max: int | None) -> ReadTask:
-        """Return how a worker process is to read a body for this base model."""
+        """Return the task by which a worker process reads a body for a base model."""
         remote_model = model if self.uses_remote_tokenizer(model) else None
         tokenizer = self._tokenizers.get(model)
         template = tokenizer.chat_template if tokenizer is not None else None

@@ -1,19 +1,25 @@
-"""The session of a request, read from the names that clients send on their own. Pure.
+"""The session of a request, by the names that clients send on their own. Pure.
 
-Owns the table of those names. Refuses to know what is done with a session. Invariant: what leaves here is printable and
-at most MAX_NAME_CHARS characters long, whatever came in.
+Owns the table of those names, and the digest that names a conversation without any. Names of sessions are printable and
+have at most MAX_NAME_CHARS characters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import xxhash
+
+from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
 
 MAX_NAME_CHARS = 64
-"""Longer names, and those that cannot be printed, are known by their digest."""
+"""Longer names, and names that cannot be printed, are replaced by their digest."""
+
+DIGESTED_CHARS = 256
+"""Characters of the first user message that `digest_first_user_message` reads."""
 
 Meaning = Literal["session", "agent", "parent", "parent_agent", "final"]
 NameByMeaning = dict[Meaning, str]
@@ -29,7 +35,7 @@ class NameSource(NamedTuple):
 
 
 NAME_SOURCES = (
-    NameSource("header", "x-session-id", "session", "OpenCode, and who follows this page"),
+    NameSource("header", "x-session-id", "session", "OpenCode, and clients that follow this page"),
     NameSource("header", "x-claude-code-session-id", "session", "Claude Code"),
     NameSource("header", "x-dynamo-session-id", "session", "clients of Dynamo"),
     NameSource("header", "session-id", "session", "Codex"),
@@ -45,7 +51,7 @@ NAME_SOURCES = (
     ),
     NameSource("header", "x-parent-session-id", "parent", "OpenCode"),
     NameSource("header", "x-dynamo-parent-session-id", "parent", "clients of Dynamo"),
-    NameSource("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: who started the sub-agent"),
+    NameSource("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: starter of the sub-agent"),
     NameSource("header", "x-codex-parent-thread-id", "parent_agent", "Codex: the thread that started this one"),
     NameSource("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
 )
@@ -57,33 +63,30 @@ class Session(NamedTuple):
 
     name: str | None = None
     parent_name: str | None = None
-    """The session that started this one: both begin alike."""
+    """Session that started this one, with whose prompt it may begin."""
     is_final: bool = False
     """No request of the session will follow."""
 
     def add_tenant(self, tenant: str) -> Session:
-        """Return this session with the tenant's name in front, apart from equally named ones of other tenants."""
-        name, parent, is_final = self
-        names = [
-            None if session_name is None else shorten_name(f"{tenant}/{session_name}")
-            for session_name in (name, parent)
-        ]
-        return Session(names[0], names[1], is_final)
+        """Return this session with the tenant's name before its names, so that tenants share no sessions."""
+        name = None if self.name is None else shorten_name(f"{tenant}/{self.name}")
+        parent_name = None if self.parent_name is None else shorten_name(f"{tenant}/{self.parent_name}")
+        return Session(name, parent_name, self.is_final)
 
 
 class SessionNames:
-    """The table, with what the operator adds in front of it."""
+    """Reads the names of sessions by NAME_SOURCES and the operator's headers."""
 
     def __init__(self, extra_headers: Sequence[str] = ()) -> None:
-        """`extra_headers`: each `NAME` or `MEANING=NAME`."""
+        """`extra_headers` come before NAME_SOURCES, each as `NAME` or `MEANING=NAME`."""
         extra_rows = [_parse_extra_header(text) for text in extra_headers]
         rows = [*extra_rows, *NAME_SOURCES]
         self._header_meanings = [(row.name.lower().encode(), row.meaning) for row in rows if row.location == "header"]
         self.header_names = frozenset(name for name, _ in self._header_meanings)
-        """Names of headers, in lower case, without any of which a request names nothing in its headers."""
+        """Lower-case names of all headers that name a session."""
 
     def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NameByMeaning:
-        """Read the names in headers. `get_header` returns the value of a lower-case name."""
+        """Read the names in headers. `get_header` returns the value of a header by its lower-case name."""
         name_by_meaning: NameByMeaning = {}
         for name, meaning in self._header_meanings:
             if meaning not in name_by_meaning and (value := get_header(name)):
@@ -92,7 +95,7 @@ class SessionNames:
 
     @staticmethod
     def make_session(name_by_meaning: NameByMeaning, request: RoutingRequest) -> Session:
-        """Return the session of a request with these names in its headers, and with this body."""
+        """Return the session of a request by the names in its headers and the fields of its body."""
         name = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
         if not name:
             return _NO_SESSION
@@ -120,3 +123,38 @@ def shorten_name(name: str) -> str:
     if len(name) <= MAX_NAME_CHARS and name.isprintable():
         return name
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=MAX_NAME_CHARS // 2).hexdigest()
+
+
+def digest_first_user_message(request: RoutingRequest) -> int:
+    """Digest the first message of a body's user: a name that all turns of a conversation share."""
+    content: Any = request.prompt
+    source = request.source
+    if isinstance(source, ResponsesRequest):
+        content = source.input if isinstance(source.input, str) else _first_user_content(source.input)
+    elif source is not None:
+        content = _first_user_content(source.messages)
+    elif request.messages is not None:
+        content = _first_user_content(request.messages)
+    if isinstance(content, list):
+        content = repr(content[:16])
+    return digest_name(content[:DIGESTED_CHARS] if isinstance(content, str) else repr(None))
+
+
+def digest_name(name: str) -> int:
+    """Digest a name to 32 bits."""
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) & 0xFFFF_FFFF
+
+
+def _first_user_content(messages: Sequence[Any]) -> Any:
+    """Return the text, or its first part, of the first message that is not the system's."""
+    for message in messages:
+        if _get_field(message, "role") not in ("system", "developer"):
+            content = _get_field(message, "content")
+            if isinstance(content, list) and content:
+                return _get_field(content[0], "text") or content
+            return content
+    return None
+
+
+def _get_field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)

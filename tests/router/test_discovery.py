@@ -31,7 +31,7 @@ from router.fleet.worker_responses import (
     read_server_info,
     read_sources,
 )
-from router.prompting.remote import RemoteTokenizer
+from router.prompting.remote_tokenizer import RemoteTokenizer
 
 
 def test_a_plain_url_is_enough() -> None:
@@ -367,7 +367,7 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, is_key_sent: bool)
             prober, remote = Prober(session, headers=headers), RemoteTokenizer(session, headers)
             await prober.probe(worker)
             await prober.check_health(worker)
-            assert await remote.probe("m", worker.url, sends_api_key=worker.sends_api_key)
+            assert await remote.probe("m", worker)
         await runner.cleanup()
         return authorization_headers
 

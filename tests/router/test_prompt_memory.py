@@ -23,7 +23,8 @@ from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.conversation_cache import Boundary, CachedConversation
 from router.prompting.placeholder_messages import PlaceholderMessages, RenderedPlaceholders
-from router.prompting.reader import PromptReader, ReadBody, TokenizedPrompt
+from router.prompting.read_body import ReadBody, TokenizedPrompt
+from router.prompting.reader import PromptReader
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
 LONG = tuple(i * 7919 % 101 for i in range(1600))

@@ -33,8 +33,8 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
 from router.prompting.chat_outline import HAS_THOUGHTS, Outline
-from router.prompting.first_message import digest_first_user_message
 from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
+from router.prompting.sessions import digest_first_user_message
 
 BLOCK = 16
 CHUNK = WorkingSets().chunk_tokens

@@ -15,7 +15,7 @@ from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
 from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task
-from router.prompting.remote import RemoteTokenizer
+from router.prompting.remote_tokenizer import RemoteTokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
 
@@ -43,7 +43,7 @@ ANSWERS = {
 )
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
     if how == "endless":
-        monkeypatch.setattr("router.prompting.remote.ANSWER_BYTES_MAX", 10_000)
+        monkeypatch.setattr("router.prompting.remote_tokenizer.RESPONSE_BYTES_MAX", 10_000)
     able = True
 
     async def script(request: Any, reader: Any, writer: Any) -> None:
@@ -74,7 +74,7 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
             able = False
             if how == "hangs":
-                monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.05)
+                monkeypatch.setattr("router.prompting.remote_tokenizer.RESPONSE_S_MAX", 0.05)
             other = await edge.worker(script)
             edge.core.set_draining("w1", 0.0)
             answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
@@ -88,7 +88,7 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             await edge.exchange(make_post(b'{"model":"tiny","prompt":[5,6,7]}', b"/v1/completions"))
             assert len(worker.received) == count + 1
             assert list(routed[-1]) == [5, 6, 7]
-            edge.prompts.forget_worker(f"http://127.0.0.1:{worker.port}")
+            edge.prompts.remove_worker(f"http://127.0.0.1:{worker.port}")
             assert not edge.prompts.uses_remote_tokenizer("tiny")
 
     edge.run(scenario())
@@ -170,7 +170,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.make_task("m", "chat", None)
         assert order.as_sent is older
-        shelf = WorkerState(None, 0)
+        shelf = WorkerState(None)
         _load_tokenizer(shelf, order.tokenizer_folder)
         shelf.body = json.dumps(asked).encode()
         assert list(_run_task(shelf, order)[1].result or ()) == list(ids)

@@ -95,8 +95,8 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
     class Remote:
         asked: list[bytes] = []
 
-        async def tokenize_at(self, url: str, question: bytes, *, sends_api_key: bool) -> list[int]:
-            self.asked.append(question)
+        async def tokenize_at(self, worker: Any, request_body: bytes) -> list[int]:
+            self.asked.append(request_body)
             return Tokenizer.load(tmp_path / "b").encode("aabce", add_special_tokens=False)
 
     async def scenario() -> None:

@@ -1,0 +1,100 @@
+"""A client's body and its prompt, as router/prompting/reader.py reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from prompts.routing import RoutingRequest
+from router.prompting.chat_outline import Outline
+from router.prompting.conversation_cache import CachedConversation
+from router.prompting.conversation_reading import Continuation
+from router.prompting.encode import PromptSize
+from router.prompting.fields import FieldSpans
+from router.prompting.media import MediaPrompt
+from router.prompting.outline import outline_chat
+from router.prompting.sessions import digest_first_user_message
+
+Target = TypeVar("Target", bound="PromptTarget")
+
+
+class TokenizedPrompt(msgspec.Struct, eq=False):
+    """The prompt of a body."""
+
+    token_ids: Sequence[int] | None
+    """Token ids of the prompt; None if they are unknown."""
+    seconds: float
+    """Time that reading the prompt took."""
+    conversation: CachedConversation | None = None
+    """Conversation to be cached, for when it returns."""
+    predecessor: CachedConversation | None = None
+    """Cached conversation that `conversation` replaces."""
+    size: PromptSize | None = None
+    """Size of all prompts of the body; None if `token_ids` is None."""
+
+
+class RequestBody(Protocol):
+    """A client's body."""
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]: ...
+    @property
+    def body(self) -> bytes:
+        """All pieces, joined."""
+
+    @property
+    def body_bytes(self) -> int: ...
+
+
+class PromptTarget(Protocol):
+    """The model for which a prompt is read."""
+
+    @property
+    def base_model(self) -> str: ...
+    @property
+    def tokens_max(self) -> int | None:
+        """Most tokens of a prompt, if known."""
+
+
+class ReadBody(msgspec.Struct, Generic[Target], eq=False):
+    """A body that was read."""
+
+    request: RoutingRequest
+    """The request. If it continues a cached chat, it has only the opening messages and the new ones."""
+    target: Target
+    """Target that the caller chose for `request`."""
+    prompt: TokenizedPrompt
+    body: bytes = b""
+    """The whole body, if `prompt.conversation` is to be cached."""
+    media: MediaPrompt | None = None
+    """Conversation and size of a body with images or other media."""
+    spans: FieldSpans | None = None
+    """Spans of the body's fields, if another process read it."""
+    fields: dict[str, msgspec.Raw] | None = None
+    """The body's top-level fields as JSON, if known; they keep the body in memory."""
+    first_message_digest: int | None = None
+    """Digest of the first user message, once known."""
+    continuation: Continuation | None = None
+    """The prompt as continued from a cached conversation."""
+
+    @property
+    def is_outline_missing(self) -> bool:
+        """Whether another process read the body, so that its messages are not in this one."""
+        return self.spans is not None
+
+    def outline(self) -> Outline | None:
+        """Outline the messages; None if the body is no chat, or another process has its messages."""
+        if self.continuation is not None:
+            return self.continuation.outline()
+        return None if self.is_outline_missing else outline_chat(self.request)
+
+    def digest_first_message(self) -> int:
+        """Return the digest of the first user message, which names a conversation that has no other name."""
+        if self.first_message_digest is None:
+            known_digest = None if self.continuation is None else self.continuation.conversation.first_message_digest
+            self.first_message_digest = (
+                digest_first_user_message(self.request) if known_digest is None else known_digest
+            )
+        return self.first_message_digest
