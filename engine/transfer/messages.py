@@ -132,7 +132,7 @@ def decode_answer(data: Bytes) -> Answer:
 def _decode(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:  # ValidationError is one
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError("malformed", f"a message that cannot be read: {error}") from error
 
 

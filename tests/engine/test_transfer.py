@@ -2,25 +2,200 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
-from transfer_peers import RECIPES, Engine, prompt
+from transfer_peers import BLOCK_SIZE, RECIPES, Engine, prompt
+
+from engine.transfer.messages import WantedBlock
 
 FAMILIES = list(RECIPES)
+PLAIN: dict[tuple[str, str], list[int]] = {}
 
 
+def plain_answer(family: str, name: str, text: list[int]) -> list[int]:
+    """What an engine without a cache generates."""
+    if (family, name) not in PLAIN:
+        with Engine(family, prefix_caching=False) as engine:
+            PLAIN[family, name] = engine.answer("plain", text)
+    return PLAIN[family, name]
+
+
+def check_no_failure(consumer: Engine, pulls: int = 1) -> None:
+    stats = consumer.transfers.stats
+    assert sum(stats.failures.values()) == stats.missing_blocks == 0
+    assert stats.pulls == pulls
+
+
+@pytest.mark.parametrize("overlaps_steps", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_a_peer_has_computed_is_not_computed_again(family: str) -> None:
+def test_a_prompt_that_a_peer_has_computed_is_not_computed_again(family: str, overlaps_steps: bool) -> None:
     text = prompt(family, 202)
-    with Engine(family, prefix_caching=False) as plain, Engine(family) as source, Engine(family) as consumer:
-        expected = plain.answer("a", text)
+    expected = plain_answer(family, "whole", text)
+    with (
+        Engine(family, overlaps_steps=overlaps_steps) as source,
+        Engine(family, overlaps_steps=overlaps_steps) as consumer,
+    ):
         assert source.answer("a", text) == expected
         source.serve()
         assert consumer.answer("a", text, source.source) == expected
         source.pause()
         assert consumer.cached_tokens("a") == 200
+        check_no_failure(consumer)
         stats = consumer.transfers.stats
-        assert sum(stats.failures.values()) == stats.missing_blocks == 0
-        assert (stats.pulls, stats.pulled_blocks) == (1, source.transfers.stats.sent_blocks)
+        assert stats.pulled_blocks == source.transfers.stats.sent_blocks
         assert stats.pulled_bytes == source.transfers.stats.sent_bytes > 0
         assert consumer.answer("b", text) == expected
         assert consumer.cached_tokens("b") == 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_is_lacking_moves(family: str) -> None:
+    """The consumer has the first half, the source all; then a longer prompt, of which the source has the beginning."""
+    text, longer_text = prompt(family, 202), prompt(family, 202) + prompt("tail", 60)
+    with Engine(family) as source, Engine(family) as consumer:
+        source.answer("a", text)
+        consumer.answer("half", text[:101])
+        source.serve()
+        assert consumer.answer("a", text, source.source) == plain_answer(family, "whole", text)
+        check_no_failure(consumer)
+        assert consumer.cached_tokens("a") == 200
+        full_blocks = sum(1 for block in range(25, 50))
+        assert full_blocks <= consumer.transfers.stats.pulled_blocks <= full_blocks + 10  # the end of windows, a state
+        consumer.answer("b", text, source.source)
+        assert consumer.transfers.stats.pulls == 1, "asked for what is here"
+        assert consumer.answer("c", longer_text, source.source) == plain_answer(family, "longer", longer_text)
+        assert consumer.cached_tokens("c") == 200
+        source.pause()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_come_from_and_meet_host_memory(family: str) -> None:
+    """The source has evicted the prompt to its host memory, the consumer its first half."""
+    text = prompt(family, 202)
+    fillers = [prompt(("filler", i), 200) for i in range(5)]
+    units = {"qwen3": 110, "gemma3": 110, "qwen3_5": 20, "bamba": 30}[family]
+    with (
+        Engine(family, units=units, host_units=400) as source,
+        Engine(family, units=units, host_units=400) as consumer,
+    ):
+        source.answer("a", text)
+        consumer.answer("half", text[:101])
+        for index, filler in enumerate(fillers):
+            source.answer(f"filler {index}", filler)
+            consumer.answer(f"filler {index}", filler)
+        assert source.core.stats().host_stored_bytes > 0
+        source.serve()
+        assert consumer.answer("a", text, source.source) == plain_answer(family, "whole", text)
+        source.pause()
+        check_no_failure(consumer)
+        assert consumer.cached_tokens("a") == 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_engines_serve_and_pull_while_they_decode(family: str) -> None:
+    texts = [prompt((family, i), 120 + 7 * i) for i in range(6)]
+    with Engine(family, prefix_caching=False) as plain:
+        expected = [plain.answer(f"{i}", text) for i, text in enumerate(texts)]
+    with Engine(family, overlaps_steps=True) as left, Engine(family, overlaps_steps=True) as right:
+        for i, text in enumerate(texts):
+            (left if i % 2 else right).answer(f"first {i}", text)
+        left.add("long", prompt("long", 40), max_tokens=60)
+        right.add("long", prompt("long", 40), max_tokens=60)
+        for i, text in enumerate(texts):
+            (right if i % 2 else left).add(f"{i}", text, (left if i % 2 else right).source)
+        while left.core.has_work or right.core.has_work:
+            for engine in (left, right):
+                if engine.core.has_work:
+                    engine.step()
+        for i, text in enumerate(texts):
+            engine = right if i % 2 else left
+            assert engine.tokens(f"{i}") == expected[i]
+            assert engine.cached_tokens(f"{i}") == (len(text) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        check_no_failure(left, pulls=3)
+        check_no_failure(right, pulls=3)
+
+
+def test_requests_for_the_same_blocks_share_a_pull_and_its_end() -> None:
+    text = prompt("shared", 202)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text)
+        for index in range(4):
+            consumer.add(f"{index}", text, source.source)
+        consumer.core.abort(["0"])
+        source.serve()
+        consumer.run()
+        source.pause()
+        check_no_failure(consumer)
+        assert [consumer.cached_tokens(f"{index}") for index in range(1, 4)] == [200] * 3
+        assert "0" not in consumer.outputs
+
+
+def test_a_small_cache_keeps_what_fits_and_computes_the_others() -> None:
+    text = prompt("large", 302)
+    with Engine() as source, Engine(units=100) as consumer:
+        source.answer("a", text)
+        consumer.answer("half", text[:151])
+        consumer.answer("filler", prompt("filler", 150))
+        source.serve()
+        assert consumer.answer("a", text, source.source) == plain_answer("qwen3", "large", text)
+        assert consumer.cached_tokens("a") == 300, "the part that was here was evicted for the part that came"
+        running_text = prompt("runs", 250)
+        consumer.add("runs", running_text, max_tokens=100)
+        while "runs" not in consumer.outputs:
+            consumer.step()
+        consumer.answer("b", prompt("other", 302)[:290] + [1], source.source)
+        source.pause()
+
+
+def test_blocks_that_were_evicted_meanwhile_are_computed() -> None:
+    """The source says that it has all blocks, and has them no more when they are asked for."""
+    text = prompt("evicted", 202)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text[:81])
+        source.exchange.locate = lambda hashes: b"\1" * len(hashes)  # type: ignore[method-assign]
+        source.serve()
+        assert consumer.answer("a", text, source.source) == plain_answer("qwen3", "evicted", text)
+        source.pause()
+        assert consumer.cached_tokens("a") == 80
+        assert consumer.transfers.stats.missing_blocks == 30
+        assert not sum(consumer.transfers.stats.failures.values())
+
+
+def test_nothing_is_stored_after_a_reset() -> None:
+    text = prompt("reset", 202)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text)
+        reading = source.exchange.read
+
+        def read_and_reset(wanted_blocks: Sequence[WantedBlock]) -> Any:
+            consumer.core.reset_prefix_cache()  # on the thread that runs the steps of both
+            return reading(wanted_blocks)
+
+        source.exchange.read = read_and_reset  # type: ignore[method-assign]
+        consumer.add("a", text, source.source)
+        while consumer.core.has_work:
+            consumer.step()
+            if source.core.has_work:
+                source.step()
+        assert consumer.tokens("a") == plain_answer("qwen3", "reset", text)
+        assert consumer.cached_tokens("a") == 0
+        assert consumer.transfers.stats.pulled_blocks == 0
+
+
+def test_a_salt_keeps_caches_apart() -> None:
+    from engine.types import Request, SamplingParams
+
+    text = prompt("salt", 102)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text)
+        source.serve()
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        consumer.core.add(
+            Request(request_id="a", token_ids=text, params=params, cache_salt="x", kv_source=source.source), 0.0
+        )
+        consumer.run()
+        source.pause()
+        assert consumer.cached_tokens("a") == 0
+        check_no_failure(consumer)

@@ -172,10 +172,13 @@ class Relay:
     def _pass_on(reader: socket.socket, writer: socket.socket, change: Callable[[bytes, int], bytes]) -> None:
         passed_bytes = 0
         with suppress(OSError), reader, writer:
-            while data := reader.recv(1 << 16):
-                writer.sendall(change(data, passed_bytes))
-                passed_bytes += len(data)
-            writer.shutdown(socket.SHUT_WR)
+            try:
+                while data := reader.recv(1 << 16):
+                    writer.sendall(change(data, passed_bytes))
+                    passed_bytes += len(data)
+            finally:
+                for sock in (reader, writer):  # another thread may be reading it
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._listener.close()
