@@ -10,7 +10,7 @@ import msgspec
 from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.lark import write_lark
-from engine.structured_output.schema_relaxation import SchemaCheck, find_unsupported_keyword, relax_schema
+from engine.structured_output.schema_relaxation import SchemaCheck, SchemaRelaxer, UnsupportedKeyword
 from engine.types import Constraint
 from prompts import RequestError
 
@@ -65,12 +65,13 @@ def _relax_format(format: Format, param: str, compiler: _BudgetedCompiler) -> Fo
     check = check_styled if format.get("style") in _MARKUP_STYLES else check_json
     if check(schema) is None:
         return format
-    if format.get("lenient"):
-        return {**format, "json_schema": relax_schema(schema, check, check_json)}
-    path, reason = find_unsupported_keyword(schema, check, check_json)
-    short_path = path if len(path) <= PATH_CHARS_MAX else f"...{path[-PATH_CHARS_MAX:]}"
-    keyword_path = f"{format.get('param', param)}{short_path}"
-    raise RequestError(f"{keyword_path}: {reason}", param=keyword_path)
+    relaxer = SchemaRelaxer(check, check_json, is_strict=not format.get("lenient"))
+    try:
+        return {**format, "json_schema": relaxer.relax(schema)}
+    except UnsupportedKeyword as error:
+        short_path = error.path if len(error.path) <= PATH_CHARS_MAX else f"...{error.path[-PATH_CHARS_MAX:]}"
+        keyword_path = f"{format.get('param', param)}{short_path}"
+        raise RequestError(f"{keyword_path}: {error.reason}", param=keyword_path) from None
 
 
 class _BudgetedCompiler:

@@ -1,102 +1,124 @@
-"""How much of a JSON schema a compiler follows: what to leave out of one that may be followed in part, and what to
-name of one that may not. Pure: the compiler is a function.
+"""Relax JSON schemas that a compiler cannot follow, or name the keyword that it cannot follow. Pure.
 
 Schemas made by generators have one odd keyword among many: bounds of 64-bit numbers, a pattern with look-around.
-Every part of a schema is compiled by itself and without its references, the inner ones first: so the fault is found
-where it is.
+Every part of a schema is compiled by itself and without its references, inner parts first: so the fault is found
+where it is. The compiler is a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 Json = Any
 SchemaCheck = Callable[[Json], str | None]
 """Says why a schema cannot be compiled; None: it can."""
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties")
+_KEYWORDS_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_KEYWORDS_OF_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_KEYWORDS_OF_ONE_SCHEMA = ("items", "additionalProperties")
 _FIRST_KEYWORDS = ("type", "properties", "patternProperties", "prefixItems", "required", "items")
-"""Keywords that are tried first: they say most."""
-_REQUIRED_KEYWORDS = {"additionalProperties": ("properties", "patternProperties"), "items": ("prefixItems",)}
-"""Keywords that would say more without those that they are about."""
+"""Keywords that are tried first, because they say most."""
+_DEPENDENCIES = {"additionalProperties": ("properties", "patternProperties"), "items": ("prefixItems",)}
+"""Keyword -> keywords without which it would forbid more."""
 
 
-def relax_schema(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> Json:
-    """The schema with what can be compiled of it. `check`: of the schema as it stands; `check_inner`: of what is inside
-    of its properties."""
-    loose_schema = _relax_without_references(schema, check, check_inner)
-    for name, parts in _definitions(loose_schema).items():  # compiled only where something refers to them
-        if isinstance(parts, dict):
-            relaxed_parts = {
-                inner: _relax_without_references(part, check_inner, check_inner) for inner, part in parts.items()
-            }
-            loose_schema = {**loose_schema, name: relaxed_parts}
-    if check(loose_schema) is None:
-        return loose_schema
-    bad_references = {
-        ref for ref in _references(loose_schema) if check_inner({**_definitions(loose_schema), "$ref": ref}) is not None
-    }
-    for candidate in (_without_references(loose_schema, bad_references), _without_references(loose_schema, None)):
-        if check(candidate) is None:
-            return candidate
-    return {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
+class UnsupportedKeyword(ValueError):
+    """A keyword that the compiler cannot follow, in a schema that must be followed."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
 
 
-def find_unsupported_keyword(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> tuple[str, str]:
-    """(path of the first keyword that cannot be compiled, why) of a schema that cannot."""
-    path = ""
-    current_check = check
-    while True:
-        for step, part in _inner_schemas(schema):
-            part_check = (
-                _make_property_check(current_check)
-                if step.startswith(".properties.") and current_check is not check_inner
-                else check_inner
-            )
-            if part_check(_without_references(part, None)) is not None:
-                path = path + step
-                schema = part
-                current_check = part_check
-                break
-        else:
-            break
-    keywords: dict[str, Json] = {}
-    for keyword in _ordered_keywords(schema):
-        keywords[keyword] = schema[keyword]
-        reason = current_check(keywords)
-        if reason is not None:
-            return f"{path}.{keyword}", reason
-    return path, current_check(schema) or "cannot be followed"
+class SchemaRelaxer:
+    """Leaves out of schemas what a compiler cannot follow."""
 
+    def __init__(self, check: SchemaCheck, check_inner: SchemaCheck, *, is_strict: bool = False) -> None:
+        """`check`: of a whole schema; `check_inner`: of schemas inside of its properties.
 
-def _relax_without_references(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> Json:
-    """A schema without its references, which may still lead to what cannot be compiled."""
-    if check(_without_references(schema, None)) is None:
-        return schema
-    if not isinstance(schema, dict):
-        return {}
-    loose_schema = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
-            is_styled = keyword == "properties" and check is not check_inner
-            part_check = _make_property_check(check) if is_styled else check_inner
-            loose_schema[keyword] = {
-                name: _relax_without_references(part, part_check, check_inner) for name, part in value.items()
-            }
-        elif keyword in _LISTS and isinstance(value, list):
-            loose_schema[keyword] = [_relax_without_references(part, check_inner, check_inner) for part in value]
-        elif keyword in _SINGLES and isinstance(value, dict):
-            loose_schema[keyword] = _relax_without_references(value, check_inner, check_inner)
-    valid_keywords: dict[str, Json] = {}
-    for keyword in _ordered_keywords(loose_schema):
-        if any(name in loose_schema and name not in valid_keywords for name in _REQUIRED_KEYWORDS.get(keyword, ())):
-            continue
-        if check(_without_references({**valid_keywords, keyword: loose_schema[keyword]}, None)) is None:
-            valid_keywords[keyword] = loose_schema[keyword]
-    return valid_keywords
+        `is_strict`: nothing may be left out; `relax` raises UnsupportedKeyword.
+        """
+        self._check = check
+        self._check_inner = check_inner
+        self._is_strict = is_strict
+
+    def relax(self, schema: Json) -> Json:
+        """Return the schema with as much of it as can be compiled."""
+        relaxed_schema = self._relax_part("", schema, self._check)
+        for keyword, named_schemas in _definitions(relaxed_schema).items():
+            if isinstance(named_schemas, dict):  # the compiler reads definitions only where something refers to them
+                relaxed_schemas = {
+                    name: self._relax_part(f".{keyword}.{name}", part, self._check_inner)
+                    for name, part in named_schemas.items()
+                }
+                relaxed_schema = {**relaxed_schema, keyword: relaxed_schemas}
+        if self._check(relaxed_schema) is None:
+            return relaxed_schema
+        if self._is_strict:
+            raise self._find_unsupported_reference(schema)
+        definitions = _definitions(relaxed_schema)
+        bad_references = {
+            reference
+            for reference in _find_references(relaxed_schema)
+            if self._check_inner({**definitions, "$ref": reference}) is not None
+        }
+        for removed_references in (bad_references, None):
+            candidate = _without_references(relaxed_schema, removed_references)
+            if self._check(candidate) is None:
+                return candidate
+        return {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
+
+    def _relax_part(self, path: str, schema: Json, check: SchemaCheck) -> Json:
+        """Relax the schema at `path`. Its references stay, though they may lead to what cannot be compiled."""
+        reason = check(_without_references(schema, None))
+        if reason is None:
+            return schema
+        if not isinstance(schema, dict):
+            self._leave_out(path, reason)
+            return {}
+        inner_schemas = {
+            keyword: self._relax_keyword(f"{path}.{keyword}", keyword, value, check)
+            for keyword, value in schema.items()
+        }
+        valid_keywords: dict[str, Json] = {}
+        for keyword in _order_keywords(inner_schemas):
+            dependencies = _DEPENDENCIES.get(keyword, ())
+            if any(name in inner_schemas and name not in valid_keywords for name in dependencies):
+                continue
+            candidate = {**valid_keywords, keyword: inner_schemas[keyword]}
+            reason = check(_without_references(candidate, None))
+            if reason is None:
+                valid_keywords = candidate
+            else:
+                self._leave_out(f"{path}.{keyword}", reason)
+        return valid_keywords
+
+    def _relax_keyword(self, path: str, keyword: str, value: Json, check: SchemaCheck) -> Json:
+        """Relax the schemas that are the value of one keyword."""
+        if keyword in _KEYWORDS_OF_NAMED_SCHEMAS and isinstance(value, dict):
+            is_whole = check is not self._check_inner
+            part_check = _make_property_check(check) if keyword == "properties" and is_whole else self._check_inner
+            return {name: self._relax_part(f"{path}.{name}", part, part_check) for name, part in value.items()}
+        if keyword in _KEYWORDS_OF_SCHEMA_LISTS and isinstance(value, list):
+            return [self._relax_part(f"{path}[{index}]", part, self._check_inner) for index, part in enumerate(value)]
+        if keyword in _KEYWORDS_OF_ONE_SCHEMA and isinstance(value, dict):
+            return self._relax_part(path, value, self._check_inner)
+        return value
+
+    def _leave_out(self, path: str, reason: str) -> None:
+        if self._is_strict:
+            raise UnsupportedKeyword(path, reason)
+
+    def _find_unsupported_reference(self, schema: Json) -> UnsupportedKeyword:
+        """Name the first keyword of a schema which can be compiled without its references only."""
+        keywords: dict[str, Json] = {}
+        for keyword in _order_keywords(schema if isinstance(schema, dict) else {}):
+            keywords[keyword] = schema[keyword]
+            reason = self._check(keywords)
+            if reason is not None:
+                return UnsupportedKeyword(f".{keyword}", reason)
+        return UnsupportedKeyword("", "cannot be followed")
 
 
 def _make_property_check(check: SchemaCheck) -> SchemaCheck:
@@ -108,22 +130,9 @@ def _make_property_check(check: SchemaCheck) -> SchemaCheck:
     return check_property
 
 
-def _ordered_keywords(schema: Json) -> list[str]:
-    if not isinstance(schema, dict):
-        return []
+def _order_keywords(schema: dict[str, Json]) -> list[str]:
     first_keywords = [keyword for keyword in _FIRST_KEYWORDS if keyword in schema]
     return [*first_keywords, *(keyword for keyword in schema if keyword not in first_keywords)]
-
-
-def _inner_schemas(schema: Json) -> Iterator[tuple[str, Json]]:
-    """(path, schema) of what is directly inside of a schema."""
-    for keyword, value in schema.items() if isinstance(schema, dict) else ():
-        if keyword in _MAPS and isinstance(value, dict):
-            yield from ((f".{keyword}.{name}", part) for name, part in value.items())
-        elif keyword in _LISTS and isinstance(value, list):
-            yield from ((f".{keyword}[{number}]", part) for number, part in enumerate(value))
-        elif keyword in _SINGLES and isinstance(value, dict):
-            yield f".{keyword}", value
 
 
 def _definitions(schema: Json) -> dict[str, Json]:
@@ -132,17 +141,17 @@ def _definitions(schema: Json) -> dict[str, Json]:
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _references(value: Json) -> set[str]:
+def _find_references(value: Json) -> set[str]:
     if isinstance(value, list):
-        return set().union(*map(_references, value))
+        return set().union(*map(_find_references, value))
     if not isinstance(value, dict):
         return set()
     references = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
-    return references.union(*map(_references, value.values()))
+    return references.union(*map(_find_references, value.values()))
 
 
 def _without_references(value: Json, references: set[str] | None) -> Json:
-    """`which`: those references; None: all."""
+    """Return a schema without these references; None: without any."""
     if isinstance(value, list):
         return [_without_references(item, references) for item in value]
     if not isinstance(value, dict):
