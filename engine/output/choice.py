@@ -1,7 +1,7 @@
-"""One sequence of an answer while it grows: outputs of the core in, text and logprobs that are final out.
+"""One sequence of an answer while it grows: outputs of the core come in, final text and logprobs come out. Pure.
 
-Owns detokenising, token counts and the finish reason of one choice; its `parser` reads the text. Pure: what it decides
-(a stop string ended it, so the core should be told) it returns; the server acts.
+A choice has the token counts and the finish reason. If a stop string ends it, its delta says that the core's sequence
+must be aborted, and the server does so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogp
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """Text and tokens that one output added to a choice.
+    """Text and tokens that one output of the core added to a choice.
 
-    `token_ids` and `logprobs` may run ahead of `text`, which can be held back. A formatter removes the logprobs that it
-    has formatted."""
+    Text can be held back, so `token_ids` and `logprobs` may be ahead of it. A formatter removes the logprobs that it
+    formats.
+    """
 
     text: str
     token_ids: list[int]
@@ -30,28 +31,29 @@ class ChoiceDelta:
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     should_abort: bool = False
-    """A stop string ended the choice: the core still runs it and must be told."""
+    """Whether a stop string ended the choice, which the core still computes."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """`text`, `reasoning`, `token_ids` hold the whole answer so far where `keeps_text` is set, for answers sent at the
-    end; `logprobs` and `prompt_logprobs` where `keeps_logprobs` is set, for `LLM`."""
+    """One generated sequence, while it grows."""
 
     index: int
     params: SamplingParams
     detokenizer: Detokenizer
     keeps_text: bool
+    """Whether text, reasoning and token ids are collected, for an answer that is sent whole."""
     keeps_logprobs: bool = False
+    """Whether `logprobs` and `prompt_logprobs` are collected, for `LLM`."""
     parser: OutputParser | None = None
-    """None: all is text, and no string stops it."""
+    """None: the whole answer is text, and no stop string ends it."""
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     reasoning_texts: list[str] = field(default_factory=list)
     call_parts: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
-    """The first piece of each call, and the arguments of those after it."""
+    """First delta of each call, and the arguments of its later deltas."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -68,19 +70,19 @@ class Choice:
 
     @property
     def tool_calls(self) -> list[ToolCallDelta]:
-        """Whole ones."""
+        """Return all calls so far, each as one delta."""
         return [
             replace(first_delta, arguments=first_delta.arguments + "".join(more_arguments))
             for first_delta, more_arguments in self.call_parts
         ]
 
     def resume(self, token_ids: list[int]) -> None:
-        """Begin where an answer that began with `token_ids` stands: what they said already is not said again."""
+        """Continue an answer of another engine that began with `token_ids`; what they say is not sent again."""
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
         self.texts, self.reasoning_texts, self.call_parts, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> ChoiceDelta:
-        """Take one output of this choice's sequence. Must not be called after it has finished."""
+        """Add one output of this choice's sequence. The choice must not have finished."""
         assert self.finish_reason is None
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
@@ -92,7 +94,7 @@ class Choice:
         for call in delta.tool_calls:
             if call.name is not None:
                 self.call_parts.append((call, []))
-            elif self.call_parts:  # else its beginning was told by the engine that this answer goes on from
+            elif self.call_parts:  # else the engine that began the answer has sent the beginning of this call
                 self.call_parts[-1][1].append(call.arguments)
         if self.keeps_text:
             self.texts.append(delta.text)
@@ -113,7 +115,7 @@ class Choice:
                 text += self.detokenizer.flush()
             reason_name = None if finish_reason is None else finish_reason.value
             return ChoiceDelta(text, token_ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
-        for i, token_id in enumerate(token_ids):  # those after the one that completes a stop string are not counted
+        for i, token_id in enumerate(token_ids):  # one by one: tokens after a stop string do not count
             text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
             if finish_reason is not None and i == len(token_ids) - 1:
                 text += self.detokenizer.flush()
@@ -155,7 +157,7 @@ class Choice:
         )
 
     def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
-        """The ids that become text: not the token that ended the sequence, unless it was asked for."""
+        """Return the ids that become text: without the stop token that ended the sequence, unless it was requested."""
         is_stopped = output.finish_reason is FinishReason.STOP
         if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
@@ -175,7 +177,7 @@ def make_choice(
     skip_special_tokens: bool = True,
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
 ) -> Choice:
-    """`parser_config`: how its text is read."""
+    """Return an empty choice. `parser_config`: how its text is parsed."""
     return Choice(
         index=index,
         params=params,

@@ -1,6 +1,6 @@
-"""Split a choice into blocks in their order: thoughts, texts, calls. Two APIs answer in such blocks.
+"""Split a choice into blocks of reasoning, text and tool calls, in their order, for two of the APIs. Pure.
 
-Pure. Invariants: one block is open at a time; a block that was closed grows no more.
+Invariants: at most one block is open; a block that was stopped does not grow.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class ContentBlock:
-    """`index`: its place among the blocks of its answer. `id`, `name`: of a call."""
+    """One block of an answer."""
 
     kind: BlockKind
     index: int
+    """Position among the blocks of the answer."""
     id: str = ""
+    """Id of a tool call; empty for other blocks."""
     name: str = ""
+    """Name of the called function; empty for other blocks."""
     texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All so far; of a call its arguments, as JSON."""
+        """Text so far; for a call, the JSON of its arguments."""
         return "".join(self.texts)
 
 
@@ -39,13 +42,14 @@ class BlockEvent(NamedTuple):
 
 
 class ContentBlocks:
-    """Blocks of one choice, while it grows."""
+    """Blocks of one choice, while the choice grows."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
         self._current_block: ContentBlock | None = None
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
+        """Add a delta. Return how the blocks change."""
         events: list[BlockEvent] = []
         if delta.reasoning:
             self._append_text("reasoning", delta.reasoning, events)
@@ -58,7 +62,7 @@ class ContentBlocks:
         return events
 
     def finish(self) -> list[BlockEvent]:
-        """Nothing follows. An answer that said nothing has one block of no text: some clients expect one."""
+        """Stop the last block. An empty answer has one empty block of text, because some clients expect one."""
         events: list[BlockEvent] = []
         if not self.blocks:
             self._start_block(ContentBlock("text", 0), events)
@@ -86,7 +90,7 @@ class ContentBlocks:
 
 
 def make_blocks_of_choice(choice: Choice) -> list[ContentBlock]:
-    """The blocks of a choice that was kept whole."""
+    """Return the blocks of a choice that collected its whole text."""
     blocks = ContentBlocks()
     blocks.push(ChoiceDelta(choice.text, [], [], reasoning=choice.reasoning, tool_calls=choice.tool_calls))
     blocks.finish()

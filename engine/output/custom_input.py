@@ -1,7 +1,6 @@
-"""The free text of a custom tool's call, out of the JSON that a model writes: `{"input": "..."}`.
+"""Decode the free text of a custom tool's call from the JSON that the model writes, `{"input": "..."}`. Pure.
 
-Models are shown a custom tool as a function with one text, and clients get the text. What came out after a beginning of
-the arguments depends on that beginning alone, however it was cut. Pure.
+Models see a custom tool as a function with one string argument, and clients get the string.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ class CustomInputDecoder:
     def __init__(self) -> None:
         self._has_begun = self._has_ended = False
         self._pending_text = ""
-        """The end of what was pushed: the beginning of an escape, or all of it where no text has begun."""
+        """Arguments that are not decoded yet: the beginning of an escape, or all of them if no text has begun."""
         self._texts: list[str] = []
 
     @property
     def text(self) -> str:
+        """Text that was decoded so far."""
         return "".join(self._texts)
 
     def push(self, piece: str) -> str:
-        """Take the next of the arguments; return what that adds to the text."""
+        """Decode the next piece of the arguments. Return the text that it adds."""
         if self._has_ended:
             return ""
         self._pending_text += piece
@@ -54,7 +54,7 @@ class CustomInputDecoder:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Nothing follows; return what of the text was held back. Arguments of another form are the text."""
+        """Return the text that was held back. Arguments of another form are the text themselves."""
         if self._has_begun:
             return ""
         text = self._pending_text
@@ -79,4 +79,4 @@ def _decode_unit(unit: re.Match[str]) -> str:
         return _ESCAPES.get(unit["escape"], unit["escape"])
     if kind == "code" and not 0xDC00 <= int(unit["code"], 16) < 0xE000:
         return chr(int(unit["code"], 16))
-    return unit[0] if kind == "wrong" else "\ufffd"  # half of a pair is no character
+    return unit[0] if kind == "wrong" else "\ufffd"  # half of a surrogate pair is no character

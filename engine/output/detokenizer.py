@@ -1,8 +1,7 @@
-"""Token ids -> text, a few tokens at a time, such that the pieces join to what a decode of the whole would give.
+"""Decode token ids to text, a few tokens at a time. The pieces join to the text of all tokens decoded at once.
 
-Two decoders: byte-level BPE is decoded exactly, bytes first; every other tokenizer is decoded in a short
-sliding window of tokens. Text that a later token can still change (half a character, the beginning of a stop string)
-is held back, never emitted and taken back.
+Byte-level BPE is decoded exactly, by its bytes. Every other tokenizer is decoded in a short sliding window of tokens.
+Text that a later token can still change, such as half a character, is held back.
 """
 
 from __future__ import annotations
@@ -16,26 +15,27 @@ from tokenizers import decoders
 
 REPLACEMENT = "\ufffd"
 PENDING_TOKENS_MAX = 32
+"""Most tokens that wait for the rest of a character."""
 
 
 class Detokenizer(Protocol):
-    """Pieces returned by `push` and the last `flush`, joined, are the text of all ids pushed."""
+    """Decoder of one sequence. The results of all `push` calls and of `flush` join to the text of all ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that has become final."""
+        """Add the next ids. Return the text that has become final."""
 
     def flush(self) -> str:
-        """Return what was held back. Nothing may be pushed after it."""
+        """Return the text that was held back. Nothing may be pushed afterwards."""
 
 
 class TokenBytes(dict[int, bytes]):
-    """id -> the bytes that a byte-level tokenizer stands for; filled on first use, shared by all sequences.
+    """Token id -> bytes of the token in a byte-level vocabulary. Filled on first use, shared by all sequences.
 
-    Ids that the tokenizer does not know, and special tokens where they are skipped, are empty, as in its own decode.
+    Unknown ids and skipped ids have no bytes, as in the tokenizer's own decode.
     """
 
     def __init__(self, tokenizer: HFTokenizer, skipped_ids: frozenset[int]) -> None:
-        """`skipped_ids`: ids that stand for no text."""
+        """`skipped_ids`: special tokens that become no text."""
         super().__init__()
         self._tokenizer = tokenizer
         self._skipped_ids = skipped_ids
@@ -48,7 +48,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteLevelDetokenizer:
-    """Exact: the bytes of the tokens through an incremental UTF-8 decoder that replaces what is not UTF-8."""
+    """Decodes byte-level BPE exactly, by an incremental UTF-8 decoder that replaces invalid bytes."""
 
     __slots__ = ("_decode", "_table")
 
@@ -67,12 +67,12 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any tokenizer: decode a window of recent tokens with and without the new ones; the difference is new text.
+    """Decodes any tokenizer in a window of recent tokens: the new text is what the new tokens add to the window's text.
 
-    The window keeps the tokens of the last emitted piece as context, so that decoders which treat a first token apart
-    (a stripped leading space) or join bytes into characters see the same surroundings. A window that ends in the
-    replacement character may be half a character and is held back, but not more than PENDING_TOKENS_MAX of them: no
-    character has so many bytes, and every push decodes all that is held. (The method of TGI and vLLM, who hold any.)
+    The window begins with the tokens of the last emitted piece. So decoders that treat a first token differently (a
+    stripped leading space), or join bytes into characters, see the same context. Text that ends in the replacement
+    character may be half a character: it is held back for at most PENDING_TOKENS_MAX tokens, more than any character
+    has bytes. TGI and vLLM use this method without a limit.
     """
 
     __slots__ = ("_context_ids", "_context_text", "_decode", "_new_ids")
@@ -88,7 +88,7 @@ class WindowDetokenizer:
         text = self._decode(self._context_ids + self._new_ids)
         context_chars, is_full = len(self._context_text), len(self._new_ids) >= PENDING_TOKENS_MAX
         if len(text) <= context_chars:
-            if is_full:  # tokens without a text, such as special ones: the first of all may matter to a decoder
+            if is_full:  # tokens without text, such as special tokens: the first ones may matter to a decoder
                 self._context_ids, self._new_ids = (self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX], []
                 self._context_text = self._decode(self._context_ids)
             return ""
@@ -107,7 +107,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes the detokenizer of each sequence; chosen once from the tokenizer's decoder."""
+    """Makes the detokenizer of each sequence, of the kind that the tokenizer's decoder needs."""
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +117,7 @@ class DetokenizerFactory:
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def create(self, skip_special_tokens: bool = True, visible_tokens: frozenset[str] = frozenset()) -> Detokenizer:
-        """`visible_tokens`: special tokens that are not skipped."""
+        """Return the detokenizer of a new sequence. `visible_tokens`: special tokens that are never skipped."""
         skipped_ids = frozenset(
             self._special_ids[text] for text in self._special_ids if skip_special_tokens and text not in visible_tokens
         )
@@ -131,20 +131,20 @@ class DetokenizerFactory:
         return WindowDetokenizer(decode)
 
     def _table(self, skipped_ids: frozenset[int]) -> TokenBytes:
-        """One for all sequences that skip the same: of the marks of a few formats there are few sets."""
+        """Return the table of all sequences that skip the same tokens. Few sets of them occur, one for each format."""
         if skipped_ids not in self._tables:
             self._tables[skipped_ids] = TokenBytes(self._tokenizer, skipped_ids)
         return self._tables[skipped_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for by itself, special tokens spelled out: what logprobs show."""
+        """Return the bytes of one token alone, special tokens spelled out, as logprobs show them."""
         if self.is_byte_level:
             return self._table(frozenset())[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _make_byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): char -> byte."""
+    """Return the byte of each character of GPT-2's byte-level alphabet (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     char_byte_pairs = [(chr(byte), byte) for byte in printable] + [
@@ -157,7 +157,7 @@ _BYTE_BY_CHAR = _make_byte_level_alphabet()
 
 
 def _decode_byte_level_token(token: str) -> bytes:
-    """Bytes of a token written in the byte-level alphabet; a token outside of it (an added one) stands for itself."""
+    """Return the bytes of a token in the byte-level alphabet. An added token, outside of it, is its own text."""
     try:
         return bytes([_BYTE_BY_CHAR[char] for char in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""Read types, properties and listed values of a JSON schema, for markup that is not JSON. Pure."""
+"""Read types, properties and listed values from JSON schemas, for tool calls that are not written in JSON. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = Any
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Tool name -> parameter -> JSON types that its schema allows."""
 DEPTH_MAX = 8
-"""Schemas inside each other, and references behind each other, that are looked through."""
+"""Most schemas inside each other, and references after each other, that are followed."""
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -25,12 +25,12 @@ class Property(NamedTuple):
 
 
 def type_of(value: Json) -> str:
-    """JSON's name for the type of a decoded value."""
+    """Return JSON's name for the type of a decoded value."""
     return _JSON_TYPES.get(type(value), "string")
 
 
 def resolve(schema: Json, root: Json) -> Json:
-    """Follow references (`#/$defs/...`) inside of `root`; None where one leads nowhere or in a circle."""
+    """Return the schema that `schema` refers to (`#/$defs/...` in `root`); None if its references lead nowhere."""
     for _ in range(DEPTH_MAX):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -54,8 +54,10 @@ def _resolve_pointer(root: Json, reference: str) -> Json:
 
 
 def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
-    """The types that a parameter's schema allows, sorted; a string where it names none. `root`: holds what the schema
-    refers to."""
+    """Return the types that a parameter's schema allows, sorted; ("string",) if it names none.
+
+    `root`: schema with the definitions that `schema` refers to.
+    """
     return tuple(sorted(_collect_types(schema, root, 0))) or ("string",)
 
 
@@ -82,7 +84,7 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def listed_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """The values that a schema lists (`enum`, `const`, or branches that do), where none of them holds others."""
+    """Return the values that a schema lists by `enum`, `const` or branches; None if it lists none, or objects."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return None
@@ -101,8 +103,10 @@ def listed_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None
 
 
 def properties_of(schema: Json) -> list[Property] | None:
-    """The properties of an object's schema, each with what it may refer to; None where the schema says more, or
-    nothing."""
+    """Return the properties of an object's schema, each with the definitions that it may refer to.
+
+    None: the schema names no properties, or has branches or patterns beside them.
+    """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):
         return None
@@ -128,7 +132,7 @@ def parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
 
 
 def property_types(schema: Json) -> dict[str, tuple[str, ...]]:
-    """The types of every property that an object's schema names, in whatever branch."""
+    """Return the types of every property that an object's schema names in any of its branches."""
     types: dict[str, set[str]] = {}
     _add_property_types(schema, schema, 0, types)
     return {name: tuple(sorted(property_types)) or ("string",) for name, property_types in types.items()}

@@ -20,18 +20,18 @@ from prompts import ChatRequest
 
 class ChatLogprobs(Struct, frozen=True):
     content: Raw
-    """A list, which `engine.protocol.logprobs` wrote position by position."""
+    """A list that `engine.protocol.logprobs` wrote."""
 
 
 class Function(Struct, frozen=True):
-    """Function of a tool call; in a stream the name comes first, then the arguments in pieces."""
+    """Function of a tool call. In a stream the name comes first, then the arguments in pieces."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """A whole one has no index."""
+    """A tool call, or a piece of one in a stream. Only pieces have an index."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -45,7 +45,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | UnsetType | None = UNSET
-    """The thought, under vLLM's name; the next is DeepSeek's and older vLLMs'."""
+    """vLLM's name of the reasoning; the next field is DeepSeek's and older vLLMs' name."""
     reasoning_content: str | UnsetType | None = UNSET
 
 
@@ -92,14 +92,14 @@ class ChatChunk(ResponseBase, frozen=True, kw_only=True):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Answers of `/v1/chat/completions`."""
+    """Formats the answer to a chat."""
 
     chunk_type = ChatChunk
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
         parser_config = generation.parser_config
         self._hides_tokens = parser_config.reasoning_format is not None and not parser_config.shows_reasoning
-        """Tokens and their logprobs would show the thought."""
+        """Whether token ids and logprobs are left out, because they would show hidden reasoning."""
         super().__init__(generation, body, factory, bool(body.logprobs))
         self._includes_ids = self._includes_ids and not self._hides_tokens
         self._body = body
@@ -107,7 +107,7 @@ class ChatFormatter(OpenAIFormatter):
         self._logprobs_by_choice: defaultdict[int, list[bytes]] = defaultdict(list)
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """The chunks that one piece becomes; empty while its text is held back."""
+        """Return the chunks of a delta; empty bytes if the delta has no text yet."""
         self._format_all_logprobs(choice, delta)
         if has_only_prompt_logprobs(delta):
             return b""
@@ -176,7 +176,7 @@ class ChatFormatter(OpenAIFormatter):
         return ChatChunkChoice(index=choice.index, delta=delta)
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
-        if choice.index == 0:  # all choices have the same prompt
+        if choice.index == 0:  # all choices have one prompt
             self._prompt_logprobs[0] += map(self._logprobs.format_prompt, positions)
 
     def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
@@ -191,7 +191,7 @@ class ChatFormatter(OpenAIFormatter):
 
 
 def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
-    """(role of the answer, text of the last message to put before it where `echo` asks for it)."""
+    """Return (role of the answer, text of the last message if `echo` asks for it; else an empty string)."""
     last_message = body.messages[-1]
     generates = body.add_generation_prompt is not False and not body.continue_final_message
     role = "assistant" if generates else str(last_message["role"])
@@ -224,7 +224,7 @@ def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:
 
 
 def _get_finish_reason(reason: str | None, choice: Choice) -> str | None:
-    """OpenAI's: an answer that ends after calls ends for them, unless the function was named in the request."""
+    """Return OpenAI's finish reason: "tool_calls" after calls, unless the request named the function."""
     parser = choice.parser
     ends_for_calls = parser is not None and parser.has_tool_calls and not parser.config.names_function
     return "tool_calls" if ends_for_calls and reason == "stop" else reason

@@ -18,7 +18,7 @@ from prompts import CompletionRequest
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """Choice of a whole completion, or of a chunk."""
+    """Choice of a whole completion or of a chunk."""
 
     index: int
     text: str
@@ -31,7 +31,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 
 
 class Completion(ResponseBase, frozen=True, kw_only=True):
-    """Whole, and a chunk of one."""
+    """A whole completion, or a chunk of one."""
 
     object: str = "text_completion"
     choices: list[CompletionChoice]
@@ -40,21 +40,21 @@ class Completion(ResponseBase, frozen=True, kw_only=True):
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Answers of `/v1/completions`."""
+    """Formats the answer to a completion request."""
 
     chunk_type = Completion
 
     def __init__(
         self, generation: Generation, body: CompletionRequest, factory: DetokenizerFactory, prompt_texts: Sequence[str]
     ) -> None:
-        """`prompt_texts[i]` is echoed before the choices of prompt i; empty strings where nothing is."""
+        """`prompt_texts[i]`: text that is echoed before the choices of prompt i; empty if none is."""
         super().__init__(generation, body, factory, body.logprobs is not None)
         self._body = body
         self._prompt_texts = prompt_texts
         self._logprobs_by_choice: defaultdict[int, PendingLogprobs] = defaultdict(PendingLogprobs)
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """The chunk that one piece becomes; empty while its text is held back."""
+        """Return the chunk of a delta; empty bytes if the delta has no text yet."""
         self._format_all_logprobs(choice, delta)
         if has_only_prompt_logprobs(delta):
             return b""

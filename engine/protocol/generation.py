@@ -1,7 +1,6 @@
-"""One HTTP request to a completion endpoint as sequences for the core, and their choices as they grow.
+"""Sequences of one HTTP request for the core, and their choices while they grow. Pure.
 
-Fans a body with several prompts and n > 1 out into sequences (choice index = prompt * n + sample) and adds up usage.
-Pure: ids, prompts and parameters in, `Request`s out.
+A body with several prompts and n > 1 becomes one sequence for each sample: choice index = prompt * n + sample.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from prompts.errors import bad_value
 
 @dataclass(slots=True)
 class Generation:
-    """`prompts[i]` are token ids; `choices[i * n + j]` continues prompt i."""
+    """One HTTP request that is being answered. `choices[i * n + j]` continues `prompts[i]`, which are token ids."""
 
     id: str
     model: str
@@ -42,7 +41,7 @@ class Generation:
         self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
 
     def make_common_fields(self) -> dict[str, Any]:
-        """Return the first fields of every answer and every chunk."""
+        """Return the fields that every answer and every chunk has."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
     def get_choice_prompt(self, choice: Choice) -> list[int]:
@@ -77,9 +76,9 @@ def make_generation(
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
     constraint: Constraint | None = None,
 ) -> Generation:
-    """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.
+    """Check a body's parameters against the model and make its sequences and choices. Raises RequestError.
 
-    `request_prefix` makes the sequences' names unique in the core; `id` is the client's to choose.
+    `id`: name of the answer; `request_prefix`: makes the names of its sequences unique in the core.
     """
     skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
@@ -120,7 +119,7 @@ def make_sample_requests(
     priority: int,
     answered_tokens: int = 0,
 ) -> list[Request]:
-    """The n sequences of one prompt, numbered from `first_number`: of a seed, each sample takes the next."""
+    """Return the n sequences of one prompt, numbered from `first_choice_index`. Each sample has the next seed."""
     return [
         Request(
             request_id=f"{request_prefix}-{first_choice_index + sample}",
@@ -137,5 +136,5 @@ def make_sample_requests(
 
 
 def _compute_sample_seed(seed: int, sample: int) -> int:
-    """Samplers look at 64 bits: after the largest seed comes the smallest."""
+    """Return the seed of a sample, in 64 bits with a sign: the smallest seed follows the largest."""
     return (seed + sample + 2**63) % 2**64 - 2**63

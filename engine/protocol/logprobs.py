@@ -1,7 +1,7 @@
-"""Logprobs of the engine in the three forms that answers have: chat, completions, and vLLM's prompt_logprobs. Pure.
+"""Format logprobs for chats, for completions and as vLLM's prompt_logprobs. Pure.
 
-Every position becomes JSON once, when it arrives. An answer may have a million logprobs: as structs until its end they
-took 400 bytes and 19 us each (2 slow cores), as JSON 60 bytes and a tenth of the time.
+Every position becomes JSON when it arrives, because an answer may have a million of them. Structs that were kept until
+the answer's end took 400 bytes and 19 us each (2 slow cores); JSON takes 60 bytes and a tenth of the time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from engine.output.detokenizer import DetokenizerFactory
 from engine.types import TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0
-"""JSON has no minus infinity; OpenAI's and vLLM's stand-in for "impossible"."""
+"""Smallest logprob in an answer, as with OpenAI and vLLM: JSON has no minus infinity."""
 SLICE_POSITIONS = 64
-"""Positions that are formatted at a time: some milliseconds."""
+"""Positions that are formatted at a time, in some milliseconds."""
 _encode = msgspec.json.encode
 
 
@@ -31,17 +31,17 @@ class CompletionLogprobs(Struct, frozen=True):
 
 @dataclass(slots=True)
 class PendingLogprobs:
-    """The parallel lists of a completion's logprobs that no chunk has carried yet."""
+    """Logprobs of a completion that no chunk has sent yet."""
 
     text_offset: list[int] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     top_logprobs: list[bytes] = field(default_factory=list)
-    """JSON of each position."""
+    """JSON of each position's top logprobs."""
     next_offset: int = 0
 
     def flush(self) -> CompletionLogprobs:
-        """Return what is here, and begin anew behind it."""
+        """Return the pending logprobs and forget them."""
         logprobs = CompletionLogprobs(
             self.text_offset, self.token_logprobs, self.tokens, join_json_list(self.top_logprobs)
         )
@@ -54,7 +54,10 @@ def join_json_list(items: list[bytes]) -> msgspec.Raw:
 
 
 class LogprobFormatter:
-    """Spells token ids. `as_token_ids`: as `token_id:N`, for clients that must tell every token apart."""
+    """Formats logprobs with the texts of their tokens.
+
+    `as_token_ids`: tokens are spelled `token_id:N`, for clients that need to distinguish tokens of equal text.
+    """
 
     def __init__(self, factory: DetokenizerFactory, as_token_ids: bool = False) -> None:
         self._factory = factory
@@ -70,30 +73,30 @@ class LogprobFormatter:
         return self._factory.token_bytes(token_id).decode("utf-8", "replace")
 
     def format_chat(self, position: TokenLogprobs) -> bytes:
-        """JSON of OpenAI's chat form."""
+        """Return the JSON of a position in a chat."""
         top_entries = [
             b"%b}" % self._format_chat_entry(token_id, logprob) for token_id, logprob in position.top_logprobs
         ]
         entry = self._format_chat_entry(position.token_id, position.logprob)
         return b'%b,"top_logprobs":[%b]}' % (entry, b",".join(top_entries))
 
-    def add_completion(self, position: TokenLogprobs | None, token_id: int, scores: PendingLogprobs) -> None:
-        """Add a position to `scores`. A prompt's first token has no logprob: None."""
+    def add_completion(self, position: TokenLogprobs | None, token_id: int, pending: PendingLogprobs) -> None:
+        """Add a position to the pending logprobs. `position`: None for a prompt's first token, which has no logprob."""
         token = self.token_text(token_id)
-        scores.text_offset.append(scores.next_offset)
-        scores.next_offset += len(token)
-        scores.tokens.append(token)
+        pending.text_offset.append(pending.next_offset)
+        pending.next_offset += len(token)
+        pending.tokens.append(token)
         if position is None:
-            scores.token_logprobs.append(None)
-            scores.top_logprobs.append(b"null")
+            pending.token_logprobs.append(None)
+            pending.top_logprobs.append(b"null")
             return
-        scores.token_logprobs.append(_clamp_to_floor(position.logprob))
+        pending.token_logprobs.append(_clamp_to_floor(position.logprob))
         top = {self._encode_token(token_id): _encode_logprob(position.logprob)}
         top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top_logprobs)
-        scores.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
+        pending.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
 
     def format_prompt(self, position: TokenLogprobs | None) -> bytes:
-        """JSON of vLLM's `prompt_logprobs`."""
+        """Return the JSON of a position in vLLM's `prompt_logprobs`."""
         if position is None:
             return b"null"
         entries = {position.token_id: (position.logprob, position.rank)}

@@ -1,7 +1,7 @@
-"""Answers of `/v1/messages`: the message whole, or as events in Anthropic's order. Pure.
+"""Answers of `/v1/messages`: their structs, and their JSON whole or as events in Anthropic's order. Pure.
 
-message_start, then for each block content_block_start, its deltas, content_block_stop, then message_delta with
-the reason why it stops and the usage, message_stop
+The events are message_start; content_block_start, content_block_deltas and content_block_stop of each block;
+message_delta with the stop reason and the usage; message_stop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class MessageUsage(Struct, frozen=True):
-    """All of a prompt's tokens are `input_tokens` + `cache_read_input_tokens`: nothing is paid for being kept."""
+    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens`; creating cache entries costs nothing."""
 
     input_tokens: int
     output_tokens: int
@@ -43,7 +43,7 @@ class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Any
-    """An object."""
+    """JSON of an object."""
 
 
 class MessageResponse(Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class TokenCount(Struct, frozen=True):
 
 
 def format_event(type: str, **fields: Any) -> bytes:
-    """One event of a stream, with its name twice, as clients expect it."""
+    """Return one event of a stream. Clients expect its type twice."""
     data = _encoder.encode({"type": type, **fields})
     return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
 
@@ -77,11 +77,11 @@ class MessagesFormatter:
         self._choice = generation.choices[0]
         self._blocks = ContentBlocks()
         self._delta_template: tuple[int, bytes, bytes] | None = None
-        """Block that they are of, and what stands before and after a text that it grows by."""
+        """Index of the current block, and the bytes before and after the text of its deltas."""
         self._has_begun = False
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """The events that one piece becomes."""
+        """Return the events of a delta."""
         events = b""
         if not self._has_begun:
             self._has_begun = True
@@ -91,7 +91,7 @@ class MessagesFormatter:
     def format_end(self) -> bytes:
         """Return the bytes that follow the last piece."""
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
-        reason, sequence = stop_reason(self._choice)
+        reason, sequence = get_stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return (
             events + format_event("message_delta", delta=delta, usage=self._make_usage()) + format_event("message_stop")
@@ -123,7 +123,7 @@ class MessagesFormatter:
     def _make_message(self, blocks: list[ContentBlock]) -> MessageResponse:
         generation = self._generation
         content = [_make_content_block(block, block.text) for block in blocks]
-        reason, sequence = stop_reason(self._choice)
+        reason, sequence = get_stop_reason(self._choice)
         return MessageResponse(
             id=generation.id, model=generation.model, content=content, stop_reason=reason, stop_sequence=sequence,
             usage=self._make_usage(),
@@ -136,16 +136,16 @@ class MessagesFormatter:
 
 
 def _make_content_block(block: ContentBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
-    """The block when it has said so much."""
+    """Return the block with its text so far."""
     if block.kind == "text":
         return TextBlock(text)
     if block.kind == "reasoning":
         return ThinkingBlock(text, uuid.uuid4().hex if text else "")
-    return ToolUseBlock(block.id, block.name, arguments_object(text))
+    return ToolUseBlock(block.id, block.name, parse_arguments(text))
 
 
-def arguments_object(arguments: str) -> Raw:
-    """A call's arguments; those that are no object, as of a call that was cut short, are none."""
+def parse_arguments(arguments: str) -> Raw:
+    """Return a call's arguments as an object; an empty one if they are no object, as those of a call that was cut."""
     try:
         if isinstance(msgspec.json.decode(arguments), dict):
             return Raw(arguments.encode())
@@ -162,14 +162,14 @@ def _format_block_delta(block: ContentBlock, text: str) -> bytes:
     return format_event("content_block_delta", index=block.index, delta={"type": type, field: text})
 
 
-def stop_reason(choice: Choice) -> tuple[str | None, str | None]:
-    """(why it stopped in Anthropic's words, the stop sequence that it met)."""
+def get_stop_reason(choice: Choice) -> tuple[str | None, str | None]:
+    """Return (Anthropic's stop reason, stop sequence that ended the text)."""
     if choice.finish_reason is None:
         return None, None
     if choice.finish_reason == "length":
         return "max_tokens", None
     stop = choice.stop_reason
     if isinstance(stop, str):
-        return "stop_sequence", stop  # it may have cut a call short, which must not run
+        return "stop_sequence", stop  # not "tool_use": the stop sequence may have cut a call, which must not run
     has_tool_calls = choice.parser is not None and choice.parser.has_tool_calls
     return "tool_use" if has_tool_calls else "end_turn", None

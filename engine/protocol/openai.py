@@ -40,7 +40,7 @@ def encode_sse(data: object) -> bytes:
 
 
 class OpenAIFormatter:
-    """Formats the parts that answers of both OpenAI endpoints have in common."""
+    """Base of the formatters of chats and completions."""
 
     chunk_type: ClassVar[type[Any]]
     """Struct of a streamed chunk, a `ResponseBase`."""
@@ -92,7 +92,7 @@ class OpenAIFormatter:
         raise NotImplementedError
 
     def format_end(self) -> bytes:
-        """Return the bytes that follow the last piece: the usage, where the request asks for it."""
+        """Return the bytes after the last delta: the usage if the request asks for it, and the end of the stream."""
         generation = self._generation
         if not self._includes_usage:
             return SSE_DONE

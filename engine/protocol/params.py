@@ -1,7 +1,7 @@
 """Check parameters and prompts against the loaded model, for HTTP bodies and for `LLM`. Pure.
 
-`prompts.schemas` has the types and ranges. The checks here need the model: its context length, its vocabulary and the
-defaults of its generation_config.json. Nothing is queued, registered or computed before they have passed.
+`prompts.schemas` checks types and ranges. The checks here need the model: its context length, its vocabulary and the
+defaults of its generation_config.json. They run before anything is queued or computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prompts.errors import RequestError, bad_value, describe_context_overflow
 from prompts.schemas import ChatRequest, CompletionRequest
 from simulation.spec import ScriptTurn
 
-_PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
+_SHARED_FIELDS = set(SamplingParams.__struct_fields__) - {
     "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "constraint",
     "structured_outputs",
 }  # fmt: skip
@@ -30,9 +30,9 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
     call_format: str | None = None
-    """Format of tool calls, a name in `tool_calls.CALL_FORMATS`; None: calls are text."""
+    """Format of tool calls, a name in `CALL_FORMATS`; None: calls are text."""
     reasoning_format: str | None = None
-    """How it encloses its thought, a name of `REASONING_FORMATS`; None: it is told as any other text."""
+    """Format of reasoning, a name in `REASONING_FORMATS`; None: reasoning is text."""
     constraint_refusal: str | None = None
     """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
@@ -43,32 +43,32 @@ def sampling_params(
     request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Return the parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
-    fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _PLAIN_FIELDS}
-    for name in _PLAIN_FIELDS:
+    fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _SHARED_FIELDS}
+    for name in _SHARED_FIELDS:
         value = getattr(request, name)
         if value is not None:
             fields[name] = value
     params = SamplingParams(
         **fields,
         n=request.n or 1,
-        max_tokens=_max_tokens(request, limits, prompt_len),
+        max_tokens=_compute_max_tokens(request, limits, prompt_len),
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or None,
-        logprobs=_logprobs(request),
-        prompt_logprobs=_prompt_logprobs(request),
+        logprobs=_get_logprobs(request),
+        prompt_logprobs=_get_prompt_logprobs(request),
         constraint=constraint,
     )
     return check_params(params, limits)
 
 
 def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
-    """A completion that asks for its prompt back (usually with logprobs) and for no new token."""
+    """Return whether a request wants its prompt back, usually with logprobs, and no new token."""
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
 def check_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
-    """How many of the prompt's last tokens are the answer's first. Raises RequestError."""
+    """Return the number of the prompt's last tokens that begin the answer. Raises RequestError."""
     answered_tokens = request.answered_tokens or 0
     if not answered_tokens:
         return 0
@@ -86,9 +86,9 @@ def check_answered_tokens(request: ChatRequest | CompletionRequest, prompts: lis
 
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """The parameters with every field of its type, in its range and in the vocabulary. Raises RequestError.
+    """Return the parameters with every field of its type, in its range and in the vocabulary. Raises RequestError.
 
-    What a program made may have lists for tuples, or one string to stop at.
+    Parameters that a program made may have lists instead of tuples, or one stop string.
     """
     stop: object = params.stop
     fields = msgspec.structs.asdict(params)
@@ -96,7 +96,7 @@ def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
     try:
         params = msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error), fields) from None
+        raise _make_field_error(str(error), fields) from None
     _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
     _check_vocabulary("logit_bias", params.logit_bias or (), limits)
     if params.n > 1 and params.temperature == 0:
@@ -106,8 +106,8 @@ def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
     return params if params.top_k >= 0 else msgspec.structs.replace(params, top_k=0)
 
 
-def _wrong_field(message: str, fields: Mapping[str, Any]) -> RequestError:
-    """msgspec's "Expected `int` >= 0 - at `$.top_k`" with the field's name and value."""
+def _make_field_error(message: str, fields: Mapping[str, Any]) -> RequestError:
+    """Return msgspec's "Expected `int` >= 0 - at `$.top_k`" as an error with the field's name and value."""
     expectation, _, path = message.replace("`", "").partition(" - at ")
     name = path.removeprefix("key in ").removeprefix("$.").partition("[")[0]
     return bad_value(name, fields.get(name), expectation.removeprefix("Expected "))
@@ -120,31 +120,33 @@ def _check_vocabulary(param: str, token_ids: Iterable[int], limits: ModelLimits)
 
 
 def fit_max_tokens(params: SamplingParams, limits: ModelLimits, prompt_len: int) -> SamplingParams:
-    """None becomes all the room the model has; more than that is cut to it."""
+    """Return the parameters with `max_tokens` at most the rest of the context; None becomes all of it."""
     room = limits.max_model_len - prompt_len
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return params if max_tokens == params.max_tokens else msgspec.structs.replace(params, max_tokens=max_tokens)
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: str = "") -> None:
-    """Whether the model can read the prompt and answer with at least one token. `path`: of the API whose words an error
-    has. Raises RequestError."""
+    """Raise RequestError unless the model can read the prompt and answer with at least one token.
+
+    `param`: field of the prompt; `path`: path of the API, which decides the words of the error.
+    """
     if not token_ids:
         raise RequestError(f"{param}: the prompt has no tokens, expected at least one", param=param)
     _check_vocabulary(param, (min(token_ids), max(token_ids)), limits)
     if len(token_ids) >= limits.max_model_len:
-        # Clients shorten a conversation where they know the words: a field's name before them would hide these.
+        # Clients recognise these words and shorten the conversation: a field's name before them would hide them.
         message = describe_context_overflow(path, len(token_ids), limits.max_model_len)
         raise RequestError(message, param=param, code="context_length_exceeded")
 
 
-def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
+def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
     room = limits.max_model_len - prompt_len
     name, max_tokens = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         name, max_tokens = "max_completion_tokens", request.max_completion_tokens
     if echoes_only(request):
-        return 1  # the step that reads the prompt samples one token; it is dropped
+        return 1  # the step that reads the prompt samples a token, which is dropped
     if max_tokens is None:
         default = limits.default_sampling.get("max_tokens")
         if default is None and isinstance(request, CompletionRequest) and not request.answered_tokens:
@@ -152,16 +154,16 @@ def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, p
         return room if default is None else max(1, min(int(default), room))
     if max_tokens < 1:
         raise bad_value(name, max_tokens, "at least 1")
-    return min(max_tokens, room)  # as vLLM: a client may allow more than there is room for
+    return min(max_tokens, room)  # as vLLM: a client may allow more tokens than fit
 
 
-def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+def _get_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+def _get_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs is not None and request.stream:
         raise bad_value("prompt_logprobs", prompt_logprobs, "none where stream is true")

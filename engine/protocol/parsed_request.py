@@ -1,7 +1,7 @@
-"""From the bytes of a body to what is asked for: the request, checked, and its prompts as token ids.
+"""Parse the bytes of a body into a checked request with its prompts as token ids. Pure.
 
-Nothing here waits or keeps anything, so it may run where it does no harm (`engine.http.body_workers`). What it gives
-back is as small as the model's context: what only reading needs of a body stays behind. Pure.
+These functions may run in another thread or process (`engine.http.body_workers`). Large fields that only parsing needs
+are left out of the result.
 """
 
 from __future__ import annotations
@@ -46,23 +46,25 @@ from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
 
 ECHOED_BYTES_MAX = 64 << 10
-"""Largest field that an answer repeats; larger ones are left out."""
+"""Largest field of a body that its answer repeats; larger fields are left out."""
 MAX_CHOICES = 1024
 """Most sequences of one HTTP request."""
 _PROMPT_END_TOKENS = 64
-"""Last tokens of a prompt, enough for the markers that a template writes at its end."""
+"""Number of last tokens of a prompt that hold the markers at its end."""
 _KEPT_FIELDS = ("stop", "stop_token_ids", "logit_bias", "kv_transfer_params")
-"""Fields of lists and objects that are needed after the body was read."""
+"""Fields with lists and objects that are needed after a body was parsed."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
+    """A checked body and its prompts."""
+
     body: ChatRequest | CompletionRequest
-    """The body without prompts and fields that only a template reads; of the messages, the last one's text is left."""
+    """The body without its prompts, and without fields that only a chat template reads."""
     prompts: list[list[int]]
     prompt_texts: list[str]
-    """Texts of the prompts, where they are echoed; else empty."""
+    """Texts of the prompts if the answer echoes them; else empty strings."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
-    """How the text of the answers is parsed."""
+    """How the generated text is parsed."""
     constraint: Constraint | None = None
     """Constraint on the answers, not compiled yet."""
     response_context: ResponseContext | None = None
@@ -70,12 +72,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
-    """Raises RequestError."""
+    """Parse a body of `/v1/chat/completions`. Raises RequestError."""
     return _read_chat_body(parse_chat(data), tokenizer, limits)
 
 
 def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
-    """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
+    """Parse a body of `/v1/messages` as the chat that it stands for. Raises RequestError."""
     request = parse_messages(data)
     _check_text_only(request)
     return _read_chat_body(
@@ -84,7 +86,7 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Par
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
-    """(the model that is named, the answer), of `/v1/messages/count_tokens`. Raises RequestError."""
+    """Answer a body of `/v1/messages/count_tokens`: return (requested model, answer as JSON). Raises RequestError."""
     request = parse_count(data)
     _check_text_only(request)
     count = len(tokenizer.encode_chat(ChatRequest(**convert_to_chat(request, tokenizer.chat_template))))
@@ -101,7 +103,7 @@ class ResponseReferences(msgspec.Struct, frozen=True):
 
 
 def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
-    """Raises RequestError."""
+    """Find the stored responses that a body of `/v1/responses` needs. Raises RequestError."""
     request = parse_responses_request(data)
     return ResponseReferences(request.previous_response_id, find_item_references(request))
 
@@ -113,8 +115,11 @@ def read_response(
     limits: ModelLimits,
     items: Mapping[str, bytes] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """A body of `/v1/responses`, as the chat that it stands for. `previous_messages`: the messages of the response that
-    it goes on from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
+    """Parse a body of `/v1/responses` as the chat that it stands for. Raises RequestError.
+
+    `previous_messages`: JSON of the messages of the response that it continues; `items`: id -> JSON of an item that it
+    refers to.
+    """
     request = parse_responses_request(data)
     if request.background:
         message = "background: not supported, expected false: a response is computed while its client waits"
@@ -142,7 +147,7 @@ def read_response(
 
 
 def _check_items(request: ResponsesRequest) -> None:
-    """Raises RequestError for the first part that is no text."""
+    """Raise RequestError for the first content part that is no text."""
     for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
         for field in ("content", "output"):
             parts = item.get(field)
@@ -156,11 +161,11 @@ _RESPONSES_FIELDS = {
     "messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format",
     "max_tokens": "max_output_tokens",
 }  # fmt: skip
-"""Field of a chat -> the field of `/v1/responses` that it was made of."""
+"""Field of a chat -> field of `/v1/responses` that it is made of."""
 
 
 def _get_responses_field(param: str) -> str:
-    """Return the field of a body that a field of its chat was made of."""
+    """Return the field of `/v1/responses` that a field of the chat is made of."""
     for chat_field, responses_field in _RESPONSES_FIELDS.items():
         if param.startswith(chat_field):
             return responses_field if chat_field == "messages" else param.replace(chat_field, responses_field, 1)
@@ -168,6 +173,7 @@ def _get_responses_field(param: str) -> str:
 
 
 def _rename_error_field(error: RequestError) -> RequestError:
+    """Return an error about a chat as an error about the `/v1/responses` body that the chat was made of."""
     if error.param is None:
         return error
     param = _get_responses_field(error.param)
@@ -176,7 +182,7 @@ def _rename_error_field(error: RequestError) -> RequestError:
 
 
 def _encode_echoed_fields(request: ResponsesRequest) -> bytes:
-    """Encode the fields of a body that answers repeat, several times in a stream, without large ones."""
+    """Return the JSON of the fields of a body that its answer repeats, without large fields."""
     values = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
     encoded_fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
     return msgspec.json.encode(
@@ -185,10 +191,11 @@ def _encode_echoed_fields(request: ResponsesRequest) -> bytes:
 
 
 def _check_text_only(request: CountRequest) -> None:
+    """Raise RequestError for the first image or document."""
     media = find_media(request)
     if media is not None:
         path, kind = media
-        # Claude Code knows these first words, and goes on without the image.
+        # Claude Code recognises these first words, and repeats the request without the image.
         raise RequestError(f"Could not process {kind}: {path} is one; this model reads text only", param=path)
 
 
@@ -199,7 +206,7 @@ def _read_chat_body(
     path: str = "/v1/chat/completions",
     tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """`path`: of the API that was asked. `tools`: custom ones, by name."""
+    """Parse a chat. `path`: path of the requested API. `tools`: name -> custom tool."""
     check_supported(body)
     token_ids, text = _encode_prompt(body, tokenizer)
     prompts = [_truncate_prompt("input" if path == "/v1/responses" else "messages", token_ids, body, limits, path)]
@@ -213,7 +220,7 @@ def _read_chat_body(
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """The tokens that may open the thought of an answer, where it need not have one, and that end it."""
+    """Return (token that opens reasoning if the answer may begin without, token that ends it); None for neither."""
     if config.reasoning_format is None:
         return None, None
     format = REASONING_FORMATS[config.reasoning_format]
@@ -229,9 +236,9 @@ def build_constraint(
     reasoning_ids: tuple[int | None, int | None] = (None, None),
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> Constraint | None:
-    """Return the constraint on the answer to a body; None where the answer is free. Raises RequestError.
+    """Return the constraint on the answer to a body; None if the answer is free. Raises RequestError.
 
-    `reasoning_ids`: ids of the tokens that open and end a thought, as in `Constraint`.
+    `reasoning_ids`: ids of the tokens that open and end reasoning, as in `Constraint`.
     `grammars`: as in `parse_requested_constraint`.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
@@ -246,7 +253,7 @@ def build_constraint(
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """(the tokens of the prompt, its end as text, at least)."""
+    """Return (tokens of the prompt, text of the prompt or at least of its end)."""
     token_ids = body.prompt_token_ids
     if token_ids is None:
         if body.answered_tokens:
@@ -260,7 +267,7 @@ def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], 
 
 
 def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
-    """How the text that answers a chat with this prompt is to be read."""
+    """Return how the answer to a chat is parsed. `prompt`: text of the prompt, or at least of its end."""
     reasoning_state: ReasoningState = "after"
     if limits.reasoning_format is not None:
         last_content = body.messages[-1].get("content") if body.continue_final_message else None
@@ -283,7 +290,7 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
 
 
 def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
-    """Raises RequestError."""
+    """Parse a body of `/v1/completions`. Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
     prompts_field = (
@@ -312,7 +319,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
 def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
-    """The prompt, cut by vLLM's `truncate_prompt_tokens` (keep the last k; -1: what the model can read) and checked."""
+    """Return the last `truncate_prompt_tokens` of a prompt (vLLM's; -1: as many as fit), checked against the limits."""
     keep_tokens = body.truncate_prompt_tokens
     if keep_tokens is not None:
         if keep_tokens == 0 or keep_tokens > limits.max_model_len:
@@ -325,6 +332,7 @@ def _truncate_prompt(
 
 
 def _strip_large_fields(body: ChatRequest | CompletionRequest, **replacements: Any) -> ChatRequest | CompletionRequest:
+    """Return the body with `replacements`, and without fields that may be large and that only parsing needs."""
     fields = msgspec.structs.asdict(body)
     large_types = (dict, list, ResponseFormat, StructuredOutputs)
     large_fields = [

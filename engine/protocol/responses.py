@@ -1,7 +1,7 @@
-"""Answers of `/v1/responses`: the response whole, or as events in OpenAI's order. Pure.
+"""Answers of `/v1/responses`: their structs, and their JSON whole or as events in OpenAI's order. Pure.
 
-response.created, response.in_progress, then for each item response.output_item.added, its parts and deltas,
-response.output_item.done, then response.completed with all of it; response.failed where it broke off
+The events are response.created and response.in_progress; response.output_item.added, parts, deltas and
+response.output_item.done of each item; response.completed with the whole response, or response.failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
 
-_MARK = "\ue000text\ue000"
 _encoder = msgspec.json.Encoder()
 
 
@@ -27,15 +26,15 @@ class ResponseContext(Struct, frozen=True):
     """Fields of a `/v1/responses` body that its answer needs; large ones stay encoded."""
 
     messages: bytes
-    """Messages that were rendered, as a JSON list: a response that continues this one needs them."""
+    """JSON list of the rendered messages, for a response that continues this one."""
     echoed_fields: bytes
-    """Fields that the answer repeats, as a JSON object."""
+    """JSON object of the fields that the answer repeats."""
     should_store: bool
     previous_response_id: str | None
     tools: dict[str, ClientTool] = {}
-    """Name that the model is shown -> tool, for tools with another name and tools that take free text."""
+    """Name that the model sees -> tool, for tools with another name or with free text as input."""
     skipped_item_types: list[str] = []
-    """Types of items of which the model is shown nothing."""
+    """Types of input items that the model does not see."""
 
 
 class InputDetails(Struct, frozen=True):
@@ -109,7 +108,7 @@ class ResponseError(Struct, frozen=True):
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
-    """A response, at any time of its life."""
+    """A response, in progress or finished."""
 
     id: str
     object: str = "response"
@@ -136,7 +135,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     truncation: Any = "disabled"
     user: Any = None
     usage: ResponseUsage | None = None
-    """Last, where a proxy looks for it."""
+    """The last field, because proxies look for it at the end."""
 
 
 class DeletedResponse(Struct, frozen=True):
@@ -162,16 +161,16 @@ class ResponsesFormatter:
         self.context = context
         self._blocks = ContentBlocks()
         self._custom_inputs: dict[int, CustomInputDecoder] = {}
-        """Free texts of calls, by the number of their block."""
+        """Block index -> decoder of the free text of a custom tool's call."""
         self._is_finished = False
-        """Whether nothing follows, so that a block that is not whole is incomplete."""
+        """Whether the answer has ended, so that a block that is not whole is incomplete."""
         self._sequence_number = -1
         """Number of the last event."""
 
     # Streamed ---------------------------------------------------------------------------------------------------------
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """The events that one piece becomes."""
+        """Return the events of a delta."""
         events = b""
         if self._sequence_number < 0:
             response = self.make_response("in_progress", [])
@@ -192,44 +191,58 @@ class ResponsesFormatter:
         return self._format_event("response.failed", response=response)
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
-        action, block, text = event
-        position: dict[str, Any] = {"output_index": block.index, "item_id": self._make_item_id(block)}
-        if block.kind != "call":
-            position["content_index"] = 0
-        name = self._get_event_base_name(block)
-        if action == "delta":
-            return self._format_growth(name, position, block, text)
-        is_cut = self._is_finished and self._choice.finish_reason == "length"
-        status = "in_progress" if action == "start" else "incomplete" if is_cut else "completed"
-        if action == "start":
-            item = {"output_index": block.index, "item": self._make_item(block, status)}
-            events = self._format_event("response.output_item.added", **item)
-            if block.kind == "text":
-                events += self._format_event(
-                    "response.content_part.added", **position, part=OutputText("", logprobs=[])
-                )
-            return events
-        events = b""
+        if event.action == "start":
+            return self._format_block_start(event.block)
+        if event.action == "delta":
+            return self._format_block_delta(event.block, event.text)
+        return self._format_block_end(event.block)
+
+    def _format_block_start(self, block: ContentBlock) -> bytes:
+        item = self._make_item(block, "in_progress")
+        events = self._format_event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind == "text":
+            part = OutputText("", logprobs=[])
+            events += self._format_event("response.content_part.added", **self._locate(block), part=part)
+        return events
+
+    def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
+        type, fields = f"{self._get_event_base_name(block)}.delta", self._locate(block)
+        if block.kind == "text":
+            return self._format_event(type, **fields, delta=text, logprobs=[])
+        custom_input = self._get_custom_input(block)
+        if custom_input is not None:
+            text = custom_input.push(text)
+        return self._format_event(type, **fields, delta=text) if text or custom_input is None else b""
+
+    def _format_block_end(self, block: ContentBlock) -> bytes:
+        type, fields = f"{self._get_event_base_name(block)}.done", self._locate(block)
         if block.kind == "call":
-            custom = self._get_custom_input(block)
-            last_text = "" if custom is None else custom.finish()
-            if last_text:
-                events = self._format_event(f"{name}.delta", **position, delta=last_text)
-            if custom is None:
-                events += self._format_event(
-                    f"{name}.done", **position, name=self._get_client_tool(block).name, arguments=block.text
-                )
-            else:
-                events += self._format_event(f"{name}.done", **position, input=custom.text)
+            events = self._format_call_end(block)
         elif block.kind == "reasoning":
-            events = self._format_event(f"{name}.done", **position, text=block.text)
+            events = self._format_event(type, **fields, text=block.text)
         else:
-            events = self._format_event(f"{name}.done", **position, text=block.text, logprobs=[])
-            events += self._format_event(
-                "response.content_part.done", **position, part=OutputText(block.text, logprobs=[])
-            )
-        item = {"output_index": block.index, "item": self._make_item(block, status)}
-        return events + self._format_event("response.output_item.done", **item)
+            part = OutputText(block.text, logprobs=[])
+            events = self._format_event(type, **fields, text=block.text, logprobs=[])
+            events += self._format_event("response.content_part.done", **fields, part=part)
+        is_cut = self._is_finished and self._choice.finish_reason == "length"
+        item = self._make_item(block, "incomplete" if is_cut else "completed")
+        return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
+
+    def _format_call_end(self, block: ContentBlock) -> bytes:
+        """Return the last delta of a call's free text, and the event that ends its input."""
+        name, fields = self._get_event_base_name(block), self._locate(block)
+        custom_input = self._get_custom_input(block)
+        if custom_input is None:
+            tool_name = self._get_client_tool(block).name
+            return self._format_event(f"{name}.done", **fields, name=tool_name, arguments=block.text)
+        last_text = custom_input.finish()
+        events = self._format_event(f"{name}.delta", **fields, delta=last_text) if last_text else b""
+        return events + self._format_event(f"{name}.done", **fields, input=custom_input.text)
+
+    def _locate(self, block: ContentBlock) -> dict[str, Any]:
+        """Return the fields of an event that say which block it is about."""
+        fields: dict[str, Any] = {"output_index": block.index, "item_id": self._make_item_id(block)}
+        return fields if block.kind == "call" else {**fields, "content_index": 0}
 
     def _get_event_base_name(self, block: ContentBlock) -> str:
         if block.kind == "call":
@@ -237,21 +250,12 @@ class ResponsesFormatter:
             return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
         return "response.output_text" if block.kind == "text" else "response.reasoning_text"
 
-    def _format_growth(self, name: str, position: dict[str, Any], block: ContentBlock, text: str) -> bytes:
-        if block.kind == "text":
-            return self._format_event(f"{name}.delta", **position, delta=text, logprobs=[])
-        custom = self._get_custom_input(block)
-        if custom is None:
-            return self._format_event(f"{name}.delta", **position, delta=text)
-        input_text = custom.push(text)
-        return self._format_event(f"{name}.delta", **position, delta=input_text) if input_text else b""
-
     def _get_client_tool(self, block: ContentBlock) -> ClientTool:
-        """The called tool, as its client calls it."""
+        """Return the called tool under the client's name."""
         return self.context.tools.get(block.name) or ClientTool(block.name)
 
     def _get_custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
-        """The free text of a call; None where it has arguments."""
+        """Return the decoder of a call's free text; None for blocks without."""
         if block.kind != "call" or not self._get_client_tool(block).is_custom:
             return None
         return self._custom_inputs.setdefault(block.index, CustomInputDecoder())
@@ -273,7 +277,7 @@ class ResponsesFormatter:
         return _encoder.encode(self.make_final_response())
 
     def make_final_response(self) -> ResponseObject:
-        """All that was said."""
+        """Return the finished response."""
         status = "incomplete" if self._choice.finish_reason == "length" else "completed"
         return self.make_response(status, self._blocks.blocks)
 
@@ -322,7 +326,7 @@ class ResponsesFormatter:
             usage.total_tokens,
         )  # fmt: skip
 
-    # For who goes on from it ------------------------------------------------------------------------------------------
+    # For a response that continues this one ---------------------------------------------------------------------------
 
     def encode_messages(self) -> bytes:
         """Encode the rendered messages and the answer as JSON, without reasoning."""

@@ -1,4 +1,4 @@
-"""Refuse parameters that the engine does not support, where ignoring them would change the answer."""
+"""Refuse parameters that the engine does not support and that would change the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionR
 
 
 def check_supported(request: ChatRequest | CompletionRequest) -> None:
-    """Raise RequestError for the first field whose effect the engine does not have."""
+    """Raise RequestError for the first field that the engine does not support."""
     _check_common(request)
     if isinstance(request, ChatRequest):
         _check_chat(request)
@@ -40,5 +40,5 @@ def _check_chat(request: ChatRequest) -> None:
             if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
                 path = f"messages[{index}].content[{number}]"
                 raise bad_value(f"{path}.type", part["type"], '"text": this model reads text only')
-    if request.chat_template is not None:  # a template is a program, and could be made to run long
+    if request.chat_template is not None:  # a template is a program that could run for long
         raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")

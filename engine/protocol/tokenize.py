@@ -14,7 +14,7 @@ from prompts.schemas import TokenIdField, decode_json, parse_chat
 
 
 class TokenizePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of /tokenize with a text; one with `messages` is read as a chat."""
+    """A body of `/tokenize` with a text. A body with `messages` is a chat."""
 
     prompt: str
     model: str | None = None
@@ -49,7 +49,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
-    """(the model that is named, the answer). Raises RequestError."""
+    """Return (requested model, answer as JSON). Raises RequestError."""
     probe = decode_json(_probe_decoder, data)
     if probe.messages is not None:
         chat = parse_chat(data)
@@ -64,7 +64,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
 
 
 def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
-    """(the model that is named, the answer). Raises RequestError."""
+    """Return (requested model, answer as JSON). Raises RequestError."""
     body = decode_json(_detokenize_decoder, data)
     for index, token_id in enumerate(body.tokens):
         if token_id >= limits.vocab_size:

@@ -22,7 +22,7 @@ class Usage(Struct, frozen=True):
 
 
 def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None) -> Usage:
-    """`reasoning_tokens`: None where no thought is told apart."""
+    """Return the usage of an answer. `reasoning_tokens`: None if reasoning is not parsed."""
     return Usage(
         prompt_tokens,
         prompt_tokens + completion_tokens,

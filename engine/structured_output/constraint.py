@@ -1,8 +1,8 @@
-"""Read the format that an answer must match from a checked body, whichever field asks for it. Pure.
+"""Find the format that an answer must match in a checked body, whichever field asks for it. Pure.
 
 A format is a JSON object in the language of xgrammar's structural tags, which vLLM's clients send as they are
-(`engine.structured_output.lark` lists the types). Everything else is said in it: a JSON schema, a regular expression,
-a choice, and the calls that `tool_choice` forces, in the markup that the model's tool parser reads.
+(`engine.structured_output.lark` lists the types). JSON schemas, regular expressions, choices and the calls that
+`tool_choice` forces all become such formats; calls in the markup that the model's tool-call parser reads.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class RequestedConstraint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolMarkup:
-    """How a family of models writes calls."""
+    """How a family of models writes tool calls, as formats for answers that must have them."""
 
     tag: Callable[[str, Json], Format]
-    """Makes the format of one call of a function, by its name and the schema of its arguments."""
+    """Returns the format of one call, from the function's name and the schema of its arguments."""
     trigger: str
-    """Text that stands in calls alone."""
+    """Text that begins calls, and never stands in other text."""
     names: re.Pattern[str] = re.compile(r"(?s:.+)")
-    """Function names that this markup can write."""
+    """Function names that this markup can hold."""
     calls_begin: str = ""
     separator: str = ""
     calls_end: str = ""
-    """Text around the calls of an answer, and `separator` between them."""
+    """Text after all calls, as `calls_begin` is the text before them and `separator` the text between two."""
 
 
 def _json_call(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
@@ -82,7 +82,7 @@ MARKUPS = {
     "pythonic": ToolMarkup(_pythonic, "[", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
     "granite": ToolMarkup(_PLAIN, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
 }
-"""By the name of the parser that reads them."""
+"""Tool-call format -> its markup."""
 
 
 def parse_requested_constraint(
@@ -90,10 +90,10 @@ def parse_requested_constraint(
     tool_markup: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
-    """Return the format that the answer must match; None where the answer is free. Raises RequestError.
+    """Return the format that the answer must match; None if the answer is free. Raises RequestError.
 
-    `tool_markup`: name in MARKUPS of how this model writes calls; None: it writes none. A required call wins over a
-    format of the text, as with OpenAI; where calls are optional, the answer is calls or text of the format.
+    A required call takes precedence over a format of the text, as with OpenAI. If calls are optional, the answer is
+    calls, or text of the format. `tool_markup`: name in MARKUPS; None: the model writes no calls.
     `grammars`: tool name -> tool with free text that must match a grammar.
     """
     text_constraint = _parse_text_format(body)
@@ -123,12 +123,16 @@ def parse_requested_constraint(
 
 
 def requires_call(body: ChatRequest) -> bool:
-    """Whether the answer must be calls and nothing else. Raises RequestError."""
+    """Return whether the answer must be calls and nothing else. Raises RequestError."""
     return _select_tools(body)[0]
 
 
 def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
-    """`whitespace`: a regular expression of what may stand between two tokens of JSON; None: as usual."""
+    """Return the format of JSON that matches a schema.
+
+    `whitespace`: regular expression of white space between two tokens of JSON; None: the default.
+    `lenient`: keywords that the compiler cannot follow are left out instead of refused.
+    """
     format: Format = {"type": "json_schema", "json_schema": schema}
     if whitespace is not None:
         format["whitespace_pattern"] = whitespace
@@ -143,9 +147,9 @@ def make_scripted_constraint(
     tool_markup: str | None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint:
-    """Return the format that makes a simulated engine's answer the turn of its script. Raises RequestError.
+    """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    A call of a tool that the request does not have becomes text. The rest is as in `parse_requested_constraint`.
+    A call of a tool that the request does not have becomes text. Parameters are as in `parse_requested_constraint`.
     """
     turn_number = sum(message.get("role") == "assistant" for message in body.messages) - bool(
         body.continue_final_message
@@ -168,7 +172,7 @@ def make_scripted_constraint(
 
 
 def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:
-    """The schema of these arguments alone."""
+    """Return the schema that only these arguments match."""
     properties = {name: {"const": value} for name, value in arguments.items()}
     return {
         "type": "object",
@@ -183,10 +187,10 @@ def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:
 
 def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
     form, outputs = body.response_format, body.structured_outputs
-    by_form = None if form is None or form.type == "text" else _parse_response_format(form)
+    response_constraint = None if form is None or form.type == "text" else _parse_response_format(form)
     if outputs is None:
-        return by_form
-    if by_form is not None:
+        return response_constraint
+    if response_constraint is not None:
         raise RequestError(
             "structured_outputs: expected only where response_format is text", param="structured_outputs"
         )
@@ -243,7 +247,7 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
 
 
 def structural_tag(tag: Json, param: str) -> Format:
-    """The format of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`."""
+    """Return the format in a structural tag: `{"format": ...}`, or the older `{"structures": ..., "triggers": ...}`."""
     if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
         return dict(tag["format"])
     structures = tag.get("structures") if isinstance(tag, dict) else None
@@ -272,14 +276,15 @@ def _decode_json_text(value: Json, param: str) -> Json:
 
 
 class _Tool(NamedTuple):
-    """A tool that may be called, and the field of the request that it is in."""
+    """A tool that may be called."""
 
     path: str
+    """Field of the request that has the tool."""
     name: str
     parameters: Json
     is_strict: bool
     grammar: ClientTool | None = None
-    """The tool with the grammar of its free text."""
+    """Grammar of the tool's free text; None: its input is arguments."""
 
 
 def _list_tools(body: ChatRequest) -> list[_Tool]:
@@ -292,7 +297,7 @@ def _list_tools(body: ChatRequest) -> list[_Tool]:
 
 
 def _select_tools(body: ChatRequest) -> tuple[bool, list[_Tool]]:
-    """(whether a call must be made, the tools that may be called). Raises RequestError."""
+    """Return (whether a call is required, tools that may be called). Raises RequestError."""
     choice, tools = body.tool_choice, _list_tools(body)
     if choice is None or choice == "auto":
         return False, tools
@@ -336,14 +341,14 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
         tag["content"]["param"] = f"{tool.path}.parameters"
         if tool.grammar is not None:
             tag["content"] = _make_custom_tool_content(tag["content"], tool.grammar)
-        elif not tool.is_strict:  # its arguments match as far as what the schema says is known here
+        elif not tool.is_strict:  # keywords that the compiler does not know are left out
             tag["content"]["lenient"] = True
         tags.append(tag)
     return tags
 
 
 def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
-    """The arguments of a custom tool, whose text matches its grammar."""
+    """Return the format of a custom tool's arguments: one text that matches the tool's grammar."""
     if tool.syntax == "regex":
         schema = {
             **CUSTOM_TOOL_SCHEMA,
@@ -352,7 +357,7 @@ def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
         return {**content, "json_schema": schema}
     begin_by_style = {"json": '{"input": "', "python": 'input="'}
     style = content.get("style", "json")
-    if style not in begin_by_style:  # its text stands bare, and a grammar may take what ends it
+    if style not in begin_by_style:  # the text has no quotation marks, and a grammar may match what ends it
         return content
     elements: list[Format] = [
         {"type": "const_string", "value": begin_by_style[style]},
@@ -363,7 +368,7 @@ def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
 
 
 def _make_arguments_schema(tool: _Tool) -> Json:
-    """The schema of a tool's arguments: an object, whatever else the tool's own one leaves open."""
+    """Return the schema of a tool's arguments, which are always an object."""
     schema = {} if tool.parameters is None else tool.parameters
     if not isinstance(schema, dict):
         raise bad_value(f"{tool.path}.parameters", schema, "a JSON schema of an object")
@@ -371,7 +376,7 @@ def _make_arguments_schema(tool: _Tool) -> Json:
 
 
 def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
-    """Nothing but calls, at least one."""
+    """Return the format of an answer that is calls and nothing else."""
     calls: Format = {
         "type": "tags_with_separator",
         "tags": _make_tool_tags(markup, tools),
@@ -385,7 +390,7 @@ def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_severa
 
 
 def _make_text_with_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
-    """Text, and calls in it."""
+    """Return the format of text that may have calls in it."""
     tags = [_make_calls_format(markup, tools, allows_several)] if markup.calls_begin else _make_tool_tags(markup, tools)
     return {
         "type": "triggered_tags",

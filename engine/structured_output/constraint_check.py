@@ -1,4 +1,4 @@
-"""Compile a constraint once before the core gets it, and relax schemas that the compiler cannot follow."""
+"""Compile a constraint before the core gets it, and relax schemas that the compiler cannot follow."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from prompts import RequestError
 
 TRIES_MAX = 500
 TRIES_S_MAX = 0.8
-"""Schemas that are compiled, and CPU time of the thread, to find out what cannot be followed of one request."""
+"""CPU time for finding the keywords of one request that cannot be compiled; TRIES_MAX bounds the compiled schemas."""
 PATH_CHARS_MAX = 200
-"""Most characters of the path in a schema that an error names."""
+"""Longest path in a schema that an error names."""
 _MARKUP_STYLES = ("qwen_xml", "python")
 
 
 def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
-    """The constraint as it is to be compiled. May crash, or take long, as `check`.
+    """Return the constraint with a grammar that compiles. May crash or take long, as `check_grammar`.
 
-    Schemas that need not be followed in every word (tools that are not strict) lose what cannot be compiled. Raises
-    RequestError, for others with the name of the keyword.
+    Schemas of tools that are not strict lose the keywords that cannot be compiled. For all others RequestError names
+    the keyword.
     """
     try:
         try:
@@ -75,7 +75,7 @@ def _relax_format(format: Format, param: str, compiler: _BudgetedCompiler) -> Fo
 
 
 class _BudgetedCompiler:
-    """Says whether schemas compile, for so long."""
+    """Compiles schemas until the budget of one request is spent."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -83,7 +83,7 @@ class _BudgetedCompiler:
         self._begin_s = time.thread_time()
 
     def make_check(self, format: Format) -> SchemaCheck:
-        """Judges schemas that stand in such a format."""
+        """Return a function that says why a schema cannot be compiled as part of `format`; None: it can."""
 
         def check_schema(schema: Any) -> str | None:
             self._try_count += 1

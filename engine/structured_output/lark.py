@@ -1,12 +1,12 @@
-"""A format as a grammar in Lark, as llguidance reads it.
+"""Write a format as a grammar in Lark, as llguidance reads it. Pure.
 
-A format is an object with a `type`, xgrammar's structural tags: const_string, json_schema (in the styles json, qwen_xml
-and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags, tags_with_separator,
-escaped_lark (a grammar of a JSON string's text); and alone, grammar. Others are refused. Whether a schema or a pattern
-is one is for the compiler to say. Pure.
+A format is an object with a `type`, as in xgrammar's structural tags: const_string, json_schema (in the styles json,
+qwen_xml and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags,
+tags_with_separator, escaped_lark (a grammar of a JSON string's text); or grammar, which stands alone. Other types are
+refused. Schemas and patterns are checked by the compiler.
 
-Tokens that stand for a text of their own (`<tool_call>`, `[TOOL_CALLS]`) are in the grammar as tokens: models write
-them so, and no text in a grammar matches one.
+Texts that are one token each (`<tool_call>`, `[TOOL_CALLS]`) become tokens of the grammar: models write them so, and no
+text of a grammar matches a special token.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from prompts import RequestError, bad_value
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
-"""White space between two tokens of JSON by default: one or two spaces, or a newline with an indentation. JSON sets no
-bound, but a model that has written many spaces may write nothing else until the end."""
+"""Default white space between two tokens of JSON: one or two spaces, or a line break with an indentation.
+
+JSON sets no bound, but a model that has written many spaces may write nothing else until its end.
+"""
 FORMATS_MAX = 4096
-"""Most formats within one, nested and side by side."""
+"""Most formats in one constraint."""
 DEPTH_MAX = 64
+"""Most formats inside each other."""
 _ANY = "/(?s:.*)/"
 _PYTHON = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Escapes of JSON strings that Python reads in the same way."""
+"""Option of llguidance: escapes of JSON strings that mean the same in Python."""
 _XML_NAME = re.compile(r"(?! )[^<>\n]+(?<! )")
 _XML_END = "\n</parameter>\n"
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs",
                           "definitions", "deprecated", "readOnly", "writeOnly"))  # fmt: skip
-"""Keywords of a JSON schema that no value can break."""
+"""Keywords of a JSON schema that restrict no value."""
 _DATE, _TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})"
 TEXT_FORMATS = {
     "date": _DATE,
@@ -45,17 +48,19 @@ TEXT_FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }
-"""`format` of a text that stands without quotation marks -> its shape. Others are followed in JSON only."""
+"""`format` of a string schema -> its regular expression, for strings without quotation marks."""
 
 
 def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> str:
-    """The grammar. `tokens`: texts that are one token each, and that token. Raises RequestError."""
+    """Return the grammar. `tokens`: text -> id of the token that stands for it. Raises RequestError."""
     if constraint.format.get("type") == "grammar":
         return _get_text(constraint.param, constraint.format, "grammar")
     return _LarkWriter(tokens).write(constraint)
 
 
 class _LarkWriter:
+    """Writes one grammar. A method named like a type of formats returns the body of the format's rule."""
+
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
         texts = sorted(tokens, key=len, reverse=True)
@@ -78,7 +83,7 @@ class _LarkWriter:
         return name
 
     def _write_format(self, path: str, format: Json, depth: int) -> str:
-        """An expression of rules' names."""
+        """Add the rule of a format. Return the rule's name."""
         self._format_count += 1
         if self._format_count > FORMATS_MAX or depth > DEPTH_MAX:
             raise RequestError(f"{path}: too many formats, or too deep in each other", param=path)
@@ -89,7 +94,7 @@ class _LarkWriter:
         return self._add_rule(write(self, path, format, depth + 1))
 
     def _write_text(self, text: str) -> str:
-        """This text: what stands for a token is one."""
+        """Return an expression of a text, in which texts of tokens are tokens."""
         parts = []
         text_start = 0
         for match in self._token_pattern.finditer(text) if self._token_pattern is not None else ():
@@ -108,7 +113,7 @@ class _LarkWriter:
         return self._write_free_text(path, format)
 
     def _write_free_text(self, path: str, format: Format) -> str:
-        """Any text without what it excludes."""
+        """Return a terminal of any text without the texts that the format excludes."""
         excluded_texts = format.get("excludes") or []
         if not isinstance(excluded_texts, list) or not all(isinstance(text, str) and text for text in excluded_texts):
             raise bad_value(f"{path}.excludes", excluded_texts, "texts")
@@ -150,7 +155,7 @@ class _LarkWriter:
         elements = _get_list(path, format, "elements")
         if len(elements) > 1 and all(
             _is_plain(element, self._tokens) for element in elements
-        ):  # one terminal, however many
+        ):  # one terminal, however many texts there are
             return self._add_terminal(" | ".join(_quote(element["value"]) for element in elements))
         return " | ".join(self._write_elements(path, format, "elements", depth))
 
@@ -185,7 +190,7 @@ class _LarkWriter:
         return f"{self._write_text(_get_text(path, format, 'begin'))} {self._write_tag_tail(path, format, depth)}"
 
     def _write_tag_tail(self, path: str, format: Format, depth: int) -> str:
-        """A tag's content and end."""
+        """Return an expression of a tag's content and end."""
         ends = format.get("end")
         ends = ends if isinstance(ends, list) and ends else [ends]
         if not all(isinstance(end, str) for end in ends):
@@ -197,7 +202,7 @@ class _LarkWriter:
         return f"{self._write_format(f'{path}.content', content, depth)} ({expression})"
 
     def _write_text_until(self, path: str, format: Format, ends: list[str]) -> str:
-        """Any text up to the first of these."""
+        """Return an expression of any text up to the first of `ends`."""
         free = self._write_free_text(path, format)
         texts = [end for end in ends if self._write_text(end) == _quote(end)]
         alternatives = [f"{free} {self._write_text(end)}" for end in ends if end not in texts]
@@ -243,7 +248,7 @@ class _LarkWriter:
         return tag_list if format.get("at_least_one") else f"({tag_list})?"
 
     def _write_xml(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
-        """Qwen3-Coder's parameters: strings as they are, everything else as JSON."""
+        """Return an expression of Qwen3-Coder's parameters: strings without quotation marks, other values as JSON."""
         properties = _writable_properties(param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None)
         if properties is None:
             name = self._add_terminal('/[^>\\n]+/ ">\\n"')
@@ -257,7 +262,10 @@ class _LarkWriter:
         return " ".join(parts) or '""'
 
     def _write_xml_value(self, schema: Json, root: Json, options: Mapping[str, Any]) -> str:
-        """A value and the mark at its end. Its reader takes it as text where `schema_types` has only strings."""
+        """Return an expression of a parameter's value and its end marker.
+
+        The parser reads the value as text if `schema_types` names only strings.
+        """
         values = listed_values(schema, root)
         if values is not None:
             types = schema_types(schema, root)
@@ -268,7 +276,7 @@ class _LarkWriter:
         return f"{self._add_rule(_json_directive(schema, options))} {_quote(_XML_END)}"
 
     def _write_plain_text(self, schema: Json, root: Json, depth: int) -> str:
-        """A terminal of the texts that a schema of strings allows, without quotation marks."""
+        """Return a terminal of the texts that a schema of strings allows, without quotation marks."""
         schema = resolve(schema, root)
         if not isinstance(schema, dict) or depth > DEPTH_MAX:
             return _ANY
@@ -295,7 +303,7 @@ class _LarkWriter:
         return parts[0] if parts else _ANY
 
     def _write_python(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
-        """Arguments by name, as literals of Python. Those inside of others are JSON, which their reader takes too."""
+        """Return an expression of arguments as Python literals. Nested values are JSON, which the parser takes too."""
         properties = _writable_properties(param, schema, options, lambda name: True)
         if properties is None:
             name = self._add_terminal("/[A-Za-z_][A-Za-z_0-9]*/")
@@ -308,7 +316,7 @@ class _LarkWriter:
                 self._add_rule(f"{_quote(key + '=')} {self._write_python_value(property.schema, schema, options, 0)}")
             )
         tails = ['""']
-        # Rules for the arguments from each on, behind another one; those of the last argument first.
+        # Rules for the arguments from each one on, after another argument; the last argument comes first.
         for part, property in zip(reversed(parts), reversed(properties)):
             tails.append(
                 self._add_rule(f'", " {part} {tails[-1]}' if property.is_required else f'(", " {part})? {tails[-1]}')
@@ -343,7 +351,7 @@ class _LarkWriter:
         return self._add_rule(_json_directive({**_definitions(root), **resolved_schema}, options))
 
     def _write_python_literal(self, options: Mapping[str, Any]) -> str:
-        """Any literal."""
+        """Return a rule of any Python literal that JSON can hold."""
         name = f"r{len(self._rules)}"
         plain = _json_directive({"type": ["string", "number"]}, options)
         self._rules.append(
@@ -396,14 +404,14 @@ def _get_whitespace(path: str, format: Format) -> str:
 
 
 def _json_directive(schema: Json, options: Mapping[str, Any]) -> str:
-    """Return a rule for a schema, with our own options in place of any that the client's schema holds."""
+    """Return an expression of a schema. Our options replace options in the client's schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return "%json " + json.dumps({**schema, "x-guidance": dict(options)})
 
 
 def _slash_regex(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """Return a regular expression between slashes."""
     return "/" + re.sub(r"\\.|/|\n", lambda match: _SLASH_ESCAPES.get(match[0], match[0]), pattern, flags=re.S) + "/"
 
 
@@ -411,7 +419,7 @@ _SLASH_ESCAPES = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 
 
 def _escape_literal(text: str) -> str:
-    """A text inside of a regular expression between slashes."""
+    """Return a text as part of a regular expression between slashes."""
     return _slash_regex(re.escape(text))[1:-1]
 
 
@@ -420,7 +428,7 @@ def _quote(text: str) -> str:
 
 
 def _is_plain(format: Json, tokens: Mapping[str, int]) -> bool:
-    """Whether it is a text in which nothing is a token of its own."""
+    """Return whether a format is a constant text without texts of tokens."""
     value = format.get("value") if isinstance(format, dict) and format.get("type") == "const_string" else None
     return isinstance(value, str) and not any(token in value for token in tokens)
 
@@ -428,8 +436,11 @@ def _is_plain(format: Json, tokens: Mapping[str, int]) -> bool:
 def _writable_properties(
     param: str, schema: Json, options: Mapping[str, Any], can_write: Callable[[str], bool]
 ) -> list[Property] | None:
-    """The properties of arguments that are written one by one; None: any. `can_write`: whether the markup has a way to
-    write a property's name. Raises RequestError for a schema that only JSON could follow and that must be followed."""
+    """Return the properties that arguments may have; None: any.
+
+    `can_write`: whether the markup can hold a property's name. Raises RequestError for the schema of a strict tool that
+    only calls in JSON could follow.
+    """
     properties = properties_of(schema)
     if properties is not None and all(can_write(property.name) for property in properties):
         return properties
@@ -451,7 +462,7 @@ def _definitions(root: Json) -> dict[str, Json]:
 
 
 def _xml_text(value: Json, types: tuple[str, ...]) -> str:
-    """How a listed value is written so that its reader finds that value: "5" among numbers needs quotation marks."""
+    """Return the text that the parser reads as a listed value: "5" among numbers needs quotation marks."""
     value_json = json.dumps(value, ensure_ascii=False)
     is_plain = isinstance(value, str) and (types == ("string",) or encode_as_types(value, types) == value_json)
     return value if is_plain else value_json
@@ -469,7 +480,7 @@ _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 def _search_regex(pattern: str) -> str:
     """Return a regular expression, between slashes, for texts in which a pattern of JSON Schema is found.
 
-    Anchors elsewhere than at the beginning and the end of an alternative stay: the compiler refuses them.
+    Anchors inside of an alternative stay, and the compiler refuses them.
     """
     alternatives: list[list[str]] = [[]]
     depth = 0
@@ -483,7 +494,7 @@ def _search_regex(pattern: str) -> str:
 
 
 def _ascii_digits(escape: re.Match[str]) -> str:
-    """An escape inside of a class of characters: digits are those of ASCII, as in JavaScript."""
+    """Return an escape inside of a character class, with ASCII digits for `\\d`, as in JavaScript."""
     return "0-9" if escape[0] == r"\d" else escape[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 Json = Any
 SchemaCheck = Callable[[Json], str | None]
-"""Says why a schema cannot be compiled; None: it can."""
+"""Returns why a schema cannot be compiled; None if it can."""
 _KEYWORDS_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _KEYWORDS_OF_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _KEYWORDS_OF_ONE_SCHEMA = ("items", "additionalProperties")
@@ -151,7 +151,7 @@ def _find_references(value: Json) -> set[str]:
 
 
 def _without_references(value: Json, references: set[str] | None) -> Json:
-    """Return a schema without these references; None: without any."""
+    """Return a schema without these references; None: without all references."""
     if isinstance(value, list):
         return [_without_references(item, references) for item in value]
     if not isinstance(value, dict):
