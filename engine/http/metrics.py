@@ -166,9 +166,19 @@ class MetricsPage:
                 stats.host_cache_usage,
             ),
             (counter, "host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits),
-            (counter, "host_cache_stored_bytes", "Copied to host memory.", stats.host_stored_bytes),
-            (counter, "host_cache_loaded_bytes", "Copied back from it.", stats.host_loaded_bytes),
-            (counter, "host_cache_copy_seconds", "Of these copies, where steps wait for them.", stats.host_copy_s),
+            (counter, "host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes),
+            (
+                counter,
+                "host_cache_loaded_bytes",
+                "Bytes of blocks copied back from host memory.",
+                stats.host_loaded_bytes,
+            ),
+            (
+                counter,
+                "host_cache_copy_seconds",
+                "Seconds of copies to and from host memory for which steps waited.",
+                stats.host_copy_s,
+            ),
             (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
         ):
             yield self._make_family(family_type, name, text, value)
@@ -190,11 +200,11 @@ class MetricsPage:
             ("batches", "Batches of cache events published.", stats.published_batch_count),
             (
                 "batches_dropped",
-                "Batches not sent live (the queue was full); replay has them.",
+                "Batches not sent live because the queue was full. Replay has them.",
                 stats.unsent_batch_count,
             ),
-            ("replays", "Replays served.", stats.replay_count),
-            ("snapshots", "Snapshots of the resident set served.", stats.snapshot_count),
+            ("replays", "Replays sent to subscribers.", stats.replay_count),
+            ("snapshots", "Snapshots of the cache sent to subscribers.", stats.snapshot_count),
             ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariant_count),
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
@@ -202,12 +212,12 @@ class MetricsPage:
     def _iter_transfer_metrics(self, stats: TransferStats) -> Iterator[Metric]:
         for name, text, value in (
             ("pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
-            ("pull_seconds", "Seconds of these pulls, waiting included.", stats.pull_s),
+            ("pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),
             ("pulled_blocks", "Blocks stored that peers have sent.", stats.pulled_blocks),
-            ("pulled_bytes", "Bytes of these blocks.", stats.pulled_bytes),
+            ("pulled_bytes", "Bytes of blocks stored that peers have sent.", stats.pulled_bytes),
             ("missing_blocks", "Blocks that a peer had and that were not stored.", stats.missing_blocks),
             ("sent_blocks", "Blocks sent to peers.", stats.sent_blocks),
-            ("sent_bytes", "Bytes of these blocks.", stats.sent_bytes),
+            ("sent_bytes", "Bytes of blocks sent to peers.", stats.sent_bytes),
             ("refused_connections", "Connections of peers that were closed.", stats.refused_connections),
         ):
             yield CounterMetricFamily(f"engine:kv_transfer_{name}", text, value=value)
@@ -221,11 +231,15 @@ class MetricsPage:
     def _iter_lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (
             ("steps", "Steps that were simulated.", lag.step_count),
-            ("step_seconds", "What they should have taken.", lag.step_s),
-            ("lag_seconds", "Sum of the times by which steps ended late.", lag.lag_s),
+            ("step_seconds", "Seconds that the simulated steps should have taken.", lag.step_s),
+            ("lag_seconds", "Seconds by which simulated steps ended late, in sum.", lag.lag_s),
         ):
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
-        yield GaugeMetricFamily("engine:simulated_lag_seconds_max", "Largest lag of a step.", value=lag.lag_s_max)
+        yield GaugeMetricFamily(
+            "engine:simulated_lag_seconds_max",
+            "Largest number of seconds by which a simulated step ended late.",
+            value=lag.lag_s_max,
+        )
 
     def _iter_request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily
@@ -242,10 +256,18 @@ class MetricsPage:
             errors.add_metric([status], count)
         yield errors
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "From the request to its first token.", metrics.time_to_first_token),
-            ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.inter_token_latency),
-            ("request_time_per_output_token_seconds", "Mean, per sequence.", metrics.time_per_output_token),
-            ("e2e_request_latency_seconds", "From the request to its end.", metrics.e2e_request_latency),
+            (
+                "time_to_first_token_seconds",
+                "Seconds from the request to its first token.",
+                metrics.time_to_first_token,
+            ),
+            ("inter_token_latency_seconds", "Seconds between two tokens of a sequence.", metrics.inter_token_latency),
+            (
+                "request_time_per_output_token_seconds",
+                "Mean seconds for a token, by sequence.",
+                metrics.time_per_output_token,
+            ),
+            ("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
             ("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
             ("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
         ):

@@ -54,13 +54,21 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
     yield from _build_families(GaugeMetricFamily, _iter_gauges(report))
     yield from _build_families(GaugeMetricFamily, _iter_worker_gauges(report))
     for name, help_text, histograms in (
-        ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
-        ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
+        ("request_seconds", "Seconds from a complete request to the end of its answer.", metrics.request_s),
+        (
+            "time_to_first_byte_seconds",
+            "Seconds from a complete request to the first byte of the answer's body.",
+            metrics.ttft_s,
+        ),
     ):
         yield _build_histogram_family(name, help_text, histograms.by_labels, ["worker", "model", "stream"])
     for name, help_text, histogram in (
-        ("routing_seconds", "From a complete request to its dispatch, tokenising included.", metrics.routing_s),
-        ("tokenize_seconds", "Time to render and encode a prompt.", metrics.tokenize_s),
+        (
+            "routing_seconds",
+            "Seconds that the router adds: from a complete request to its dispatch.",
+            metrics.routing_s,
+        ),
+        ("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
     ):
         yield _build_histogram_family(name, help_text, {(): histogram}, [])
 
@@ -85,35 +93,37 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
     yield Row("requests", "Requests that ended, by route, model and outcome.", metrics.requests,
               ("route", "model", "outcome"))  # fmt: skip
     yield Row("decisions", "Attempts sent to each worker.", metrics.decisions, ("worker",))
-    yield Row("attempt_failures", "Attempts that failed, by worker and kind.", metrics.failures, ("worker", "kind"))
+    yield Row(
+        "attempt_failures", "Attempts that failed, by worker and kind of failure.", metrics.failures, ("worker", "kind")
+    )
     yield Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
               metrics.broken_streams, ("outcome",))  # fmt: skip
     yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
-    yield Row("crashes", "Exceptions that ended a request they should not have.", metrics.crashes, ("where", "kind"))
-    yield Row("refused_bytes", "Requests refused because too many bytes are kept.", metrics.refused_bytes, ("bound",))
+    yield Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind"))
+    yield Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",))
     yield Row("refused_by_key", "Requests refused because their API key has too much in flight.",
               metrics.refused_by_key, ("bound",))  # fmt: skip
     yield Row("key_requests", "Requests of each API key that workers answered.", metrics.key_requests, ("key",))
     yield Row("key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.",
               metrics.key_tokens, ("key", "kind"))  # fmt: skip
     yield Row("cache_miss_requests",
-              "Requests of the share that is compared, by the reason for most of their lost tokens.",
+              "Requests of compared conversations, by the reason for most of their lost tokens.",
               metrics.cache_miss_requests, ("reason",))  # fmt: skip
     tokens_by_group = {
         (reason, GROUPS.get(reason, "none")): tokens for reason, tokens in metrics.cache_miss_tokens.items()
     }
     yield Row("cache_miss_tokens",
-              "Prompt tokens of the same that had to be computed, by reason and whose doing it is.",
+              "Prompt tokens of compared conversations that had to be computed, by reason and group.",
               tokens_by_group, ("reason", "group"))  # fmt: skip
     yield Row("reused_tokens",
-              "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, "
+              "Tokens of requests whose worker reports reuse: of the prompt, cached at the best worker, predicted, "
               "reported.", metrics.reused_tokens, ("point",))  # fmt: skip
     for name, help_text, count in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
         ("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
         ("reported_cached_tokens", "Cached prompt tokens as the workers report them.", metrics.reported_cached_tokens),
-        ("client_disconnects", "Requests given up by their client.", metrics.client_disconnects),
+        ("client_disconnects", "Requests whose client left before the end of the answer.", metrics.client_disconnects),
     ):
         yield Row(name, help_text, {(): count})
 
@@ -125,13 +135,13 @@ def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
               "Probes and checks of a worker that failed, or whose answer could not be used.",
               report.failed_checks, ("worker",))  # fmt: skip
     yield Row("large_bodies",
-              "bodies given to worker processes: read, unread (load decided), refused (no JSON), full, failed.",
+              "Large bodies given to helper processes, by outcome.",
               report.large_bodies, ("outcome",))  # fmt: skip
     yield Row("peer_messages",
-              "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired.",
+              "Messages between routers, by outcome.",
               report.peer_messages, ("outcome",))  # fmt: skip
     for name, help_text, count in (
-        ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
+        ("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts, estimated from one in sixteen.",
          report.tokenize_cpu_s),
         ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
          report.conversation_cache.hits),
@@ -139,11 +149,11 @@ def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
          report.conversation_cache.misses),
         ("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
          report.conversation_checks),
-        ("conversation_cache_differences", "Checks that found other ids: from then on a model's chats are read whole.",
+        ("conversation_cache_differences", "Checks that found other token ids; the model's chats are then read whole.",
          report.conversation_differences),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
          report.feed_fault_count),
-        ("event_messages_ignored", "Event messages of topics that nobody follows.", report.ignored_event_count),
+        ("event_messages_ignored", "Event messages of topics that no worker has.", report.ignored_event_count),
     ):  # fmt: skip
         yield Row(name, help_text, {(): count})
 
@@ -152,16 +162,24 @@ def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
     """Yield the gauges of the whole router."""
     index = report.index
     for name, help_text, value in (
-        ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", report.metrics.request_buffer_bytes),
+        (
+            "request_buffer_bytes",
+            "Bytes of requests and of unread answers; small ones do not count.",
+            report.metrics.request_buffer_bytes,
+        ),
         ("in_flight", "Requests forwarded and not answered to the end.", report.core.in_flight),
         ("queued", "Requests that wait in the router.", report.core.queued_requests),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
-        ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache.memory_bytes),
+        (
+            "conversation_cache_bytes",
+            "Bytes of memory of cached conversations.",
+            report.conversation_cache.memory_bytes,
+        ),
         ("index_holders", "Event streams in the index.", index.holders),
-        ("index_entries", "(holder, group, block) presences in the index.", index.entries),
+        ("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
         ("index_parked", "Events waiting for their parent block.", index.parked),
-        ("index_pins", "Requests counted as cached until their events come.", index.pins),
-        ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
+        ("index_pins", "Prompts that count as cached until their events come.", index.pins),
+        ("index_memory_bytes", "Bytes of memory of the index.", index.memory_bytes),
     ):
         yield Row(name, help_text, {(): value})
 
@@ -179,11 +197,19 @@ def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
     }
     yield Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state"))
     for name, help_text, values in (
-        ("prefilling", "Requests without a first token.", {row.target: row.prefilling for row in rows}),
-        ("decoding", "Requests past their first token.", {row.target: row.decoding for row in rows}),
-        ("queue_seconds", "Estimated prefill routed there and to come.", {row.target: row.queue_s for row in rows}),
-        ("utilisation", "Prefill seconds routed there per second.", {row.target: row.utilisation for row in rows}),
-        ("alarms", "Alarms of the drift watchdog that are raised.", {row.target: len(row.alarms) for row in rows}),
+        ("prefilling", "Requests at the worker without a first token.", {row.target: row.prefilling for row in rows}),
+        ("decoding", "Requests at the worker past their first token.", {row.target: row.decoding for row in rows}),
+        (
+            "queue_seconds",
+            "Predicted seconds of prefill that the worker still has to do.",
+            {row.target: row.queue_s for row in rows},
+        ),
+        (
+            "utilisation",
+            "Seconds of prefill sent to the worker, per second.",
+            {row.target: row.utilisation for row in rows},
+        ),
+        ("alarms", "Alarms that are raised for the worker.", {row.target: len(row.alarms) for row in rows}),
     ):
         yield Row(f"worker_{name}", help_text, values, ("worker",))
 
