@@ -1,6 +1,6 @@
-"""Attention, state-space and norm operations behind one interface: `select(device)` gives the backend to use.
+"""Operations of a model on one step's batch, behind one interface with several backends (`select_kernels`).
 
-Ground: imports nothing of ours. See `kernels.interface` for shapes and invariants.
+Imports no other package of this program. See `kernels.interface` for shapes and invariants.
 """
 
 from kernels.backends import BACKENDS, select_kernels

@@ -1,4 +1,4 @@
-"""Choice of the backend for a device. The packages of a backend are imported when it is chosen."""
+"""Choice of the backend for a device. A backend's packages are imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
-    """Return the kernels for a device.
+    """Return the kernels for a device. Raises ValueError for a backend that is unknown or cannot run there.
 
-    `auto` takes the fastest that runs there and is installed: on CUDA `flash-attn` or `triton`, on a CPU `cpu`. Raises
-    ValueError for a backend that is unknown, cannot run on the device, or is not installed.
+    `auto`: the fastest that is installed, on CUDA `flash-attn` or `triton`, on a CPU `cpu`.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
@@ -75,6 +74,6 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
 
 
 def _choose_fastest(device: torch.device) -> str:
-    """Return the fastest backend for CUDA. FlashAttention-3 attends to prompts at about twice the rate of Triton."""
+    """Return the fastest backend for CUDA. FlashAttention-3 computes prompts at about twice the rate of Triton."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
     return "flash-attn" if is_hopper and find_spec("flash_attn_interface") is not None else "triton"

@@ -1,7 +1,7 @@
-"""Penalties on tokens that a sequence has already: counts kept on the device for each sequence, and their effect.
+"""Penalties on tokens that a sequence has already: token counts on the device, and their effect on logits.
 
-A row holds the distinct tokens that count, in no order, and for each 2 * (times in the output) + (whether it is in the
-prompt). Tokens of the prompt are there only if a request wants them. Knows no requests.
+A row holds the distinct tokens of one sequence, in no order. The count code of a token is 2 * (times in the output) +
+(1 if it is in the prompt). Tokens of the prompt are there only if a penalty needs them. Knows no requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TokenCounts:
     count_codes: Tensor
     """[rows, room] int32."""
     used_lengths: Tensor
-    """[rows] int64: entries in use."""
+    """[rows] int64: number of tokens of each row."""
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class PenaltyRows:
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
-    """[n, 1] fp32 each."""
+    """repetition, presence and frequency: [n, 1] fp32 each."""
 
 
 def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-    """Apply the penalties to logits [rows, vocab] fp32 in place. `width`: at least the entries in use of any row."""
+    """Apply the penalties to logits [rows, vocab] fp32, in place. `width`: at least the tokens of any row."""
     token_ids, count_codes, _ = _gather_rows(counts, batch, width)
     row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
     old_logits = row_logits.gather(1, token_ids)
@@ -56,13 +56,13 @@ def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int
 
 
 def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-    """Count a drawn token of each row, [all rows of the logits]. `width`: at least the entries in use after it."""
+    """Count the drawn token of each row, [all rows of the logits]. `width`: at least the tokens of any row after it."""
     sampled_token = (
         sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows)
     )[:, None]
     token_ids, count_codes, used_lengths = _gather_rows(counts, batch, width)
     is_match = token_ids == sampled_token
-    # In an empty row the first token is what another sequence left there.
+    # In an empty row the first entry is that of an earlier sequence.
     is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
     is_next_slot = (torch.arange(width, device=sampled_tokens.device) == used_lengths) & ~is_present
     counts.token_ids[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, sampled_token, token_ids))
@@ -72,7 +72,7 @@ def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRow
 
 
 def _gather_rows(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather (token ids, count codes, entries in use) of the rows; unused entries repeat the first one."""
+    """Return (token ids, count codes, number of tokens) of the batch's rows. Unused entries repeat the first one."""
     token_ids = counts.token_ids[:, :width].index_select(0, batch.count_rows)
     count_codes = counts.count_codes[:, :width].index_select(0, batch.count_rows)
     used_lengths = counts.used_lengths.index_select(0, batch.count_rows)[:, None]

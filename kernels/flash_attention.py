@@ -1,9 +1,9 @@
-"""The Triton backend with the attention of prompts borrowed from FlashAttention.
+"""The Triton backend with FlashAttention for the attention of prompts.
 
-The package is optional and imported when the backend is made. Nothing is copied for FlashAttention-3:
-`view_overlapping_pages` shows it the pool as pages that begin at every token row, so that our block tables, which hold
-such rows, are its page tables. FlashAttention-2 takes pages of 256 tokens at least and is given a copy of the context.
-Decoding stays with Triton, whose launches are recorded; so do tensors and blocks that the package does not take.
+The package is optional, and imported when the backend is made. FlashAttention-3 needs no copies: for it
+`view_overlapping_pages` presents the pool as pages that begin at every token row. So our block tables, which hold such
+rows, are its page tables. FlashAttention-2 takes only pages of 256 tokens or more, and gets a copy of the context.
+Decodes stay with Triton, whose launches can be recorded, as do dtypes and sizes that the package does not take.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -34,6 +34,7 @@ class PromptBatch:
     """Sequences of a batch that have more than one query."""
 
     first_token: int
+    """Index of their first token in the batch."""
     query_starts: Tensor
     """[prompts + 1] int32, from 0."""
     context_lens: Tensor
@@ -47,12 +48,12 @@ class PromptBatch:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Tokens before and after that a token sees besides itself, as FlashAttention takes them; -1: all."""
+        """(tokens before, tokens after) that a token sees besides itself; -1: all. FlashAttention's parameter."""
         return (-1, -1) if self.window is None else (self.window - 1, 0)
 
 
 class PromptAttention(Protocol):
-    """Causal attention of prompts after their K and V are stored."""
+    """Function for the causal attention of prompts, after their K and V are stored."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         """q: [tokens of the prompts, heads, dim]; returns the same shape."""
@@ -60,8 +61,10 @@ class PromptAttention(Protocol):
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
-    """View K and V of a layer as overlapping pages: [rows, block_size, kv_heads, dim] each, where page r begins at row
-    r of layer 0."""
+    """View K and V of a layer as overlapping pages, [rows, block_size, kv_heads, dim] each.
+
+    Page r begins at token row r of layer 0.
+    """
     elems_per_row, layer_offset = kv.elems_per_row, layer * kv.rows_per_layer
     page_count = kv.buffer.numel() // elems_per_row - layer_offset - 2 * kv.block_size + 1
     shape = (page_count, kv.block_size, kv.num_kv_heads, kv.head_dim)
@@ -76,9 +79,10 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class FlashAttention3:
-    """Raises ValueError where it is not installed."""
+    """Attention of prompts by FlashAttention-3."""
 
     def __init__(self) -> None:
+        """Import the package. Raises ValueError if it is not installed."""
         self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
@@ -111,13 +115,14 @@ class GatheredContext:
 
 
 class FlashAttention2:
-    """Raises ValueError where it is not installed."""
+    """Attention of prompts by FlashAttention-2, on a copy of the context."""
 
     def __init__(self, device: torch.device) -> None:
+        """Import the package. Raises ValueError if it is not installed."""
         self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
         self._context_by_group: dict[int, GatheredContext] = {}
-        """Gathered context of the last step, by group."""
+        """id of a group's KV -> its context in the last step."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         context = self._context_by_group.get(id(kv))
@@ -157,7 +162,7 @@ class FlashAttention2:
 
 
 def make_prompt_attention(device: torch.device) -> PromptAttention:
-    """Return FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
+    """Return FlashAttention-3 if it is installed, else 2. Raises ValueError if neither is."""
     try:
         return FlashAttention3()
     except ValueError:
@@ -165,7 +170,7 @@ def make_prompt_attention(device: torch.device) -> PromptAttention:
 
 
 class FlashAttentionKernels(TritonKernels):
-    """The Triton backend with prompts' attention from elsewhere."""
+    """Implements `interface.Kernels` with FlashAttention for prompts, and Triton for the rest."""
 
     name = "flash-attn"
 
@@ -205,7 +210,7 @@ class FlashAttentionKernels(TritonKernels):
 
 
 def _supports(kv: PagedKV) -> bool:
-    """Whether FlashAttention takes such a pool."""
+    """Return whether FlashAttention can read such a pool."""
     return (
         kv.buffer.dtype in (torch.bfloat16, torch.float16)
         and kv.block_size <= MAX_BLOCK_SIZE
@@ -215,7 +220,7 @@ def _supports(kv: PagedKV) -> bool:
 
 
 def _import_function(module: str, name: str) -> Callable[..., Any]:
-    """Raises ValueError where it is not installed."""
+    """Import a function. Raises ValueError if its module is not installed."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -1,10 +1,10 @@
-"""Draws of a token from each row of logits: the definition, and an implementation in plain torch.
+"""Draws a token from each row of logits: the definition, and an implementation in plain torch.
 
-Tokens are ordered by falling logit, equal ones by rising id. Kept are, of those with a weight exp(logit / temperature)
-of at least `min_p` of the greatest, the first `top_k`, and of these the fewest whose weights make up `top_p` of theirs.
-The token drawn is the one where the running sum of the kept weights, by id, passes `uniforms` times their sum: one
-uniform number per row, so a row draws the same in any batch. NaN counts as -inf; a row of nothing else yields token 0.
-Knows no requests and no seeds.
+The weight of a token is exp(logit / temperature). Tokens are ordered by falling logit, equal ones by rising id. `min_p`
+keeps the tokens with at least that share of the greatest weight. `top_k` keeps the first ones of these, and `top_p` the
+fewest first ones of these that have that share of their sum. The token is drawn at which the running sum of the kept
+weights, by id, passes `uniforms` times their sum. So a row draws the same token in any batch. NaN counts as -inf. A row
+of nothing else yields token 0. Knows no requests and no seeds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 MAX_LOGIT = 3.3895313892515355e38
-"""Largest bf16, which +inf counts as."""
+"""The largest bf16. A logit of +inf counts as this."""
 WEIGHTS_PER_SPAN = 512
-"""Weights in a span, which are summed before any running sum is made."""
+"""Weights in a span. Running sums are made over the spans' sums first."""
 MIN_CANDIDATE_COUNT = 256
-"""Fewest likeliest tokens among which the kept ones are searched first."""
+"""Fewest likeliest tokens that are looked at before all tokens are."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Rows that are drawn at random, by whether tokens are filtered; the other rows are greedy."""
+    """Rows that draw at random; the other rows take the likeliest token."""
 
     unfiltered_rows: list[int]
     filtered_rows: list[int]
@@ -34,10 +34,10 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """Settings by which the token of each row is drawn: [rows] each, on the logits' device."""
+    """Settings of each row's draw: [rows] each, on the device of the logits."""
 
     temperature: Tensor
-    """fp32; 0: the likeliest token, whatever the rest says."""
+    """fp32; 0: the row takes the likeliest token."""
     min_p: Tensor
     """fp32 in [0, 1]; 0 keeps all."""
     top_k: Tensor
@@ -47,7 +47,7 @@ class DrawSettings:
     uniforms: Tensor
     """fp64 in [0, 1)."""
     random_rows: RandomRows | None = None
-    """Rows that are drawn at random, where the host knows them: `draw` then does not ask the device."""
+    """Rows that draw at random, if the host knows them: else `draw` must wait for the device."""
     has_masked_logits: bool = False
     """Whether many logits are -inf: exp of these takes six times as long on a CPU unless they are clamped."""
 
@@ -60,8 +60,7 @@ class DrawSettings:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw the token of each row, [rows] int64. logits: [rows, vocab], left unchanged. The host waits for the
-    device."""
+    """Draw the token of each row, [rows] int64. The host waits for the device. logits: [rows, vocab], not changed."""
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
     random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
@@ -91,9 +90,9 @@ def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
 
 
 def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Return the weight of each token relative to the greatest: 0 where it is under `min_p`."""
+    """Return the weight of each token relative to the greatest, 0 if it is less than `min_p`."""
     weights = (values - peak[:, None]).div_(settings.temperature[:, None])
-    if settings.has_masked_logits:  # what weighs less than 2e-35 weighs nothing
+    if settings.has_masked_logits:  # clamped, because exp(-inf) is slow; weights under 2e-35 become 0
         weights = torch.threshold_(weights.clamp_(min=-80.0).exp_(), 2e-35, 0.0)
     else:
         weights.exp_()
@@ -125,7 +124,7 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
         )
         target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
         kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
-        # Enough: what is as likely as the last one kept is among them, so that the first ids of these are known.
+        # Enough candidates: all tokens that are as likely as the last kept one are among them.
         if candidate_count == vocab or bool(
             (top_values[:, -1:] < top_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)).all()
         ):
@@ -136,10 +135,10 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the index [rows] where the running sum of the weights [rows, n] passes the share `uniforms` of the whole
-    sum.
+    """Return the index [rows] at which the running sum of weights [rows, n] passes the share `uniforms` of their sum.
 
-    Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
+    The running sum is made over spans, then inside one span. In fp64 over all weights it would take as long as all
+    other operations.
     """
     weight_count = weights.shape[1]
     span_end = weight_count // WEIGHTS_PER_SPAN * WEIGHTS_PER_SPAN

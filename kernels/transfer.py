@@ -1,7 +1,7 @@
 """Transfers of arrays to a device and back, through pinned memory, so that the host does not wait for the copy.
 
-Pinned memory comes from torch's caching host allocator, which gives a piece out again only after the copies from it
-have been done: nothing here is reused by hand, so nothing can be overwritten before the device has read it.
+Pinned memory comes from torch's caching host allocator, which reuses memory only after the copies from it are done. So
+nothing is overwritten before the device has read it.
 """
 
 from __future__ import annotations

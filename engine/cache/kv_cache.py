@@ -3,8 +3,7 @@
 A block goes through these calls. `admit` gives a sequence the cached blocks of its prompt, and `grow` gives it new
 ones. `register_full_blocks` names the blocks that a step finishes: they are pending, and another request of the same
 step may share them. `commit`, after the step is computed, announces them. If an identical block exists by then, the
-table is redirected to it. `release` gives all blocks of a sequence up, the last one first. docs/architecture.md has the
-table of a block's states. A step may be planned while another one is in flight.
+table is redirected to it. `release` gives all blocks of a sequence up. docs/architecture.md has the table of states.
 
 When memory runs out `grow` returns False, and the scheduler preempts a sequence. A block that several sequences share
 has no owner: it is freed, or stays cached, when the last of them releases it (`Block.ref_count`).
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher, NoNames
-from engine.cache.blocks import Block, BlockKey, Node, StateBlock
+from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
 from engine.cache.host_load_queue import HostHit, HostLoadQueue
@@ -33,6 +32,7 @@ from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_matcher import PrefixMatcher
 from engine.cache.prefix_tree import PrefixTree
+from engine.cache.pulled_blocks import PulledBlocks
 from engine.cache.sequence_blocks import SequenceBlocks, TableVersion
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
@@ -96,6 +96,9 @@ class KVCache:
             self._states = StateCheckpoints(
                 spec.state_kind, spec.block_size, self.pool, self.tree, self.host_tier, self._allocate
             )
+        self.pulled = PulledBlocks(
+            self.pool, self.tree, self._states, self.host_tier, self._matcher, self._hasher, self._block_copies
+        )
         self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier, self._loads)
         self._table_version = TableVersion()
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
@@ -112,8 +115,8 @@ class KVCache:
 
     @property
     def usage(self) -> CacheUsage:
-        units = self.pool.units
-        return CacheUsage(len(units), self.pool.live_units, self.pool.free_units, self.host_tier.measure_usage())
+        pool = self.pool
+        return CacheUsage(len(pool.units), pool.live_units, pool.free_units, self.host_tier.measure_usage())
 
     @property
     def token_capacity(self) -> int:
@@ -316,52 +319,6 @@ class KVCache:
         """Take back the loads for `seq` that no step in flight has."""
         self._loads.cancel(seq)
 
-    # ------------------------------------------------------------------ blocks of peers, while no step is out
-
-    def list_keys(self, seq: Sequence) -> list[BlockKey]:
-        """Return the names of the blocks of `seq`, a sequence that is not queued, which need not be computed."""
-        keys = self._matcher.list_keys(seq)
-        self.discard_keys(seq)
-        return keys
-
-    def allocate_pulled(self, kind: int) -> Block | None:
-        """Return memory for a block from a peer, held once; None where running sequences hold all of it."""
-        block = self.pool.allocate(kind)
-        if block is not None:
-            self.host_tier.flush_before_overwrite(block)
-        return block
-
-    def take_block_copies(self) -> list[BlockCopy]:
-        """Return the copies that are planned and in no plan yet: the caller does them at once, in order."""
-        block_copies = self._block_copies.copy()
-        self._block_copies.clear()
-        self.host_tier.take_planned_stores()
-        return block_copies
-
-    def name_pulled(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
-        """Name and announce a block that is filled, and return its node.
-
-        None, and nothing done, if its parent was evicted meanwhile, or if the name is taken.
-        """
-        if parent is not None and (parent not in self.tree or not parent.has_computed(FULL_KIND)):
-            return None
-        node = self.tree.get_or_create(key, parent)
-        if node is None or node.blocks[block.kind] is not None:
-            return None
-        if block.kind != FULL_KIND and not node.has_computed(FULL_KIND):
-            self.tree.remove_if_empty(node)
-            return None
-        self.tree.attach(node, block)
-        self.tree.commit(block)
-        return node
-
-    def release_pulled(self, block: Block) -> None:
-        """Give up the reference of `allocate_pulled`."""
-        if isinstance(block, StateBlock) and block.node is not None:
-            self._states.release_new_checkpoint(block)
-        else:
-            self.pool.release(block)
-
     # ------------------------------------------------------------------ steps
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
@@ -400,17 +357,11 @@ class KVCache:
             seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
 
     def rollback(self) -> None:
-        """Record that the newest step in flight was not computed: none of its blocks may be used or announced.
-
-        All its sequences must be released once the steps before it are rolled back, too.
-        """
+        """Take back the newest step in flight, which was not computed. Its sequences must be released afterwards."""
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """Forget the blocks that copies of failed steps may or may not have filled.
-
-        Returns True, with nothing done, while sequences hold any of these blocks: they must be released first.
-        """
+        """Forget the blocks that copies of failed steps may not have filled. True, and nothing done, if one is held."""
         return self._steps.invalidate_failed_copies()
 
     def take_events(self) -> StepEvents | None:

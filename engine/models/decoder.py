@@ -1,8 +1,8 @@
-"""Decoder-only language model: embedding, blocks, last norm, head; and the plain dense family as one function.
+"""Decoder-only language models: embedding, blocks, last norm, head. The plain dense family is one function here.
 
-`CausalLM` decides which layers share a cache group. Group 0 is full attention; each sliding window is a group of its
-own after it. A model whose layers all have a window keeps its whole KV in a full-attention group, and the window is
-only a mask: its cache is then that of a dense model.
+`CausalLM` decides which layers share a cache group. Group 0 is full attention; each sliding window has a group of its
+own after it. If all layers of a model have a window, its whole KV is in a full-attention group, and the window is only
+a mask: the cache is then that of a dense model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from engine.models.weights import Weight, WeightScope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and names of any decoder. `max_positions` is the longest context the checkpoint was made for."""
+    """Sizes of a decoder, and its names in the checkpoint."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     norm_eps: float
     max_positions: int
+    """Longest context that the checkpoint was made for, in tokens."""
     tie_embeddings: bool
+    """Whether the head has the weights of the embedding."""
     zero_centred_norm: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -62,7 +64,7 @@ class DecoderConfig:
 
 
 class CausalLM:
-    """A model built from its config; usable once `loader` has filled `weights`."""
+    """A model built from its config. It can compute once `engine.models.loader` has filled its weights."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class CausalLM:
         ignored_prefixes: tuple[str, ...] = (),
         renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
-        """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
+        """`make_block` makes one block from the scope of its weights, PREFIX.layers.INDEX, and its index."""
         body_scope = root_scope.enter_scope(prefix)
         self.config = config
         head_name = None if config.tie_embeddings else config.head_name
@@ -100,10 +102,8 @@ class CausalLM:
         self._layers_by_group = _group_layers([attention.config for _, attention in self.attention_layers])
         for group_index, layer_indices in enumerate(self._layers_by_group):
             for group_layer_index, layer_index in enumerate(layer_indices):
-                (
-                    self.attention_layers[layer_index][1].group_index,
-                    self.attention_layers[layer_index][1].group_layer_index,
-                ) = group_index, group_layer_index
+                attention = self.attention_layers[layer_index][1]
+                attention.group_index, attention.group_layer_index = group_index, group_layer_index
         self.recurrent_layers = [
             (i, decoder_block.mixer)
             for i, decoder_block in enumerate(self.blocks)
@@ -112,7 +112,7 @@ class CausalLM:
         for index, (_, recurrent) in enumerate(self.recurrent_layers):
             recurrent.recurrent_index = index
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """Index of the last block in which tokens see each other: behind its mixer each row is computed by itself."""
+        """Index of the last block in which tokens see each other. After its mixer only selected rows are computed."""
         self._rope_configs: list[RopeConfig] = []
         for _, attention in self.attention_layers:
             if (rope := attention.config.rope) is not None:
@@ -122,7 +122,7 @@ class CausalLM:
 
     @property
     def window_by_group(self) -> list[int | None]:
-        """The sliding window of each group's attention."""
+        """Sliding window of each group, in tokens; None: full attention."""
         return [self.attention_layers[layer_indices[0]][1].config.window for layer_indices in self._layers_by_group]
 
     def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
@@ -154,13 +154,13 @@ class CausalLM:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
     def forward(self, token_ids: Tensor, context: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
-        """Return hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
+        """Compute the hidden states after the last norm, [tokens, hidden], and fill the cache at the batch's positions.
 
-        `selected_tokens`: the rows that are returned, and computed where tokens no longer see each other; None: all.
+        `selected_tokens`: indices of the rows that are returned; None: all.
         """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # a host tensor: no copy to wait for
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, context, selected_tokens if index == self._last_mixer_index else None)
@@ -170,20 +170,22 @@ class CausalLM:
         return self.norm.add(x, residual, context)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab]. Other ranks `contribute_logits`
-        meanwhile."""
+        """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab].
+
+        On rank 0 only; the other ranks must call `contribute_logits` with the same rows.
+        """
         assert self.samples_tokens, "whole logits are on rank 0 alone"
         logits = self.vocabulary.compute_logits(hidden)
         assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def contribute_logits(self, hidden: Tensor) -> None:
-        """Compute this rank's part of the logits that rank 0 puts together, of the same rows."""
+        """Compute this rank's part of the logits, and send it to rank 0."""
         assert self.vocabulary.compute_logits(hidden) is None, "rank 0 makes logits"
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Return the indices of the attention layers that share a block table, full attention first."""
+    """Return the indices of the attention layers in each group, full attention first. A group has one block table."""
     layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
     for i, config in enumerate(configs):
         layers_by_key.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
@@ -220,7 +222,7 @@ def read_attention_config(
 
 
 MakeMixer = Callable[[WeightScope], Mixer]
-"""Makes a mixer from the scope of a block."""
+"""Function that makes a mixer from the scope of a block's weights."""
 
 
 def build_alternating_decoder(
@@ -234,7 +236,10 @@ def build_alternating_decoder(
     ignored_prefixes: tuple[str, ...] = (),
     renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
-    """Build a decoder with `mixers[i]` and `mlps[i]` in block i, each behind its norm and times `residual_scale`."""
+    """Build a decoder with `mixers[i]` and `mlps[i]` in block i, each after a norm and scaled by `residual_scale`.
+
+    `norms`: names of the two norms in the checkpoint.
+    """
 
     def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         mixer_norm, mlp_norm = (
@@ -264,13 +269,13 @@ def build_dense_decoder(
     mlps: Sequence[MakeMixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
-    """Build the plain family: every block is attention and a gated MLP, under Llama's names.
+    """Build a decoder of the plain family: every block is attention and a gated MLP, with Llama's names.
 
-    `window_by_layer` gives each layer's sliding window; `mlps` replaces the gated MLPs.
+    `window_by_layer`: sliding window of each layer; None: that of `attention`. `mlps`: replace the gated MLPs.
     """
     config.require_supported("hidden_act", "silu", "silu")
 
-    def attend(window: int | None) -> MakeMixer:
+    def get_attention_builder(window: int | None) -> MakeMixer:
         return lambda scope: Attention(scope.enter_scope("self_attn"), replace(attention, window=window))
 
     if mlps is None:
@@ -280,5 +285,5 @@ def build_dense_decoder(
         ] * decoder.num_layers
     window_by_layer = [attention.window] * decoder.num_layers if window_by_layer is None else window_by_layer
     return build_alternating_decoder(
-        root, decoder, list(map(attend, window_by_layer)), mlps, residual_scale=residual_scale
+        root, decoder, list(map(get_attention_builder, window_by_layer)), mlps, residual_scale=residual_scale
     )

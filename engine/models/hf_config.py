@@ -13,7 +13,7 @@ Kind = TypeVar("Kind")
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot be served; the message names the file, the field or tensor, and what is expected."""
+    """Error of a checkpoint that cannot be served. The message names file, field or tensor, and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,10 @@ class HfConfig:
 
 
 def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """Return the choice for each entry of `key` (or of `default`, which must be as many where it has any)."""
+    """Return the choice for the name of each layer. The names are those of `key`, or `default` if there is no such key.
+
+    Raises ModelError for unknown names, or if there are not as many as in `default` (unless that is empty).
+    """
     kind_names = config.get_strings(key) or default
     if not kind_names or (default and len(kind_names) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"

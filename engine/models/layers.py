@@ -1,8 +1,7 @@
-"""The layers that decoder families share: linear, norm, embedding, attention, gated MLP.
+"""Layers that decoder families share: linear, norm, attention, gated MLP, block.
 
-Projections that read the same input are one matrix (q, k and v; gate and up), put together when the checkpoint is
-loaded. Layers are called with a `ForwardContext`, which carries all that is particular to the batch; they hold only
-weights.
+Projections with the same input are one matrix (q, k and v; gate and up), which is put together when the checkpoint is
+loaded. Layers hold only weights. All that depends on the batch is in the `ForwardContext` of a call.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class StateShape:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Tensors and plans of one step's batch, which every layer gets."""
+    """Tensors and plans of one step's batch, for every layer."""
 
     ops: Kernels
     rotary_by_rope: list[tuple[Tensor, Tensor]]
@@ -55,7 +54,7 @@ class ForwardContext:
 
 
 class Mixer(Protocol):
-    """Module that a block applies: attention, a recurrent layer, an MLP."""
+    """Layer that a block applies: attention, a recurrent layer, or an MLP."""
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor: ...
 
@@ -72,15 +71,15 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 class Linear:
-    """Linear layer, x @ W^T + b, with W stacked from the named projections.
+    """Linear layer, x @ W^T + b. W is stacked from the rows of several projections.
 
-    `rows_by_projection` is {name: rows}. Where the inputs are cut, each rank has the products of its own inputs, and
-    they are added over the ranks.
+    If the inputs are split over ranks, each rank multiplies its own inputs, and the products are added over the ranks.
     """
 
     def __init__(
         self, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, bias: bool = False
     ) -> None:
+        """Declare the weights. `rows_by_projection`: name of a projection in the checkpoint -> its number of rows."""
         weights, biases, row_offset = [], [], 0
         for name, rows in rows_by_projection.items():
             target_index = (slice(row_offset, row_offset + get_held_size(rows)),)
@@ -92,11 +91,11 @@ class Linear:
         self.bias = scope.declare_combined((row_offset,), biases) if bias else None
         self.all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
         if self.all_reduce_sum is not None and scope.shard.rank:
-            self.bias = None  # one rank adds it
+            self.bias = None  # rank 0 alone adds the bias
 
     @classmethod
     def from_weights(cls, weight: Weight, bias: Weight | None) -> Linear:
-        """Make a layer from weights that were declared elsewhere, with inputs that are not cut."""
+        """Make a layer from weights that were declared elsewhere, with inputs that are not split over ranks."""
         linear = cls.__new__(cls)
         linear.weight, linear.bias, linear.all_reduce_sum = weight, bias, None
         weight.is_linear = True
@@ -108,7 +107,7 @@ class Linear:
 
 
 class RMSNorm:
-    """Root mean square norm; `zero_centred` families store the gain minus one."""
+    """Root mean square norm. `zero_centred`: the checkpoint stores the gain minus one."""
 
     def __init__(self, scope: WeightScope, name: str, size: int, eps: float, zero_centred: bool = False) -> None:
         self.weight = scope.declare_weight(f"{name}.weight", (size,))
@@ -125,6 +124,8 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
+    """Sizes and settings of an attention layer, and its names in the checkpoint."""
+
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -134,10 +135,10 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
-    """RMSNorm of each query and key head before rotation; None: none."""
+    """Epsilon of the RMSNorm of each query and key head before rotation; None: no such norm."""
     zero_centred_norm: bool = False
     window: int | None = None
-    """Sliding window in tokens, the query's own included."""
+    """Sliding window in tokens, the query's own included; None: full attention."""
     scale: float | None = None
     """Factor of the scores; None: head_dim ** -0.5."""
     output_name: str = "o_proj"
@@ -145,7 +146,7 @@ class AttentionConfig:
 
 
 def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
-    """Return the attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
+    """Return (config with this rank's heads, its rows of the query projection, its rows of the key projection)."""
     query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
     key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
     num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
@@ -153,15 +154,13 @@ def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionCon
 
 
 class Attention:
-    """Grouped-query attention over the paged cache. `group` and `layer` are its place there, given by the model."""
+    """Grouped-query attention over the paged cache."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
-        """`projection` replaces the stacked q, k and v projections; it may have more rows after theirs.
-
-        `self.config` is that of the heads which this rank holds.
-        """
+        """`projection`: replaces the stacked q, k and v projections; it may have more rows after theirs."""
         rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = rank_config
+        """Config with the number of heads that this rank holds."""
         projection_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
         self.qkv_projection = (
             Linear(scope, projection_rows, rank_config.hidden_size, rank_config.qkv_bias)
@@ -176,14 +175,17 @@ class Attention:
         self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
         self.qk_width = query_shard.held_size + key_shard.held_size
         self.rope_index = 0
+        """Index of the rotary settings, set by `CausalLM`."""
         self.group_index = 0
+        """Index of the cache group, set by `CausalLM`."""
         self.group_layer_index = 0
+        """Index of this layer in its cache group, set by `CausalLM`."""
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         return self.output_projection(self.attend(self.qkv_projection(x), context))
 
     def attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
-        """Attend between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
+        """Attend: q, k and v [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
         config, num_tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, config.head_dim)
         v = qkv[:, self.qk_width :].view(num_tokens, config.num_kv_heads, config.head_dim)
@@ -212,7 +214,7 @@ class Attention:
 
 
 def _declare_head_norms(scope: WeightScope, config: AttentionConfig) -> Weight:
-    """Declare the gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
+    """Declare the gains of query and key norms as one weight [heads + kv_heads, dim], for one operation on both."""
     num_heads, shape = config.num_heads + config.num_kv_heads, (config.head_dim,)
     return scope.declare_combined(
         (num_heads, config.head_dim),
@@ -232,8 +234,7 @@ def gelu_tanh_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
 
 
 class GatedMLP:
-    """Gated MLP, down(act(gate(x)) * up(x)). `inputs` names gate and up, in this order, or the one matrix that holds
-    both."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -245,6 +246,7 @@ class GatedMLP:
         inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
         output: str = "down_proj",
     ) -> None:
+        """Declare the weights. `inputs`: names of gate and up, in this order, or of the one matrix that holds both."""
         inner_shard = scope.shard.split(intermediate_size, "MLP channels")
         projection_rows = {name: DimShard.concatenate([inner_shard] * (2 // len(inputs))) for name in inputs}
         self.gate_up_projection = Linear(scope, projection_rows, hidden_size, bias)
@@ -257,10 +259,10 @@ class GatedMLP:
 
 @dataclass(slots=True, kw_only=True)
 class DecoderBlock:
-    """A pre-norm decoder block: x + mixer(norm(x)), then, if it has an MLP, x + mlp(norm(x)).
+    """A pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
 
-    The residual travels apart from x, so that adding it and norming the sum is one operation. `post_*` norms, where a
-    family has them, stand at the end of a branch, before it is added; `residual_scale` multiplies each branch there.
+    The residual is kept apart from x, so that adding it and norming the sum is one operation. At the end of a branch,
+    before it is added, come its `post_*` norm, if there is one, and the factor `residual_scale`.
     """
 
     mixer_norm: RMSNorm
@@ -274,7 +276,7 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block. `selected_tokens`: the rows that go on behind the mixer; None: all."""
+        """Apply the block; return (x, residual). `selected_tokens`: the rows to compute after the mixer; None: all."""
         if residual is None:
             residual, x = x, self.mixer_norm(x, context)
         else:

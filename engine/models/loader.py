@@ -1,8 +1,8 @@
-"""Loader from an HF checkpoint on disk to a model with its weights on a device.
+"""Loads an HF checkpoint from disk: a model with its weights on a device.
 
-Reads config.json and safetensors (one file, or shards with an index). Every tensor a model declares must be there, with
-its declared shape, and every tensor that is there must be used or be known to be of no use: anything else is an error
-that names the tensors, before anything is served.
+Reads config.json and safetensors (one file, or shards with an index). Every tensor that a model declares must be in the
+checkpoint, with its declared shape. Every tensor of the checkpoint must be used, or be in a list of ignored ones. Any
+other is an error that names the tensors, before anything is served.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ log = logging.getLogger("engine.loader")
 
 
 def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
-    """Return the dtype to compute in. `auto` is the checkpoint's own; fp32 where it names none, bf16 where it is
-    fp64."""
+    """Return the dtype to compute in. `auto`: the checkpoint's own, or fp32 if it names none. Raises ModelError."""
     name = dtype_name
     if dtype_name == "auto":
         name = config.dtype or "float32"
@@ -41,9 +40,9 @@ def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
 def load_model(
     folder: Path, *, dtype: str = "auto", device: torch.device | str = "cpu", shard: Shard | None = None
 ) -> tuple[CausalLM, torch.dtype]:
-    """Load the model of a checkpoint folder (with several ranks, this rank's part); return it and its dtype.
+    """Load the model of a checkpoint's folder, and return it and its dtype. Raises ModelError, naming file and field.
 
-    Raises ModelError, naming file and field.
+    `shard`: the part of this rank; None: there is one rank.
     """
     config = HfConfig.read(folder)
     model = build_model(config, shard)
@@ -53,7 +52,7 @@ def load_model(
 
 
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill the model's weights from the folder's safetensors."""
+    """Fill the model's weights from the folder's safetensors. Raises ModelError."""
     targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
     for weight in model.weights:
         weight.allocate(dtype, device)
@@ -86,9 +85,9 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
 
 
 def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill a loaded model's weights from another checkpoint of the same shapes: all of it, or an error and nothing.
+    """Replace the weights of a loaded model by those of another checkpoint. Raises ModelError, and replaces nothing.
 
-    For a moment both are in memory. Raises ModelError.
+    For a moment both are in memory.
     """
     new_model = build_model(HfConfig.read(folder), None)
     if type(new_model) is not type(model) or new_model.config != model.config:
@@ -117,7 +116,7 @@ def _list_shard_paths(folder: Path) -> list[Path]:
 
 
 def _rename_tensor(name: str, model: CausalLM) -> str:
-    """Return the model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
+    """Return the model's name of a checkpoint's tensor. Some families were saved with several prefixes."""
     for prefix, model_prefix in model.renamed_prefixes.items():
         if name.startswith(prefix):
             return model_prefix + name[len(prefix) :]

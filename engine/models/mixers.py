@@ -1,4 +1,4 @@
-"""Recurrent mixers: gated delta net, Mamba-2, short convolution. Their state replaces the KV of attention."""
+"""Recurrent mixers: gated delta net, Mamba-2, short convolution. They keep a state instead of KV."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def _declare_conv_weight(scope: WeightScope, name: str, channels: DimShard, widt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig:
+    """Sizes of a gated delta net."""
+
     hidden_size: int
     num_key_heads: int
     num_value_heads: int
@@ -32,7 +34,7 @@ class DeltaNetConfig:
 
 
 class GatedDeltaNet:
-    """Short convolution, gated delta rule, gated norm; under Qwen3.5's names."""
+    """Short convolution, gated delta rule, gated norm, with Qwen3.5's names."""
 
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
         shard = scope.shard
@@ -95,6 +97,8 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
+    """Sizes and settings of a Mamba-2 mixer."""
+
     hidden_size: int
     num_heads: int
     head_dim: int
@@ -112,7 +116,7 @@ class Mamba2Config:
 
 
 class Mamba2:
-    """The Mamba-2 mixer, as Bamba, Granite-4-H and Nemotron-H have it: the gate comes before the (grouped) norm."""
+    """Mamba-2 mixer of Bamba, Granite-4-H and Nemotron-H: the gate comes before the (grouped) norm."""
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
         shard = scope.shard
@@ -177,7 +181,7 @@ class Mamba2:
 
 
 class _CrossRankGroupNorm:
-    """Gated norm of groups that lie on several ranks: the sums of squares are added over the ranks."""
+    """Gated norm of groups that are split over ranks: the sums of squares are added over the ranks."""
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)
@@ -188,7 +192,7 @@ class _CrossRankGroupNorm:
         self.eps = config.norm_eps
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Gate and norm. x, gate: [tokens, channels of this rank], which are all of one group."""
+        """Gate and norm x. x, gate: [tokens, channels of this rank], all channels of one group."""
         assert self.all_reduce_sum is not None
         gated_values = x.float() * F.silu(gate.float())
         squares = gated_values.new_zeros(x.shape[0], self.num_groups)
@@ -208,7 +212,7 @@ def read_dt_limits(config: HfConfig) -> tuple[float, float]:
 
 
 class ShortConv:
-    """LFM2's mixer: a gated short convolution, out(C * conv(B * x))."""
+    """Mixer of LFM2: a gated short convolution, out(C * conv(B * x))."""
 
     def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, bias: bool) -> None:
         self.recurrent_index = 0

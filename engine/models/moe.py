@@ -10,9 +10,9 @@ from engine.models.weights import WeightScope
 
 
 class RoutedMLP:
-    """Softmax router (in fp32), top-k, optional renormalisation, experts under Qwen's names.
+    """Softmax router (in fp32), top-k, optional renormalisation, experts with Qwen's names.
 
-    Each rank holds a part of every expert's channels: all ranks route alike, and have the same work.
+    Each rank holds a part of the channels of every expert. So all ranks choose the same experts, and have equal work.
     """
 
     def __init__(

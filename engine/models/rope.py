@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies of every scaling rule in use, and the tables the kernels read.
+"""Rotary position embedding: frequencies of the scaling rules, and the tables that kernels read.
 
-Scaling rules as published: linear (Chen et al., 2023), llama3 (Llama 3.1's model card), YaRN (Peng et al., 2023),
-longrope is not supported. transformers 5 keeps them in `rope_parameters`, transformers 4 in `rope_theta` and
+Scaling rules: linear (Chen et al., 2023), llama3 (Llama 3.1's model card), YaRN (Peng et al., 2023). longrope is not
+supported. transformers 5 keeps them in `rope_parameters`, transformers 4 in `rope_theta` and
 `rope_scaling`.
 """
 
@@ -20,7 +20,7 @@ from engine.models.hf_config import HfConfig, ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding settings: the `rotary_dim` leading dims of each head turn; the others pass."""
+    """Settings of rotary embedding. Only the `rotary_dim` leading dims of each head are rotated."""
 
     rotary_dim: int
     theta: float
@@ -37,8 +37,10 @@ class RopeConfig:
         rotary_fraction: float = 1.0,
         layer_type: str | None = None,
     ) -> RopeConfig:
-        """Read the settings; `theta` and `rotary_fraction` are the family's defaults. `layer_type` picks one of several
-        sets."""
+        """Read the settings. `theta` and `rotary_fraction` are the family's defaults.
+
+        `layer_type`: the set of parameters to read, if the config has several.
+        """
         parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
         if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
             parameters = dict(parameters[layer_type])
@@ -97,7 +99,7 @@ class RopeConfig:
         fast_rotations, slow_rotations = self._get_number("beta_fast", 32.0), self._get_number("beta_slow", 1.0)
 
         def find_dim(rotations: float) -> float:
-            """Return the dim whose frequency makes so many turns over the original context."""
+            """Return the dim with a frequency of so many rotations over the original context."""
             return (
                 self.rotary_dim * math.log(original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
             )
@@ -126,7 +128,7 @@ class RopeConfig:
 
 
 class RopeTable:
-    """Table of cos and signed sin of the positions [0, max_positions), the arguments of `Kernels.rotate` row by row."""
+    """Table of cos and signed sin, the arguments of `Kernels.rotate`, for the positions [0, max_positions)."""
 
     def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         inverse, factor = config.compute_frequencies()

@@ -1,9 +1,9 @@
-"""Which part of each layer one process holds: column and row splits of tensor parallelism (Megatron-LM, 2019).
+"""The part of each layer that one rank holds: column and row splits of tensor parallelism (Megatron-LM, 2019).
 
-Projections into heads or channels are split by rows, so that each rank computes its own heads; the projection back is
+Projections into heads or channels are split by rows, so that each rank computes its own heads. The projection back is
 split by columns, and its partial results are added over the ranks. Embedding and head are split by tokens of the
-vocabulary. A `DimShard` says which rows or columns of a tensor of the checkpoint a rank holds; with one rank every
-shard is whole, and nothing is sliced or added. Knows no processes: how ranks add is given to it.
+vocabulary. A `DimShard` says which rows or columns of a checkpoint's tensor a rank holds. With one rank every shard is
+whole. Knows no processes: the operations between ranks are arguments.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.models.hf_config import ModelError
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """The part of one dimension of a tensor that a rank holds: half-open ranges of it, in the order they are held."""
+    """The part of one dimension of a tensor that a rank holds: half-open ranges, in the order of the rank's tensor."""
 
     total_size: int
     ranges: tuple[tuple[int, int], ...]
 
     @staticmethod
     def concatenate(parts: Sequence[DimShard]) -> DimShard:
-        """Return the cut of a tensor whose sections, one after another, are cut as `parts`."""
+        """Return the shard of a dimension that is made of consecutive sections, which are split as `parts`."""
         ranges: list[tuple[int, int]] = []
         offset = 0
         for part in parts:
@@ -52,7 +52,7 @@ class DimShard:
 
 
 Extent = int | DimShard
-"""A dimension of a tensor: whole, or cut."""
+"""A dimension of a tensor: its size, or the part of it that a rank holds."""
 
 
 def get_total_size(extent: Extent) -> int:
@@ -70,15 +70,15 @@ class Shard:
     rank: int = 0
     num_ranks: int = 1
     all_reduce_sum: Callable[[Tensor], Tensor] | None = None
-    """Replaces a tensor by its sum over the ranks, in place, and returns it, with the same bits on each rank. None: one
-    rank."""
+    """Replaces a tensor by its sum over the ranks, and returns it, with the same bits on each rank. None: one rank."""
     gather: Callable[[Tensor], Tensor | None] | None = None
-    """Gathers [rows, n] of all ranks side by side as [rows, num_ranks * n] on rank 0; returns None elsewhere. None: one
-    rank."""
+    """Puts [rows, n] of all ranks side by side, [rows, num_ranks * n], on rank 0; None elsewhere. None: one rank."""
 
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be
-        shared."""
+        """Return this rank's share of `count` things, such as heads, of `width` rows each.
+
+        Raises ModelError if the things cannot be shared equally. `unit_name`: their name, for the error.
+        """
         if count % self.num_ranks:
             raise ModelError(
                 f"--tensor-parallel-size {self.num_ranks}: expected a divisor of the model's {unit_name} ({count})"
@@ -87,18 +87,18 @@ class Shard:
         return DimShard(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
 
     def split_padded(self, count: int) -> DimShard:
-        """Return this rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
+        """Return this rank's share of `count` rows. The last ranks may have fewer rows than the others."""
         start, end = (min(rank * self.compute_padded_share(count), count) for rank in (self.rank, self.rank + 1))
         return DimShard(count, ((start, end),))
 
     def compute_padded_share(self, count: int) -> int:
-        """Return the rows of a rank that is not one of the last."""
+        """Return the number of rows of the first rank, which has the most."""
         return -(-count // self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's share as `split` does; with fewer things than ranks, neighbouring ranks hold the same one.
+        """Return this rank's share as `split` does. With fewer things than ranks, neighbouring ranks hold the same one.
 
-        For key heads or groups that are shared by consecutive query heads: a rank gets what its own heads need.
+        For key heads or groups, which consecutive query heads share: a rank gets those of its own query heads.
         """
         if self.num_ranks % count:
             return self.split(count, unit_name, width)

@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Byte offsets of each layer's parts from the start of a unit."""
+    """Byte offsets of each layer's state from the start of a unit."""
 
     shapes: tuple[StateShape, ...]
     tail_dtype: torch.dtype

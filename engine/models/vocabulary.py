@@ -1,7 +1,7 @@
-"""Embedding and head: the two matrices with a row for each token. Several ranks share their rows (Megatron-LM, 2019).
+"""Embedding and head: the matrices with a row for each token. Ranks share the rows (Megatron-LM, 2019).
 
-A rank looks up the tokens that it has and gives zeros for the others, and these are added over the ranks: exact, since
-one summand alone is not zero. Logits of a rank's tokens are put together on rank 0, which alone samples.
+A rank looks up the tokens of its rows and makes zeros for the others. The results are added over the ranks, which is
+exact, since only one summand is not zero. The logits of all ranks are put together on rank 0, which alone samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
-    """Rows of the embedding and of the head that this rank holds; both may be the same matrix."""
+    """Rows of embedding and head that this rank holds. Both may be one matrix."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Vocabulary:
         vocab_size: int,
         hidden_size: int,
     ) -> None:
-        """Declare the matrices. `head_name`: the name of the head's weight; None where it is the embedding."""
+        """Declare the matrices. `head_name`: name of the head's weight; None: the head is the embedding."""
         self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
         rows = self._shard.split_padded(vocab_size)
@@ -35,7 +35,7 @@ class Vocabulary:
         self.head.is_linear, self.head.is_embedding = True, head_name is None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
-        """Look up embeddings, [tokens] -> [tokens, hidden], on every rank."""
+        """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same."""
         all_reduce_sum = self._shard.all_reduce_sum
         if all_reduce_sum is None:
             return F.embedding(token_ids, self.embedding.tensor)
@@ -44,8 +44,7 @@ class Vocabulary:
         return all_reduce_sum(F.embedding(rows, self.embedding.tensor).masked_fill(is_foreign[:, None], 0.0))
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """Compute logits: [rows, hidden] -> [rows, vocab] on rank 0, None on the others; all ranks must be called
-        alike."""
+        """Compute logits: [rows, hidden] -> [rows, vocab] on rank 0, None on the others. All ranks must call this."""
         logits = self.head.multiply(hidden)
         if self._shard.gather is None:
             return logits

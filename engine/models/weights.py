@@ -1,7 +1,7 @@
-"""Declarations of a model's tensors: their shapes, and the checkpoint tensors each is put together from.
+"""Declarations of a model's weights: their shapes, and the tensors of the checkpoint that each is made of.
 
-A model's constructor declares through a `WeightScope`; the loader fills. Nothing is allocated before the loader does
-it, so a model can be built from its config alone (to size the cache, to print its blocks).
+A model's constructor declares weights in a `WeightScope`; the loader allocates and fills them. So a model can be built
+from its config alone, for example to size the cache.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Tensor of the checkpoint and its place: it is copied (broadcast, where smaller) to `target_index`."""
+    """Tensor of a checkpoint, which is copied to `target_index` of a weight."""
 
     name: str
     shape: tuple[int, ...]
-    """Its shape in the checkpoint."""
+    """Shape in the checkpoint."""
     target_index: Index = ()
+    """Index into the weight. A smaller tensor is broadcast to it."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Function of the part that is copied (a rank's share, a reordering); None: all of it, as it is."""
+    """Function that makes the copied values, such as a rank's share; None: the tensor is copied as it is."""
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """Weight of a model; `tensor` is there once the model is loaded."""
+    """Weight of a model. It has values once the model is loaded."""
 
     shape: tuple[int, ...]
     parts: tuple[CheckpointTensor, ...]
     dtype: torch.dtype | None = None
     """None: the model's dtype."""
     is_linear: bool = False
-    """Whether inputs are multiplied with the matrix by `multiply`: it may be packed for that."""
+    """Whether the matrix is used by `multiply`, for which it may be packed."""
     is_embedding: bool = False
-    """Whether rows are read as well (a tied embedding): packed, it stays also as it was."""
+    """Whether rows of the matrix are read, too (a tied embedding): then the unpacked matrix is kept."""
     _tensor: Tensor | None = None
     _packed_matrix: PackedMatrix | None = None
 
@@ -52,12 +53,13 @@ class Weight:
         return self._tensor
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the weight on a device, uninitialised, in `dtype` unless it has its own."""
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
         self._packed_matrix = None
         return self._tensor
 
     def pack(self) -> None:
-        """Lay a loaded matrix out for fast multiplication, where there is such a layout."""
+        """Pack a loaded matrix for fast multiplication, if there is such a layout for it."""
         if not self.is_linear:
             return
         self._packed_matrix = pack_matrix(self.tensor)
@@ -65,8 +67,10 @@ class Weight:
             self._tensor = None
 
     def replace_values(self, other: Weight) -> None:
-        """Take the values of a weight of the same shape, which is used up: on a GPU in place, as recorded steps read
-        it there."""
+        """Take the values of another weight of the same shape, which must not be used afterwards.
+
+        On a GPU they are copied in place, because recorded steps use the address.
+        """
         assert self.shape == other.shape
         if self._tensor is not None and self._tensor.device.type != "cpu":
             self._tensor.copy_(other.tensor)
@@ -79,7 +83,7 @@ class Weight:
             self._tensor = self._tensor.to(device)
 
     def release(self) -> None:
-        """Free the weight's memory until it is loaded again."""
+        """Free the weight's memory. It must be loaded again."""
         self._tensor = self._packed_matrix = None
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,10 +95,9 @@ class Weight:
 
 @dataclass(slots=True)
 class WeightScope:
-    """Scope in the checkpoint's names; all scopes of a model share one list of weights and one shard.
+    """Prefix of names in the checkpoint. All scopes of a model share one list of weights and one shard.
 
-    Shapes may have dimensions that are split over ranks: the checkpoint holds all of them, the model's tensor the part
-    of this rank.
+    A shape may have dimensions that are split over ranks: then the weight has this rank's part of the tensor.
     """
 
     prefix: str = ""
@@ -111,13 +114,13 @@ class WeightScope:
         target_index: Index = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> CheckpointTensor:
-        """Describe a tensor of the checkpoint. `transform` gets the sliced tensor."""
+        """Describe a tensor of the checkpoint. `transform`: gets this rank's part of the tensor."""
         return CheckpointTensor(
             self.prefix + name, tuple(map(get_total_size, shape)), target_index, _slice_and_transform(shape, transform)
         )
 
     def declare_weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
-        """Declare a weight that is one tensor of the checkpoint, unchanged but for the slice."""
+        """Declare a weight that is this rank's part of one tensor of the checkpoint."""
         return self.declare_combined(shape, [self.describe_tensor(name, shape)], dtype)
 
     def declare_combined(
@@ -132,7 +135,7 @@ class WeightScope:
 def _slice_and_transform(
     shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Slice the dimensions that are not whole, then `transform`."""
+    """Return a function that slices the dimensions that are not whole, then applies `transform`; None: identity."""
     shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
     if not shards:
         return transform

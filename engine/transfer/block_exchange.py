@@ -90,7 +90,7 @@ class BlockExchange:
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
         """Copy blocks out, up to the first that is not there."""
         memory = self._get_memory()
-        memory.execute(self._cache.take_block_copies())
+        memory.execute(self._cache.pulled.take_copies())
         blocks: list[SentBlock] = []
         places: list[BlockPlace] = []
         for wanted_block in wanted_blocks:
@@ -119,7 +119,7 @@ class BlockExchange:
     def list_keys(self, request: Request) -> PulledPrompt:
         """Return the names of the blocks of a prompt that need not be computed."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
-        return PulledPrompt(self._cache.list_keys(seq))
+        return PulledPrompt(self._cache.pulled.list_keys(seq))
 
     def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks in, and announce them. Returns how many leading items are in the cache now.
@@ -137,13 +137,13 @@ class BlockExchange:
         for new_block in new_blocks:
             if new_block.host_block is not None:
                 cache.host_tier.plan_load(new_block.host_block, new_block.block)
-        memory.execute(cache.take_block_copies())
+        memory.execute(cache.pulled.take_copies())
         _write_contents(memory, items, new_blocks, contents)
         self._name(prompt, new_blocks)
         for new_block in reversed(new_blocks):
             if new_block.host_block is not None:
                 cache.host_tier.finish_promotion(new_block.host_block)
-            cache.release_pulled(new_block.block)
+            cache.pulled.release(new_block.block)
         return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:
@@ -162,17 +162,17 @@ class BlockExchange:
             return []
         new_blocks: list[_NewBlock] = []
         for node in host_nodes:
-            block = self._cache.allocate_pulled(FULL_KIND)
+            block = self._cache.pulled.allocate(FULL_KIND)
             if block is None or not node.has_host_block(FULL_KIND):  # evicted to make room for the one before
                 if block is not None:
-                    self._cache.release_pulled(block)
+                    self._cache.pulled.release(block)
                 return new_blocks
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
             if item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].blocks[item.kind] is not None:
                 continue  # computed here meanwhile
-            block = self._cache.allocate_pulled(item.kind)
+            block = self._cache.pulled.allocate(item.kind)
             if block is None:
                 break
             new_blocks.append(_NewBlock(item, block, None))
@@ -194,7 +194,7 @@ class BlockExchange:
             if index > len(prompt.nodes):
                 return
             parent = prompt.nodes[index - 1] if index else None
-            node = self._cache.name_pulled(block, prompt.keys[index], parent)
+            node = self._cache.pulled.name(block, prompt.keys[index], parent)
             if node is None:
                 return
             prompt.nodes[index : index + 1] = [node]

@@ -1,10 +1,9 @@
-"""The CPU backend: native operations where a step is made of many small ones, plain torch for the rest.
+"""The CPU backend: native operations for many small operations, plain torch for the rest.
 
-A decoding step of a small model spends its time on entering torch operations, and one over long contexts on copying
-KV rows to where torch can attend to them. The native operations (kernels/cpu/native, C++) attend straight over the
-pool, prompts in blocks of queries and decoding sequences a query at a time, and store, normalise, rotate and gate in
-one pass each. Whatever they are not made for (another dtype, an odd head dim) goes to the reference, which is as fast
-as torch's own attention there, but for prompts of a thousand tokens and more.
+A decode step of a small model spends its time on entering torch operations. Over long contexts it would spend it on
+copying KV rows for torch's attention. The native operations (kernels/cpu/native, C++) attend directly over the pool:
+prompts in blocks of queries, decodes one query at a time. They also store, normalise, rotate and gate in one pass each.
+The reference computes what they do not support (another dtype, an odd head dim).
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
+        """Sort the tokens by expert, so that each used expert runs once on all its tokens."""
         top_k = expert_ids.shape[1]
         choice_order = expert_ids.reshape(-1).argsort(stable=True)
         token_indices = choice_order // top_k
@@ -120,7 +119,7 @@ class CpuKernels(ReferenceKernels):
 
 
 def _are_native(*tensors: Tensor) -> bool:
-    """Whether the native operations take these tensors together."""
+    """Return whether the native operations take these tensors together."""
     dtype = tensors[0].dtype
     return dtype in _IS_BF16_BY_DTYPE and all(x.dtype == dtype for x in tensors[1:])
 
@@ -134,6 +133,7 @@ def _make_heads_adjacent(x: Tensor) -> Tensor:
 def _run_native_norm(
     x: Tensor, weight: Tensor, residual_address: int, out: Tensor, eps: float, zero_centred: bool
 ) -> None:
+    """Write the norm of x to `out`. `residual_address`: residual to which x is added first; 0: none."""
     dim = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):

@@ -1,10 +1,14 @@
-"""Matrices in the layouts that a CPU multiplies fastest, for bf16.
+"""bf16 matrices in the layouts that a CPU multiplies fastest.
 
-Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
-multiplication itself. The native products (kernels/cpu/native/product.hpp) do it where they are the faster ones: with
-older AVX-512 and AVX2, where oneDNN emulates bf16, four times; with AVX512-BF16 and one thread when there are few
-tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its blocked formats, and fp32 for very small
-products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
+A matrix in rows is repacked inside every multiplication, which with few tokens takes longer than the multiplication
+itself. Three ways to multiply packed matrices are used, each where it is the fastest:
+
+- native products (kernels/cpu/native/product.hpp): with older AVX-512 and AVX2, where oneDNN emulates bf16 and is four
+  times slower; with AVX512-BF16 and one thread, for few tokens;
+- oneDNN with its blocked formats: with AMX, or AVX512-BF16 and several threads;
+- fp32 for very small products, which take less time than entering oneDNN.
+
+A packed matrix can only be used for multiplication.
 """
 
 from __future__ import annotations
@@ -19,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HAS_NATIVE = find_spec("kernels.cpu._native") is not None
-"""Whether this installation has the native operations, which a build makes on request (BLOCKCAST_KERNELS=ON,
-README.md)."""
+"""Whether the native operations are installed. They are built on request (BLOCKCAST_KERNELS=ON, README.md)."""
 if HAS_NATIVE:
     from kernels.cpu import _native
 
@@ -36,14 +39,18 @@ OUTPUTS_PER_PANEL = 64
 
 @dataclass(frozen=True, slots=True)
 class NativeMatrix:
+    """A matrix in the layout of the native products."""
+
     panels: Tensor
-    """[panels, inputs / 2, PANEL]: pairs of bf16 as int32, zeros after the last output."""
+    """[panels, inputs / 2, OUTPUTS_PER_PANEL]: pairs of bf16 as int32, zeros after the last output."""
     num_outputs: int
     num_inputs: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
+    """A matrix in oneDNN's layout and, if it is small, in fp32."""
+
     blocked_weight: Tensor
     """Weight [outputs, inputs] in oneDNN's layout."""
     fp32_weight: Tensor | None
@@ -70,21 +77,19 @@ def _has_amx() -> bool:
 
 
 def has_bf16_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of this dtype, if it is bf16: several times its fp32
-    rate."""
+    """Return whether `dtype` is bf16, and this CPU has instructions for it, at several times the fp32 rate."""
     return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
 
 
 def should_use_native_products() -> bool:
-    """Return whether `pack_matrix` packs for the native products: not where oneDNN has hardware and several threads."""
+    """Return whether `pack_matrix` packs for the native products, which are slower than oneDNN's on some CPUs."""
     if not HAS_NATIVE or not _native.has_products() or _has_amx():
         return False
     return torch.get_num_threads() == 1 or not has_bf16_instructions(torch.bfloat16)
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
-    """Pack a weight [outputs, inputs] for `multiply_packed`; None where that gains nothing (another dtype, device or
-    CPU)."""
+    """Pack a weight [outputs, inputs] for `multiply_packed`; None if that gains nothing here."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     num_outputs, num_inputs = weight.shape
@@ -97,7 +102,7 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
         return NativeMatrix(panels, num_outputs, num_inputs)
     if not has_fast_bf16():
         return None
-    with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
+    with torch.inference_mode():  # 16 is a hint of the rows of x; the layout does not depend on it
         blocked_weight = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
         if weight.numel() > SMALL_MATRIX_ELEMS:
             return BlockedMatrix(blocked_weight, None, 0)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
-    """acc + a @ b, summed in fp32. WIDE multiplies in fp32: the interpreter has no 16-bit products."""
+    """Return acc + a @ b, summed in fp32. WIDE multiplies in fp32, as the interpreter has no 16-bit products."""
     if WIDE:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -51,10 +51,10 @@ def attend_tile(
     dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Take the keys [start, start + BLOCK_N), cut at `end`, into a running softmax.
+    """Add the keys [start, start + BLOCK_N) that lie before `end` to a running softmax, and return its state.
 
-    q: [M, D]; query_at: [M], position of each query; acc [M, D], total [M], peak [M] are its state, in powers of two.
-    Without MASKED all keys lie before `end` and are seen by every query.
+    q: [M, D]; query_positions: [M]. acc [M, D], weight_sum [M] and peak [M] are the state, in powers of two. Without
+    MASKED, all keys lie before `end`, and every query sees them.
     """
     key_positions = start + tl.arange(0, BLOCK_N)
     if MASKED:
@@ -113,7 +113,7 @@ def decode_attention(
     heads = tl.num_programs(1) * GROUP
     group_head = tl.arange(0, BLOCK_M)
     if SPLIT:  # noqa: SIM102 - known when it is compiled
-        if start >= end:  # a short context has fewer parts: `combine_splits` passes over those without weight
+        if start >= end:  # a short context has fewer parts: `combine_splits` ignores parts without weight
             part_index = (seq * heads + kv_head * GROUP + group_head) * splits + split
             tl.store(part_scale_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP)
             return

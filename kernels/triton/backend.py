@@ -86,7 +86,7 @@ class TritonKernels:
     refill_decode_plan = staticmethod(refill_decode_plan)
 
     def _choose_split_count(self, sequence_count: int, kv: PagedKV) -> int:
-        """Return the parts to cut contexts into: a power of two that gives enough programs to fill the device."""
+        """Return the number of parts of a context: a power of two that gives enough programs to fill the device."""
         program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequence_count * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
@@ -101,7 +101,7 @@ class TritonKernels:
     def store_and_decode(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        """Store K and V and attend to the decoding sequences; rows of prompts are not filled yet."""
+        """Store K and V, and compute the attention of decoding sequences. Rows of prompts are left uninitialised."""
         num_tokens, num_heads, head_dim = q.shape
         assert head_dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -163,25 +163,26 @@ class TritonKernels:
     # row by row
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
-        return self._norm(x, None, weight, eps, "plain", zero_centred)
+        return self._normalize_rows(x, None, weight, eps, "plain", zero_centred)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
     ) -> tuple[Tensor, Tensor]:
         residual = residual.contiguous()
-        return self._norm(x, residual, weight, eps, "add", zero_centred), residual
+        return self._normalize_rows(x, residual, weight, eps, "add", zero_centred), residual
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, gate, weight, eps, "after")
+        return self._normalize_rows(x, gate, weight, eps, "after")
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
         parts = (*x.shape[:-1], groups, x.shape[-1] // groups)
-        output = self._norm(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
+        output = self._normalize_rows(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
         return output.view(x.shape)
 
-    def _norm(
+    def _normalize_rows(
         self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
     ) -> Tensor:
+        """Launch `rows.norm_rows`, which explains `other` and `mode`."""
         rows = view_rows(x)
         other_rows = rows if other is None else view_rows(other)
         assert other_rows.shape == rows.shape
@@ -198,8 +199,10 @@ class TritonKernels:
         return out
 
     def _rows_per_program(self, rows: int, block: int) -> int:
-        """Return the rows of a program: some thousand elements where there are many rows, else one row, so that few
-        variants are compiled."""
+        """Return the rows of a program: some thousand elements if there are many rows, else one row.
+
+        Two sizes only, so that few variants are compiled.
+        """
         max_rows = max(1, (1 << 15 if INTERPRETED else 2048) // block)
         return max_rows if rows >= max_rows * self._processor_count else 1
 
@@ -250,7 +253,7 @@ class TritonKernels:
     # experts
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Sorting by expert is torch's (argsort, searchsorted: no wait for the device); the products are ours."""
+        """Sort the tokens by expert with torch, which does not wait for the device; multiply with our kernels."""
         tokens, hidden = x.shape
         top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
         rows = tokens * top_k
@@ -331,15 +334,14 @@ def view_rows(x: Tensor) -> Tensor:
 
 
 def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
-    """Return (keys, warps, stages) of a decode tile. Its keys are loaded one tile ahead: four programs keep 128 KiB on
-    their way."""
+    """Return (keys, warps, stages) of a decode tile. Four programs keep 128 KiB of loads in flight."""
     if element_size > 2:
         return (32, 4, 2)
     return (32, 4, 3) if block_d > 128 else (64, 4, 4)
 
 
 def choose_prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of a prefill tile, for the shared memory of a Hopper processor."""
+    """Return (rows, keys, warps, stages) of a prefill tile, for the shared memory of a Hopper processor."""
     if element_size > 2:
         return (32, 32, 4, 2)
     if block_d > 128:

@@ -45,6 +45,7 @@ def count_sampled_rows(
     sampled_ptr, tokens_ptr, values_ptr, lengths_ptr, logits_rows_ptr, count_rows_ptr, row_capacity,
     ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Count the drawn token of one row: add 2 to its count code, or append the token. ALL: as in `penalise_rows`."""
     batch_row = tl.program_id(0).to(tl.int64)
     logits_row = batch_row
     if not ALL:

@@ -1,8 +1,7 @@
 """Triton kernels: the matrix products of a mixture of experts, on tokens sorted by expert.
 
-The rows of one expert are cut into tiles; which expert a tile belongs to is read from device memory, so that the host
-needs not know how the tokens were routed. There are as many tiles as there could be at most; those past the last one
-do nothing.
+The rows of one expert are cut into tiles. The expert of a tile is read from device memory, so that the host does not
+wait for the routing. The grid has the most tiles that there can be; those past the last one do nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -18,11 +17,10 @@ from kernels.triton.attention import dot
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort token choices by expert; return (order, starts, tile_expert, tile_row) on the device, as the kernels take
-    them.
+    """Sort the (token, choice) pairs by expert; return (order, starts, tile_expert, tile_row) for the kernels.
 
-    order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
-    those that are not needed beginning past the last row.
+    order: [tokens * top_k] pairs sorted by expert. starts: [experts + 1] first pair of each expert. tile_expert and
+    tile_row: expert and first row of each tile; tiles that are not needed begin after the last row.
     """
     sorted_experts, order = expert_ids.reshape(-1).sort(stable=True)
     rows = sorted_experts.shape[0]

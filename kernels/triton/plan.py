@@ -1,7 +1,7 @@
 """Plans of a step's batch for the Triton kernels, on the device: one upload a step for each group.
 
-Owns plans of fixed shape for captured decode steps, which are refilled in place. Nothing here waits for the device. A
-slot or a unit below zero marks padding, which the kernels skip; a padded sequence has a context of 0.
+Plans of fixed shape, for recorded decode steps, are refilled in place. The host never waits for the device here. A slot
+or a unit below zero marks padding, which the kernels skip; a padded sequence has a context of 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on the CPU by Triton's interpreter, which must be asked for before triton is imported."""
+"""Whether Triton's interpreter runs the kernels on the CPU. It is chosen when triton is imported."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
@@ -29,13 +29,14 @@ def round_up_to_power_of_two(size: int, least: int = 1) -> int:
 
 
 def choose_dot_precision(x: Tensor) -> str:
-    """Return the precision of products: exact for fp32; TF32 for 16-bit inputs, which rounds no coarser than they were
-    rounded."""
+    """Return the precision of products: exact for fp32; TF32 for 16-bit inputs, which have no more bits than TF32."""
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
+    """Batch of one attention group, on the device."""
+
     slot_rows: Tensor
     """[tokens]: row where the K of each token goes in layer 0."""
     query_starts: Tensor
@@ -52,14 +53,14 @@ class AttentionPlan:
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refill_buffer: Tensor | None = None
-    """Slots, lengths and table rows of a fixed plan's sequences in one piece, [3, step]."""
+    """[3, step]: slots, lengths and table rows of a fixed plan's sequences, for one transfer."""
     prompt_batch: Any = None
-    """Prompts for `kernels.flash_attention`, where that attends to them."""
+    """Prompts for `kernels.flash_attention`; None: Triton computes them."""
 
     def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """Return [tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
 
-        Last queries first: they see the most keys, and a long tile that starts late would be waited for.
+        Last queries first: they see the most keys, and a long tile should not start late.
         """
         if queries_per_tile not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
@@ -92,11 +93,9 @@ def plan_attention(
 def make_fixed_decode_plan(
     max_sequences: int, width: int, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
-    """Make a plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is
-    refilled."""
-    padded_sequence_count = (
-        -(-max_sequences // ALIGNED_INTS) * ALIGNED_INTS
-    )  # each piece begins at a multiple of 16 bytes
+    """Make a plan of `max_sequences` decoding sequences of up to `width` blocks, all padding until it is refilled."""
+    # Each row of the buffer begins at a multiple of 16 bytes.
+    padded_sequence_count = -(-max_sequences // ALIGNED_INTS) * ALIGNED_INTS
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
     return AttentionPlan(
@@ -131,6 +130,8 @@ def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlo
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
+    """Batch of the recurrent operations, on the device."""
+
     query_starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
     units: Tensor

@@ -18,8 +18,11 @@ def norm_rows(
     other_inner_stride, weight_inner_stride, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Root mean square norm of ROWS rows. `other` is, by MODE: "plain" nothing; "add" a residual, to which x is added,
-    which is normed and keeps the sum; "before" and "after" a gate whose silu multiplies before or after the norm."""
+    """Apply root mean square norm to ROWS rows.
+
+    MODE: "plain"; "add" adds x to the residual `other`, stores the sum there and norms it; "before" and "after"
+    multiply by the silu of the gate `other` before or after the norm.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK)
     outer_index = (row // inner).to(tl.int64)
@@ -61,8 +64,10 @@ def rotate_rows(
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr
 ):  # fmt: skip
-    """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other; the rest stays. With NORM
-    of rows that are normed first, as by `norm_rows` "plain"."""
+    """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other; copy the other dims.
+
+    NORM: the rows are normed first, as by `norm_rows` in the mode "plain".
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // heads).to(tl.int64)
     head = row % heads
@@ -101,8 +106,10 @@ def rotate_rows(
 
 @triton.jit
 def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, parts): [SIZE] of each row. KIND "silu" and "gelu" (its tanh approximation): act(first half of x)
-    * second half; "relu squared": relu(x) ** 2."""
+    """Apply an activation. Grid (rows, parts): [SIZE] results of each row.
+
+    KIND: "silu" and "gelu" (with tanh) give activation(first half of x) * second half; "relu squared" relu(x) ** 2.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE

@@ -1,11 +1,12 @@
 """Triton kernel: a token from each row of logits, by temperature, min_p, top_k and top_p; see `kernels.sampling`.
 
-Nothing is sorted: a row's tokens are kept down to an edge, found by search over the order of the logits' bits. Each
-pass over the row takes three pivots, which leave a quarter of what was between the bounds; the bits of 16-bit logits
-are used up after eight passes at most, usually four or five. Of tokens equal to the edge the first few are kept
-(`quota`), so that exactly top_k are. Passes after the first read from the L2 cache.
+Nothing is sorted: a row's tokens are kept down to an edge, which is found by a search over the order of the logits'
+bits. Each pass over the row compares with three pivots, which leave a quarter of the interval between the bounds. So
+16-bit logits take eight passes at most, usually four or five. Of the tokens at the edge only the first `quota` are
+kept, so that exactly top_k tokens are. Passes after the first read from the L2 cache.
 
-One program a row, so a row's sums do not depend on its company. Sums inside a tile are fp32, over tiles fp64.
+One program computes one row, so that a row's sums do not depend on the batch. Sums inside a tile are fp32, over tiles
+fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

@@ -15,8 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def subtract_pairwise(running_sum):
-    """Return running_sum[i] - running_sum[j] in fp32, of fp64 sums: as exact as fp64 ones rounded, in a quarter of the
-    registers."""
+    """Return running_sum[i] - running_sum[j], exact to fp32. In fp64 it would take four times the registers."""
     high = running_sum.to(tl.float32)
     low = (running_sum - high.to(tl.float64)).to(tl.float32)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])

@@ -15,17 +15,18 @@ from engine.models.weights import WeightScope
 
 BAMBA_PARTIAL_ROTARY = 0.5
 KIND_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
-"""Nemotron-H's `hybrid_override_pattern`, a letter a layer."""
+"""Letter of Nemotron-H's `hybrid_override_pattern` -> kind of the layer."""
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Bamba: Mamba-2 layers, attention with partial rotary embedding in a few, and an MLP in each."""
     config.require_supported("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
-    maker_by_kind = _make_mixer_makers(
+    builder_by_kind = _get_mixer_builders(
         config, decoder, read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
     )
     attention_layers = config.values.get("attn_layer_indices") or []
-    mixers = [maker_by_kind["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
+    mixers = [builder_by_kind["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
     intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
 
     def make_mlp(scope: WeightScope) -> GatedMLP:
@@ -36,14 +37,14 @@ def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Granite-4-H without routed experts; its four multipliers are those of Granite."""
+    """Build Granite-4-H without routed experts. Its four multipliers are those of Granite."""
     config.require_supported("hidden_act", "silu", "silu")
     config.require_supported("num_local_experts", 0, 0)
     decoder, attention, scale = granite.read_scaled_configs(config)
     if config.get("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
-    maker_by_kind = _make_mixer_makers(config, decoder, attention)
-    mixers = read_layer_types(config, "layer_types", maker_by_kind, ["mamba"] * decoder.num_layers)
+    builder_by_kind = _get_mixer_builders(config, decoder, attention)
+    mixers = read_layer_types(config, "layer_types", builder_by_kind, ["mamba"] * decoder.num_layers)
     intermediate_size = config.get_integer("shared_intermediate_size")
 
     def make_mlp(scope: WeightScope) -> GatedMLP:
@@ -53,9 +54,8 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     return build_alternating_decoder(root, decoder, mixers, [make_mlp] * decoder.num_layers, residual_scale=scale)
 
 
-def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
-    """Return functions that make mixers, by the names of `layer_types`; Mamba's sizes are under Bamba's and Granite's
-    names."""
+def _get_mixer_builders(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
+    """Return name of a layer type -> function that builds the mixer. Mamba's sizes have Bamba's and Granite's names."""
     mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_n_heads"),
@@ -87,7 +87,7 @@ def _make_mixer_makers(config: HfConfig, decoder: DecoderConfig, attention: Atte
 
 
 class SquaredReluMLP:
-    """down(relu(up(x)) ** 2)."""
+    """MLP without a gate: down(relu(up(x)) ** 2)."""
 
     def __init__(self, scope: WeightScope, hidden_size: int, intermediate_size: int, bias: bool) -> None:
         inner = scope.shard.split(intermediate_size, "MLP channels")
@@ -99,7 +99,7 @@ class SquaredReluMLP:
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Nemotron-H: every layer is one branch, a Mamba-2 mixer, attention without positions, or an MLP."""
+    """Build Nemotron-H: every layer is one branch: a Mamba-2 mixer, attention without positions, or an MLP."""
     config.require_supported("mlp_hidden_act", "relu2", "relu2")
     config.require_supported("mamba_hidden_act", "silu", "silu")
     pattern = config.get("hybrid_override_pattern", "")
@@ -119,7 +119,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         num_layers=len(layer_kinds),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         max_positions=config.get_integer("max_position_embeddings"),
-        tie_embeddings=False,  # never, whatever the config says
+        tie_embeddings=False,  # as in transformers, whatever the config says
         embedding_name="embeddings",
         norm_name="norm_f",
     )
@@ -145,7 +145,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
         return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
 
-    maker_by_kind: dict[str, MakeMixer] = {
+    builder_by_kind: dict[str, MakeMixer] = {
         "mamba": lambda scope: Mamba2(scope, mamba),
         "attention": lambda scope: Attention(scope, attention),
         "mlp": make_mlp,
@@ -153,7 +153,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
     def make_block(scope: WeightScope, index: int) -> DecoderBlock:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
-        return DecoderBlock(mixer_norm=norm, mixer=maker_by_kind[layer_kinds[index]](scope.enter_scope("mixer")))
+        return DecoderBlock(mixer_norm=norm, mixer=builder_by_kind[layer_kinds[index]](scope.enter_scope("mixer")))
 
     return CausalLM(
         root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}

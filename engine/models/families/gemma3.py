@@ -35,6 +35,7 @@ DEFAULT_BY_KEY = {
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Gemma 3's text model."""
     if "text_config" in config:
         config = config.get_object("text_config")
     config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
@@ -92,14 +93,14 @@ def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeC
 
 
 def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
-    def norm(name: str) -> RMSNorm:
+    def make_norm(name: str) -> RMSNorm:
         return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, zero_centred=True)
 
     return DecoderBlock(
-        mixer_norm=norm("input_layernorm"),
+        mixer_norm=make_norm("input_layernorm"),
         mixer=Attention(scope.enter_scope("self_attn"), attention),
-        post_mixer_norm=norm("post_attention_layernorm"),
-        mlp_norm=norm("pre_feedforward_layernorm"),
+        post_mixer_norm=make_norm("post_attention_layernorm"),
+        mlp_norm=make_norm("pre_feedforward_layernorm"),
         mlp=GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, size, activation=gelu_tanh_and_mul),
-        post_mlp_norm=norm("post_feedforward_layernorm"),
+        post_mlp_norm=make_norm("post_feedforward_layernorm"),
     )

@@ -14,6 +14,7 @@ ROPE_THETA = 1_000_000.0
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build LFM2."""
     tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     eps = config.get("norm_eps", 1e-5)
     decoder = replace(
@@ -26,7 +27,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         norm_names=("q_layernorm", "k_layernorm"),
     )
     width, bias, size = config.get_integer("conv_L_cache"), config.get("conv_bias", False), _compute_mlp_size(config)
-    maker_by_kind: dict[str, MakeMixer] = {
+    builder_by_kind: dict[str, MakeMixer] = {
         "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, width, bias),
         "full_attention": lambda scope: Attention(scope.enter_scope("self_attn"), attention),
     }
@@ -36,7 +37,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     def make_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
-    mixers = read_layer_types(config, "layer_types", maker_by_kind, default)
+    mixers = read_layer_types(config, "layer_types", builder_by_kind, default)
     return build_alternating_decoder(
         root, decoder, mixers, [make_mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
     )

@@ -15,6 +15,7 @@ MISTRAL_WINDOW = 4096
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Llama 2 or 3."""
     decoder = DecoderConfig.from_hf(config)
     return build_dense_decoder(root, config, decoder, read_attention_config(config, decoder))
 

@@ -67,6 +67,7 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Qwen3.5's text model."""
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.get_object("text_config")
@@ -85,14 +86,12 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         conv_width=config.get_integer("linear_conv_kernel_dim"),
         norm_eps=decoder.norm_eps,
     )
-    maker_by_kind: dict[str, MakeMixer] = {
+    builder_by_kind: dict[str, MakeMixer] = {
         "linear_attention": lambda scope: GatedDeltaNet(scope.enter_scope("linear_attn"), delta_net_config),
         "full_attention": lambda scope: GatedAttention(scope.enter_scope("self_attn"), attention),
     }
-    interval, intermediate_size = (
-        config.get("full_attention_interval", FULL_ATTENTION_EVERY),
-        config.get_integer("intermediate_size"),
-    )
+    interval = config.get("full_attention_interval", FULL_ATTENTION_EVERY)
+    intermediate_size = config.get_integer("intermediate_size")
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(decoder.num_layers)]
 
     def make_mlp(scope: WeightScope) -> GatedMLP:
@@ -101,7 +100,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     return build_alternating_decoder(
         root,
         decoder,
-        read_layer_types(config, "layer_types", maker_by_kind, default),
+        read_layer_types(config, "layer_types", builder_by_kind, default),
         [make_mlp] * decoder.num_layers,
         ignored_prefixes=("model.visual.", "mtp."),
         renamed_prefixes={"model.language_model.": "model."},

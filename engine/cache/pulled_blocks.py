@@ -1,0 +1,84 @@
+"""Blocks that are pulled from another engine into this cache, between steps.
+
+Owns no blocks: it allocates, names and releases those of the pool, for `engine.transfer`. Only while no step is in
+flight, except for `list_keys`.
+"""
+
+from __future__ import annotations
+
+from engine.cache.block_hasher import BlockHasher
+from engine.cache.blocks import Block, BlockKey, Node, StateBlock
+from engine.cache.host_tier import HostTier
+from engine.cache.pool import UnitPool
+from engine.cache.prefix_matcher import PrefixMatcher
+from engine.cache.prefix_tree import PrefixTree
+from engine.cache.spec import FULL_KIND
+from engine.cache.state_checkpoints import NoStates, StateCheckpoints
+from engine.types import BlockCopy, Sequence
+
+
+class PulledBlocks:
+    """Memory and names for pulled blocks."""
+
+    def __init__(
+        self,
+        pool: UnitPool,
+        tree: PrefixTree,
+        states: StateCheckpoints | NoStates,
+        host_tier: HostTier,
+        matcher: PrefixMatcher,
+        hasher: BlockHasher,
+        block_copies: list[BlockCopy],
+    ) -> None:
+        """`block_copies`: the copies of the plan being made."""
+        self._pool = pool
+        self._tree = tree
+        self._states = states
+        self._host_tier = host_tier
+        self._matcher = matcher
+        self._hasher = hasher
+        self._block_copies = block_copies
+
+    def list_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Return the keys of the blocks of `seq`, which is not queued, that need not be computed if they are cached."""
+        keys = self._matcher.list_keys(seq)
+        self._hasher.discard(seq)
+        return keys
+
+    def allocate(self, kind: int) -> Block | None:
+        """Return a block with one reference; None if running sequences hold all memory."""
+        block = self._pool.allocate(kind)
+        if block is not None:
+            self._host_tier.flush_before_overwrite(block)
+        return block
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Take the copies that no step in flight has. The caller does them at once, in order."""
+        block_copies = self._block_copies.copy()
+        self._block_copies.clear()
+        self._host_tier.take_planned_stores()
+        return block_copies
+
+    def name(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
+        """Name and announce a block that is filled, and return its node.
+
+        None, and nothing done, if its parent was evicted meanwhile, or if the name is taken.
+        """
+        if parent is not None and (parent not in self._tree or not parent.has_computed(FULL_KIND)):
+            return None
+        node = self._tree.get_or_create(key, parent)
+        if node is None or node.blocks[block.kind] is not None:
+            return None
+        if block.kind != FULL_KIND and not node.has_computed(FULL_KIND):
+            self._tree.remove_if_empty(node)
+            return None
+        self._tree.attach(node, block)
+        self._tree.commit(block)
+        return node
+
+    def release(self, block: Block) -> None:
+        """Give up the reference of `allocate`. A named block becomes cached."""
+        if isinstance(block, StateBlock) and block.node is not None:
+            self._states.release_new_checkpoint(block)
+        else:
+            self._pool.release(block)
