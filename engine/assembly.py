@@ -1,7 +1,7 @@
 """Puts an engine together from its config: executor, cache, scheduler, publisher, core.
 
-The one place that knows all the parts; used by the core process and by `LLM`. Opens the publisher's sockets, nothing
-else; whoever assembles must `close`. Imports a tensor library only where there is a model to load.
+This is the only module that knows all parts. The core process and `LLM` use it. An assembled engine has open sockets
+and must be closed. Torch is imported only to load a real model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prompts import Tokenizer
 
 @dataclass(slots=True)
 class AssembledEngine:
-    """An engine ready to step, and what loading found out."""
+    """An engine that can step, and facts about its model."""
 
     core: EngineCore
     info: CoreInfo
@@ -37,7 +37,7 @@ class AssembledEngine:
     grammars: GrammarCompiler | None
 
     def close(self) -> None:
-        """End transfers, flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
+        """End transfers, send the last events, close the publisher's sockets, and end the executor. Idempotent."""
         self.core.transfers.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -48,7 +48,7 @@ class AssembledEngine:
 
 
 def locate_model_files(config: EngineConfig) -> tuple[str, Path]:
-    """(name, folder) of what is served. Raises ConfigError."""
+    """Return (name, folder) of the model, or of a simulation's tokenizer. Raises ConfigError."""
     if config.simulate is None:
         from engine.loading import resolve_model
 
@@ -59,10 +59,10 @@ def locate_model_files(config: EngineConfig) -> tuple[str, Path]:
 
 
 def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> AssembledEngine:
-    """Load the model, or what simulates one, and build everything. `tokenizer`: the model's, where it is loaded.
+    """Load the model, or a simulation, and build the engine. `tokenizer`: the model's; None: load it.
 
-    Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
-    RunnerLostError where another rank ends.
+    Raises ConfigError, ModelError, TokenizerError (all ValueErrors), OSError, MemoryError, and RunnerLostError if
+    another rank ends.
     """
     name, folder = locate_model_files(config)
     if config.simulate is None:
@@ -158,7 +158,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
 
 
 def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:
-    """The answer of /kv_cache/groups: attention groups, then recurrent state where the model has it."""
+    """Return the response of /kv_cache/groups: attention groups, then recurrent state if the model has it."""
     groups = [
         GroupInfo(group_idx=i, kind=group.kind, block_size=spec.block_size, sliding_window=group.sliding_window)
         for i, group in enumerate(spec.groups)
@@ -169,4 +169,4 @@ def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:
 
 
 def _discard(events: Collection[Event]) -> None:
-    """Drop events, where they are off."""
+    """Discard events, of an engine that publishes none."""

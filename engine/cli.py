@@ -20,7 +20,7 @@ from options.logs import configure_logging
 
 SIMULATION_PACKAGES = ("aiohttp", "tokenizers", "jinja2")
 SERVING_PACKAGES = ("torch", "numpy", "safetensors", *SIMULATION_PACKAGES)
-"""Packages without which no model is served: looked for before one is loaded in another process."""
+"""Packages that serving needs. They are looked for before the model is loaded, which happens in another process."""
 
 HELP = """Run MODEL behind an OpenAI-compatible API and publish what its prefix cache holds.
 
@@ -85,12 +85,12 @@ def describe_dry_run(config: EngineConfig) -> str:
 
 
 def parse_config(parameters: dict[str, Any]) -> ServeConfig:
-    """The parameters of `serve` as a configuration."""
+    """Return the configuration of the parameters of `serve`."""
     return add_defaults_of_host(load_from_command_line(SCHEMA, parameters))
 
 
 def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
-    """Turn events on where nothing was said of them, and let them and transfers listen where the API does."""
+    """Turn events on unless there is a setting of them; by default they and transfers listen on the API's interface."""
     config: ServeConfig = loaded_config.config
     kv_transfer = config.engine.kv_transfer
     try:
@@ -110,9 +110,9 @@ cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:
-    """vLLM's `serve MODEL --served-model-name A B` as click wants it: the flag before each name.
+    """Repeat the flag before each name of vLLM's `serve MODEL --served-model-name A B`, as click needs it.
 
-    Only where MODEL stands right after `serve`; else the words after the first name may be MODEL.
+    Only if MODEL comes right after `serve`; else a word after the first name may be MODEL.
     """
     args = list(args)
     if len(args) < 2 or args[0] != "serve" or args[1].startswith("-"):

@@ -1,7 +1,7 @@
-"""Settings of the engine: frozen values, read once at the edge (the CLI or `LLM`) and passed to every part.
+"""Settings of the engine: frozen values, read once by the CLI or `LLM` and passed to every part.
 
-Nothing here depends on a model or a machine. Values that do (the context length, the number of blocks) are results of
-loading, reported in `messages.CoreInfo`, and never written back.
+Nothing here depends on a model or a machine. Values that do, such as the number of blocks, are results of loading: they
+are in `messages.CoreInfo`, and never written back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the core process needs. Sizes are in tokens unless the name says otherwise."""
+    """Settings of the core process. Sizes are in tokens unless the name has another unit."""
 
     model: Annotated[str | None,
         "Folder of a Hugging Face checkpoint, or the name of one in the local cache. [default: a random model]"] = None
@@ -116,7 +116,7 @@ class EngineConfig:
         "Default sampling: auto reads generation_config.json."] = "auto"
     attention_backend: Annotated[Backend | None, Flag(), "Kernels to use. [default: auto]"] = None
     num_threads: Annotated[Count, Flag(), "CPU threads that compute a step."] = 1
-    """One a worker keeps workers on one machine out of each other's way."""
+    """The default of one thread keeps several workers on one machine from slowing each other."""
     seed: Annotated[int, Meta(ge=-(10**18), le=10**18), Flag(), "Seed of sampling for requests without one."] = 0
     tensor_parallel_size: Annotated[Count, Flag("--tensor-parallel-size", "-tp"),
         "Processes that share each layer of the model, one a GPU."] = 1
@@ -130,7 +130,7 @@ class EngineConfig:
         "Plan a step while the one before is computed; auto does so on a GPU.",
         "On a CPU it gains little (docs/how-to/measure-the-engine.md); never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
-    """Launch every kernel of a decode step instead of replaying a recorded step."""
+    """Whether every kernel of a decode step is launched, instead of replaying a recorded step."""
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     check_invariants: Annotated[bool, Flag(hidden=True), "Check scheduler and cache after every step (slow)."] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("--log-level", "--uvicorn-log-level"),
@@ -144,13 +144,13 @@ class EngineConfig:
 
     @property
     def step_tokens_max(self) -> int:
-        """`max_num_batched_tokens`, or its default."""
+        """Most tokens of a step: `max_num_batched_tokens`, or its default."""
         return DEFAULT_STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Everything the HTTP process needs besides the engine's own settings."""
+    """Settings of the HTTP process."""
 
     host: Annotated[str, Flag(metavar="HOST"), "Address to listen on, for the API and events."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8000
@@ -228,7 +228,7 @@ SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)
 
 
 def default_kv_events(host: str) -> KVEventsConfig:
-    """Events on, on free ports of the API's interface: what is served without `--kv-events-config`."""
+    """Return the event settings without `--kv-events-config`: on, on free ports of the API's interface."""
     interface = "127.0.0.1" if is_loopback(host) else "*"
     return KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"tcp://{interface}:*", replay_endpoint=f"tcp://{interface}:*"
@@ -236,7 +236,7 @@ def default_kv_events(host: str) -> KVEventsConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an HTTP host can be reached from this machine only."""
+    """Return whether an HTTP host can be reached from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -161,7 +161,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_count: int
     failed_steps: int
     transfers: TransferStats | None = None
-    """Of blocks from and for peers, where there may be any."""
+    """Statistics of blocks that moved from and to peers; None: transfers are off."""
 
 
 class _PreparingRequest(NamedTuple):
@@ -189,7 +189,7 @@ class EngineCore:
         """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
         `grammars`: those of constrained answers; None: no request may have a constraint.
-        `get_copy_s`: see Executor. `transfers`: with peers; None: there are none.
+        `get_copy_s`: see Executor. `transfers`: moves blocks from and to peers; None: there are none.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)

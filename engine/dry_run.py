@@ -1,4 +1,4 @@
-"""How a model's cache is laid out, from its config.json alone: what `engine serve --dry-run` prints."""
+"""Describes the layout of a model's cache, from its config.json alone, for `engine serve --dry-run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.loader import resolve_dtype
 
 
 def describe_cache(config: EngineConfig) -> str:
-    """A few lines for a person. Raises ConfigError or ModelError."""
+    """Return a few lines of text about the cache's units and groups. Raises ConfigError or ModelError."""
     name, folder = resolve_model(config.model)
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)

@@ -1,9 +1,9 @@
-"""Compile the grammars that answers must match, with llguidance: outside of steps, bounded and cached.
+"""Compiles the grammars of constrained answers, with llguidance: outside of steps, bounded and cached.
 
-A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check_grammar` runs
-first, in a process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while.
-A grammar that has passed is compiled again in the core, on a thread, by `GrammarCompiler`. Each mask has limits too,
-and a matcher that exceeds one fails for good, with an error for its request. Does not import torch.
+A client's grammar is a program. It may be too large, too slow, or crash its compiler. So `check_grammar` runs first, in
+a process that may die (`engine.http.body_workers`): it compiles the grammar and draws some tokens from it. A grammar
+that passes is compiled again in the core, on a thread, by `GrammarCompiler`. Each mask has limits, too: a matcher that
+exceeds one fails for good, with an error for its request. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ GRAMMARS_MAX = 256
 GRAMMAR_CHARS_MAX = 16 << 20
 """Most characters of all cached grammars; `GRAMMARS_MAX` bounds their number."""
 _POSITION_PREFIX = re.compile(r"^at \d+\(\d+\): ")
-"""Position in the generated grammar, which no client has written."""
+"""Position in the generated grammar, which means nothing to a client."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
-"""Lines that show a grammar, or point at a place in it."""
+"""Lines of an error that quote the grammar, or point at a place in it."""
 _ERROR_PREFIX = "failed to compile JSON schema: "
 ERROR_CHARS_MAX = 400
 WALK_TOKENS = 96
 WALK_S_MAX = 1.0
-"""CPU time of the thread for a walk of so many tokens: a hundred times what a slow schema of the field takes."""
+"""Most CPU seconds for `WALK_TOKENS` tokens: a hundred times those of a slow schema in use."""
 
 
 def unsupported_reason(tokenizer: Tokenizer) -> str | None:
-    """Why no answer can be made to match anything here; None where one can."""
+    """Return the reason why answers cannot be constrained here; None: they can."""
     if find_spec("llguidance") is None:
         return "the package `llguidance` is missing on the server: install blockcast[engine]"
     if not tokenizer.eos_token_ids:
@@ -48,24 +48,24 @@ def unsupported_reason(tokenizer: Tokenizer) -> str | None:
 
 
 def read_added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts that are one token each, and that token."""
+    """Return text -> id of each token that was added to the vocabulary, such as special tokens."""
     return {token.content: token_id for token_id, token in tokenizer.hf_tokenizer.get_added_tokens_decoder().items()}
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled or followed; the message says why, for its client."""
+    """Error of a grammar that cannot be compiled or followed. The message is for the client."""
 
 
 class GrammarVocabulary:
-    """A model's vocabulary as the compiler wants it: seconds of work and tens of megabytes where it is large."""
+    """A model's vocabulary for the compiler. A large one takes seconds to make, and tens of megabytes."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: the logits of a token."""
+        """`vocab_size`: number of logits."""
         from llguidance import LLParserLimits, LLTokenizer
 
-        slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
+        slices = LLTokenizer.json_slices()  # for JSON, masks take a third of the time that they take by default
         self.token_count = max(vocab_size, tokenizer.vocab_size)
-        """Bits of a mask."""
+        """Number of bits of a mask."""
         self.added_tokens = read_added_tokens(tokenizer)
         self.end_token_ids = [token for token in tokenizer.eos_token_ids if token < self.token_count]
         self.ll_tokenizer: LLTokenizer = LLTokenizer(
@@ -82,7 +82,7 @@ class GrammarVocabulary:
         )
 
     def compile(self, lark: str) -> LLMatcher:
-        """Raises GrammarError."""
+        """Compile a grammar in Lark. Raises GrammarError."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self.ll_tokenizer, lark, log_level=0, limits=self._limits)
@@ -95,7 +95,7 @@ class GrammarCompiler:
     """Compiles and caches the grammars of one core. Must be closed."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
-        """`load`: makes the vocabulary; called on the compiling thread."""
+        """`load`: makes the vocabulary. It is called on the compiling thread."""
         self._compile_executor = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load_vocabulary = load
@@ -105,11 +105,11 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
-        """Made for the first answer that must match something."""
+        """Vocabulary, which is made for the first constrained answer."""
         return self._load_vocabulary()
 
     def start_compiling(self, lark: str) -> Future[LLMatcher] | None:
-        """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
+        """Start to compile a grammar. Returns a future, which may raise GrammarError; None: it is cached already."""
         if lark in self._matcher_by_grammar:
             return None
         if lark not in self._future_by_grammar or self._future_by_grammar[lark].done():
@@ -120,12 +120,12 @@ class GrammarCompiler:
         return self._future_by_grammar[lark]
 
     def make_matcher(self, lark: str) -> LLMatcher:
-        """One of its own for an answer that begins. Raises GrammarError."""
+        """Return a matcher for a new answer. Raises GrammarError."""
         with self._lock:
             cached_matcher = self._matcher_by_grammar.get(lark)
             if cached_matcher is not None:
                 self._matcher_by_grammar.move_to_end(lark)
-        if cached_matcher is None:  # what was prepared has been pushed out meanwhile
+        if cached_matcher is None:  # evicted since it was compiled
             cached_matcher = self._compile(lark)
         return cached_matcher.deep_copy()
 
@@ -147,9 +147,9 @@ class GrammarCompiler:
 
 
 def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
-    """The grammar as it is to be compiled. Raises GrammarError for what no answer can be asked to match.
+    """Check a grammar in Lark or GBNF, and return it in Lark. Raises GrammarError if it cannot be used.
 
-    May crash, or take long: see above. A grammar in GBNF becomes one in Lark.
+    May crash, or take long; see the module.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -180,7 +180,7 @@ def summarize_error(matcher: LLMatcher) -> str:
 
 
 def _draw_allowed_token(mask: bytes, rng: random.Random) -> int:
-    """A token that the mask, a bit each, allows."""
+    """Draw a token that the mask allows. The mask has one bit for each token."""
     start = rng.randrange(len(mask))
     rotated_mask = mask[start:] + mask[:start]
     byte_index = (start + len(rotated_mask) - len(rotated_mask.lstrip(b"\0"))) % len(mask)

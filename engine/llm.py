@@ -1,10 +1,9 @@
-"""Offline use: the engine in this process, prompts in, finished texts out, names and shapes as vLLM users know them.
+"""Offline use: the engine in this process, prompts in, finished texts out, with the names and types of vLLM's `LLM`.
 
     from engine import LLM, SamplingParams
     outputs = LLM("folder/of/a/checkpoint").generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
 
-Owns the prompt forms, the progress bar and the result objects; everything else is the server's own code: the same
-core, the same tokenizing, the same stop strings. Not thread-safe.
+Owns the forms of prompts, the progress bar and the results. Everything else is the server's code. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""One position: its own token and the likeliest others."""
+"""Token id -> logprob, at one position: of its own token and of the likeliest others."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample of a prompt."""
+    """Output of one sample of a prompt."""
 
     index: int
     text: str
@@ -76,7 +75,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class _PromptJob:
-    """One prompt under way."""
+    """A prompt while it is being computed."""
 
     request_id: str
     prompt: str | None
@@ -91,7 +90,7 @@ class _PromptJob:
 
 
 class LLM:
-    """A loaded model. A context manager; or `close` it, or let it go with the process."""
+    """A loaded model. A context manager; without `with`, `close` it or end the process."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class LLM:
         kv_events_config: Mapping[str, Any] | KVEventsConfig | None = None,
         **settings: Any,
     ) -> None:
-        """`settings` are the fields of EngineConfig (dtype, device, max_model_len, max_num_seqs, seed ...).
+        """Load a model. `settings`: fields of EngineConfig (dtype, device, max_model_len, max_num_seqs, seed ...).
 
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
@@ -129,7 +128,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the publisher's addresses. Idempotent."""
+        """Close the engine and the sockets of its events. Idempotent."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -138,11 +137,11 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own (generation_config.json) over the engine's defaults."""
+        """Return the engine's defaults with those of the model (generation_config.json) over them."""
         return msgspec.convert(dict(self.info.default_sampling), SamplingParams)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+        """Empty the prefix cache."""
         self._core.reset_prefix_cache()
         return True
 
@@ -153,9 +152,10 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt; results in the prompts' order. Parameters: one for all, or one a prompt.
+        """Continue every prompt, and return the results in the prompts' order.
 
-        Raises RequestError, naming the prompt or parameter, before anything is computed.
+        `sampling_params`: one for all prompts, or one for each. Raises RequestError, naming the prompt or parameter,
+        before anything is computed.
         """
         prompt_list = _make_prompt_list(prompts)
         encoded_prompts = [
@@ -222,7 +222,7 @@ class LLM:
         return [self._check_params(prompt_params) for prompt_params in params]
 
     def _check_params(self, params: SamplingParams) -> SamplingParams:
-        """With the constraint of what its answers must match, compiled. Raises RequestError."""
+        """Check sampling parameters, and compile their constraint. Raises RequestError."""
         params = check_params(params, self._limits)
         if params.structured_outputs is None:
             return params
@@ -271,7 +271,7 @@ class LLM:
                         progress.count_prompt(job)
         finally:
             progress.close()
-            self._core.abort(list(job_and_index_by_id))  # only what an exception (or Ctrl-C) has left behind
+            self._core.abort(list(job_and_index_by_id))  # after an exception or Ctrl-C, requests still run
         return [self._make_output(job) for job in jobs]
 
     def _make_job(
@@ -336,7 +336,7 @@ class LLM:
 
 
 class _ProgressBar:
-    """vLLM's bar: prompts done, and the speed of input and output so far."""
+    """vLLM's progress bar: number of finished prompts, and the speed of input and output so far."""
 
     def __init__(self, prompt_count: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
@@ -368,7 +368,7 @@ def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
     for name in ("trust_remote_code", "disable_log_stats"):
-        settings.pop(name, None)  # known to callers of other engines; without effect here
+        settings.pop(name, None)  # vLLM has these; they have no effect here
     setting_names = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
     unknown_names = sorted(set(settings) - setting_names)
     if unknown_names:
@@ -387,7 +387,7 @@ def _make_config(
 
 
 def _make_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt in any form, or several, as a list of prompts."""
+    """Return a list of prompts, from one prompt in any form or from several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items: list[Any] = list(_check_iterable(prompts))
@@ -395,7 +395,7 @@ def _make_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _check_token_ids(values: object, param: str) -> list[int]:
-    """Token ids, of any kind of integer."""
+    """Return token ids as ints. Raises RequestError if they are not integers."""
     try:
         return list(map(operator.index, _check_iterable(values)))
     except TypeError:

@@ -1,4 +1,4 @@
-"""A model's folder: where it is, and what its small files say. Reads no weights, knows no torch."""
+"""Finds a model's folder, and reads its small files. Reads no weights, imports no torch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _DEFAULT_SAMPLING = {
 
 
 def locate_model(model: str, *, weights: bool = True) -> tuple[str, Path]:
-    """(name, folder) of a checkpoint: a folder, or a name in the local Hugging Face cache.
+    """Return (name, folder) of a checkpoint. `model`: a folder, or a hub name such as `org/name`.
 
-    A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set; without its
-    `weights`, if they are not needed. Raises ConfigError.
+    A hub name that is not in the local Hugging Face cache is fetched, unless HF_HUB_OFFLINE is set. `weights`: whether
+    the weights are fetched, too. Raises ConfigError.
     """
     folder = find_local_folder(model)
     if folder is not None:
@@ -43,8 +43,10 @@ def locate_model(model: str, *, weights: bool = True) -> tuple[str, Path]:
 
 
 def find_local_folder(model: str) -> Path | None:
-    """The folder of a checkpoint on this machine; None where the hub has to be asked. Takes no time. Raises ConfigError
-    where neither can be."""
+    """Return the folder of a checkpoint on this machine; None if the hub must be asked. Takes no time.
+
+    Raises ConfigError if there is no folder, and the hub cannot be asked.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -64,8 +66,10 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def check_model_exists(model: str, *, weights: bool = True) -> None:
-    """Raise ConfigError where a checkpoint is seen at a glance to be missing: before a process is started for it.
-    `weights`: the model is loaded too, not only its tokenizer."""
+    """Raise ConfigError if a quick look shows that a checkpoint is missing, before a process is started for it.
+
+    `weights`: whether the model is needed, and not only its tokenizer.
+    """
     folder = find_local_folder(model)
     if folder is None:
         if find_spec("huggingface_hub") is None:
@@ -92,7 +96,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_default_sampling(folder: Path) -> dict[str, float | int]:
-    """Sampling parameters of generation_config.json under their request names."""
+    """Return the sampling parameters of generation_config.json, under their names in requests. Raises ConfigError."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

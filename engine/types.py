@@ -60,7 +60,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPlace(NamedTuple):
-    """Where the content of a block lies: on the device, or in host memory."""
+    """Memory that holds the content of a block: on the device, or of the host."""
 
     kind: int
     block: BlockId
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """The peer that may have the KV of a prompt: the address where it gives blocks."""
+    """Address of a peer that may have the KV of a prompt."""
 
     host: str
     port: int

@@ -11,12 +11,13 @@ from engine.models.weights import WeightScope
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Granite 3."""
     decoder, attention, residual_scale = read_scaled_configs(config)
     return build_dense_decoder(root, config, decoder, attention, residual_scale=residual_scale)
 
 
 def read_scaled_configs(config: HfConfig) -> tuple[DecoderConfig, AttentionConfig, float]:
-    """Decoder, attention and the factor of every branch."""
+    """Return (decoder config, attention config, factor of every branch)."""
     decoder = replace(
         DecoderConfig.from_hf(config),
         embedding_scale=config.get("embedding_multiplier", 1.0),
