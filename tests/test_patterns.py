@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from router.prompting.outline import _without_thoughts
+from router.prompting.outline import _remove_thoughts
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _constants: Any = importlib.import_module("re._constants" if sys.version_info >= (3, 11) else "sre_constants")
@@ -117,6 +117,6 @@ def test_thoughts_are_left_out_as_a_pattern_would() -> None:
     thought_pattern, rng = re.compile(r"<think>.*?</think>\s*", re.DOTALL), random.Random(5)
     for _ in range(2_000):
         text = "".join(rng.choices(["<think>", "</think>", " ", "\n\u3000", "a", "<", "think>"], k=rng.randrange(12)))
-        assert _without_thoughts(text) == thought_pattern.sub("", text)
+        assert _remove_thoughts(text) == thought_pattern.sub("", text)
     with _cpu_bound("thoughts without an end"):
-        assert _without_thoughts("<think>" * 200_000) == "<think>" * 200_000
+        assert _remove_thoughts("<think>" * 200_000) == "<think>" * 200_000

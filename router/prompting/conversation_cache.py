@@ -1,8 +1,8 @@
-"""Cache of conversations: hash of everything before a message boundary -> token ids of the prompt up to there.
+"""Cache of conversations: hash of a body before a message boundary -> token ids of the prompt up to there.
 
-Owns what is stored of a conversation, which are stored and how one is found;
-router/prompting/conversation_reading.py reads what stands behind a boundary. Pure; of one event loop. Bounded in bytes,
-least recently used first out. Entries cross between processes (router/prompting/prompt_worker_pool.py).
+router/prompting/conversation_reading.py makes the entries and reads the messages after a boundary. Pure, for one event
+loop. Bounded in bytes; the least recently used conversation is dropped first. Worker processes send entries to the
+router (router/prompting/prompt_worker_pool.py).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from prompts.schemas import Message
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
 BODY_BYTES_MIN = 1024
-"""Bytes of a body below which it is not worth caching."""
+"""Smaller bodies are not cached."""
 BODY_BYTES_MAX = 4 << 20
-PLACES_MAX = 64
-"""Boundaries stored under one digest."""
+LOCATIONS_MAX = 64
+"""Most boundaries stored under one digest."""
 BOUNDARIES_MAX = 4
-"""Boundaries of a conversation."""
+"""Most boundaries of a conversation."""
 LOCAL_FIELDS = 5
-"""Number of fields of `CachedConversation`, its last, that do not cross to another process."""
+"""Number of the last fields of `CachedConversation`, which are not sent to another process."""
 _BOUNDARY_BYTES = 4000
 """Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
-_DECODED_BYTES_A_BYTE = 4
-"""Bytes that what was decoded takes, for each byte of a body."""
+_DECODED_BYTES_PER_BYTE = 4
+"""Memory of decoded JSON for each of its bytes."""
 
 
 class Boundary(msgspec.Struct, frozen=True, eq=False):
@@ -58,13 +58,13 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
 
 
 class CachedConversation(msgspec.Struct, eq=False):
-    """A conversation as it was read. Not changed once it is in the cache."""
+    """Token ids and boundaries of a conversation. Not changed once it is in the cache."""
 
     kind: ApiKind
     messages_start: int
-    """Where the body's array of messages begins."""
+    """Offset in the body of its array of messages."""
     template_digest: bytes
-    """Digest of the template's inputs besides the messages of the array."""
+    """Digest of the template's inputs besides the messages of that array."""
     system_message_count: int
     """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
     opening_messages: list[Message]
@@ -77,28 +77,28 @@ class CachedConversation(msgspec.Struct, eq=False):
     boundaries: list[Boundary]
     """The furthest last."""
     token_ids: array[int]
-    """Ids of the whole prompt, or up to the last boundary at the least."""
+    """Token ids of the prompt, at least up to the last boundary."""
     end_bytes: int
-    """Bytes of the body behind its messages, from the closing bracket on."""
+    """Bytes of the body after its messages, the closing bracket included."""
     end_digest: int
     """Digest of those bytes."""
     bare_request: RoutingRequest | None
-    """A chat without its messages; None for another kind."""
+    """The request without messages; None if it is no chat."""
     keeps_messages_as_sent: bool
     """`ChatTemplate.keeps_messages_as_sent` when it was read."""
     model: str = ""
-    """Whose tokenizer and template it was read with."""
+    """Base model by whose tokenizer and template it was read."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/sessions.py)."""
+    """Digest of the first user message (router/prompting/sessions.py)."""
     prompt_memory: object = None
-    """The index's memory of a prompt that this one begins; it stays in this process."""
+    """The index's memory of a prompt that begins with this one."""
     is_memory_exact: bool = False
     """Whether that prompt has exactly these ids."""
     prompt_memory_bytes: int = 0
     """Bytes of `prompt_memory` besides `token_ids`."""
 
     def __reduce__(self) -> tuple[Callable[..., CachedConversation], tuple[object, ...]]:
-        """Without what stays in this process: what comes last, from `model` on."""
+        """Pickle the entry without the fields from `model` on, which belong to one process."""
         return CachedConversation, msgspec.structs.astuple(self)[:-LOCAL_FIELDS]
 
     @property
@@ -108,33 +108,39 @@ class CachedConversation(msgspec.Struct, eq=False):
         size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + self.prompt_memory_bytes + 1000
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
-            size_bytes += _DECODED_BYTES_A_BYTE * (self.messages_start + self.end_bytes)
+            size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)
         return size_bytes + sum([len(str(message.get("content"))) for message in self.opening_messages])
 
 
-class _Place(NamedTuple):
-    """Where a boundary is found."""
+class _Location(NamedTuple):
+    """A boundary and the digests by which it is found."""
 
     conversation: CachedConversation
     boundary: Boundary
     key: int
-    """Digest of `prefix_bytes` bytes of the body."""
+    """Digest of the first `prefix_bytes` of the body."""
     prefix_bytes: int
     rest_digest: int
-    """Digest of the bytes from there to the boundary."""
+    """Digest of the bytes between `prefix_bytes` and the boundary."""
+
+
+class _Entry(NamedTuple):
+    conversation: CachedConversation
+    size_bytes: int
+    locations: list[_Location]
 
 
 class ConversationCache:
-    """The cache of one process."""
+    """The conversations of one process."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._seed = secrets.randbits(64)
-        self._places_by_key: dict[int, list[_Place]] = {}
-        """Digest of a beginning -> boundaries behind it, the newest last. Digests are taken of eight lengths in each
-        doubling, from BODY_BYTES_MIN on."""
-        self._entries: OrderedDict[int, tuple[CachedConversation, int, list[_Place]]] = OrderedDict()
-        """id -> conversation, its bytes and its places; least recently used first."""
+        self._locations_by_key: dict[int, list[_Location]] = {}
+        """Digest of the start of a body -> boundaries after it, the newest last. Digests are taken of eight lengths
+        in each doubling, from BODY_BYTES_MIN on."""
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        """`id` of a conversation -> its entry, the least recently used first."""
         self.used_bytes = 0
         self.hits = self.misses = 0
 
@@ -142,105 +148,110 @@ class ConversationCache:
         return len(self._entries)
 
     def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[tuple[CachedConversation, Boundary]]:
-        """Find boundaries that the body has too, the furthest first."""
-        places_by_key, view = self._places_by_key, memoryview(body)
+        """Find cached boundaries before which a body is equal, the furthest first."""
         matches: list[tuple[CachedConversation, Boundary]] = []
-        for key in digests_among(body, BODY_BYTES_MIN, self._seed, places_by_key, len(body)):
-            places = places_by_key[key]
-            if len(places) > 1:
-                places = sorted(places, key=_get_body_end)
-            hasher, position, found = xxhash.xxh3_64(seed=self._seed), places[0].prefix_bytes, []
-            for conversation, boundary, _, _, rest_digest in places:
-                body_end = boundary.body_end
-                if body_end > len(body):
-                    break
-                hasher.update(view[position:body_end])
-                position = body_end
-                if conversation.kind == kind and hasher.intdigest() == rest_digest:
-                    found.append((conversation, boundary))
-            matches += reversed(found)
+        for key in digests_among(body, BODY_BYTES_MIN, self._seed, self._locations_by_key, len(body)):
+            matches += self._match_locations(self._locations_by_key[key], kind, body)
             if len(matches) >= max_matches:
                 break
         return matches[:max_matches]
 
+    def _match_locations(
+        self, locations: list[_Location], kind: ApiKind, body: bytes
+    ) -> list[tuple[CachedConversation, Boundary]]:
+        """Return the boundaries, of those under one key, before which a body is equal, the furthest first."""
+        if len(locations) > 1:
+            locations = sorted(locations, key=_get_body_end)
+        view, position = memoryview(body), locations[0].prefix_bytes
+        hasher, matches = xxhash.xxh3_64(seed=self._seed), []
+        for location in locations:
+            body_end = location.boundary.body_end
+            if body_end > len(body):
+                break
+            hasher.update(view[position:body_end])
+            position = body_end
+            if location.conversation.kind == kind and hasher.intdigest() == location.rest_digest:
+                matches.append((location.conversation, location.boundary))
+        matches.reverse()
+        return matches
+
     def touch(self, conversation: CachedConversation) -> None:
-        """Note that a conversation was of use."""
+        """Make a conversation the most recently used one."""
         if id(conversation) in self._entries:
             self._entries.move_to_end(id(conversation))
 
     def store(
         self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
     ) -> None:
-        """Store the conversation of a body; it replaces `predecessor`, which it continues."""
+        """Store the conversation of a body in place of `predecessor`, which it continues."""
         if predecessor is not None:
             self._drop(predecessor)
-        size_bytes, places = conversation.memory_bytes, self._locate(conversation, body)
-        if size_bytes > self.max_bytes // 4 or not places:
+        size_bytes, locations = conversation.memory_bytes, self._locate(conversation, body)
+        if size_bytes > self.max_bytes // 4 or not locations:
             return
-        self._entries[id(conversation)] = conversation, size_bytes, places
+        self._entries[id(conversation)] = _Entry(conversation, size_bytes, locations)
         self.used_bytes += size_bytes
-        for place in places:
-            neighbours = self._places_by_key.setdefault(place.key, [])
-            neighbours.append(place)
-            if len(neighbours) > PLACES_MAX:
+        for location in locations:
+            neighbours = self._locations_by_key.setdefault(location.key, [])
+            neighbours.append(location)
+            if len(neighbours) > LOCATIONS_MAX:
                 self._drop(neighbours[0].conversation)
         while self.used_bytes > self.max_bytes:
-            self._drop(next(iter(self._entries.values()))[0])
+            self._drop(next(iter(self._entries.values())).conversation)
 
     def clear(self, model: str) -> None:
         """Drop the conversations of a model."""
-        for conversation, _, _ in list(self._entries.values()):
-            if conversation.model == model:
-                self._drop(conversation)
+        for entry in list(self._entries.values()):
+            if entry.conversation.model == model:
+                self._drop(entry.conversation)
 
-    def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Place]:
-        view, places = memoryview(body), []
+    def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Location]:
+        view, locations = memoryview(body), []
         keys = digests(body, BODY_BYTES_MIN, self._seed, conversation.boundaries[-1].body_end)
         for boundary in conversation.boundaries:
             if boundary.body_end >= BODY_BYTES_MIN:
-                number = _count_prefixes(boundary.body_end) - 1
-                prefix_bytes = _prefix_bytes(number)
+                index = _count_prefixes(boundary.body_end) - 1
+                prefix_bytes = _get_prefix_bytes(index)
                 rest_digest = xxhash.xxh3_64_intdigest(view[prefix_bytes : boundary.body_end], self._seed)
-                places.append(_Place(conversation, boundary, keys[number], prefix_bytes, rest_digest))
-        return places
+                locations.append(_Location(conversation, boundary, keys[index], prefix_bytes, rest_digest))
+        return locations
 
     def _drop(self, conversation: CachedConversation) -> None:
         entry = self._entries.pop(id(conversation), None)
         if entry is None:
             return
-        _, size_bytes, places = entry
-        self.used_bytes -= size_bytes
-        for key in {place.key for place in places}:
-            neighbours = self._places_by_key[key]
-            neighbours[:] = [place for place in neighbours if place.conversation is not conversation]
+        self.used_bytes -= entry.size_bytes
+        for key in {location.key for location in entry.locations}:
+            neighbours = self._locations_by_key[key]
+            neighbours[:] = [location for location in neighbours if location.conversation is not conversation]
             if not neighbours:
-                del self._places_by_key[key]
+                del self._locations_by_key[key]
 
     def check_invariants(self) -> None:
-        """For tests: the sum is right and bounded; each boundary is found by its key, and nothing else is."""
-        assert self.used_bytes == sum(size for _, size, _ in self._entries.values()) <= self.max_bytes
-        expected: dict[int, set[int]] = {}
-        for conversation, size, places in self._entries.values():
-            assert size == conversation.memory_bytes
-            for place in places:
-                expected.setdefault(place.key, set()).add(id(place.boundary))
-        assert {
-            key: {id(place.boundary) for place in places} for key, places in self._places_by_key.items()
-        } == expected
-        assert all(len(places) <= PLACES_MAX for places in self._places_by_key.values())
+        """Assert that the bytes are their sum and bounded, and that exactly the boundaries of entries have keys."""
+        assert self.used_bytes == sum(entry.size_bytes for entry in self._entries.values()) <= self.max_bytes
+        expected_ids: dict[int, set[int]] = {}
+        for entry in self._entries.values():
+            assert entry.size_bytes == entry.conversation.memory_bytes
+            for location in entry.locations:
+                expected_ids.setdefault(location.key, set()).add(id(location.boundary))
+        assert expected_ids == {
+            key: {id(location.boundary) for location in locations} for key, locations in self._locations_by_key.items()
+        }
+        assert all(len(locations) <= LOCATIONS_MAX for locations in self._locations_by_key.values())
 
 
-def _get_body_end(place: _Place) -> int:
-    return place.boundary.body_end
+def _get_body_end(location: _Location) -> int:
+    return location.boundary.body_end
 
 
-def _prefix_bytes(number: int) -> int:
-    """Return the length of the beginning that the digest of this number covers."""
-    return (BODY_BYTES_MIN << number // 8) * (8 + number % 8) // 8
+def _get_prefix_bytes(index: int) -> int:
+    """Return the number of bytes that the digest with this index covers."""
+    return (BODY_BYTES_MIN << index // 8) * (8 + index % 8) // 8
 
 
 def _count_prefixes(length: int) -> int:
-    """Return how many digests a body of this length has, BODY_BYTES_MIN at least."""
+    """Return how many digests a body of this length has, which is at least BODY_BYTES_MIN."""
     doublings = (length // BODY_BYTES_MIN).bit_length() - 1
     base = BODY_BYTES_MIN << doublings
     return 8 * doublings + (length - base) * 8 // base + 1

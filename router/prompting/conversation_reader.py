@@ -1,8 +1,8 @@
-"""Bodies that continue cached conversations: the cache, which templates allow it, and the checks while serving.
+"""The conversations of one process: the cache, the models whose templates allow it, and checks while serving.
 
-A template may be rendered from a boundary on where that gave the ids of full reads when it was tried out
-(router/prompting/template_trial.py). While serving, one such prompt in 64 is read whole too; a difference ends
-it for the model. In a router a wrong id costs a worse placement, never a wrong answer.
+A template may be rendered from a boundary on if that gave the ids of full reads in a trial (router/prompting/
+template_trial.py). While serving, one continued prompt in 64 is read whole too; a difference ends the caching for the
+model. In a router a wrong id costs a worse placement, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ log = logging.getLogger("router")
 CHECK_BYTES_PER_S = 256 << 10
 """Most bytes a second that are read whole for checks: some 4 ms of CPU with Qwen3's template."""
 ATTEMPTS_MAX = 4
-"""Boundaries that are tried for one body."""
+"""Most boundaries that are tried for one body."""
 INLINE_BYTES_MAX = 8192
-"""A shorter body is cached only where it has several turns: reading it again costs little."""
+"""A body up to this size is read at once. It is cached only from MESSAGES_MIN messages on."""
 MESSAGES_MIN = 3
-"""Messages of such a body."""
 Match = tuple[CachedConversation, Boundary]
 
 
 class ConversationReader:
-    """The conversations of one process."""
+    """Finds and continues cached conversations."""
 
     def __init__(self, max_bytes: int) -> None:
         self.cache = ConversationCache(max_bytes)
         self.problems: dict[str, str] = {}
-        """model -> why its conversations are read whole; shown by `/workers`."""
+        """Model -> why its conversations are read whole; shown by `/workers`."""
         self._renderers: dict[str, BoundaryRenderer] = {}
-        """model -> what renders behind boundaries, for models whose conversations are cached."""
+        """Model whose conversations are cached -> renderer of its template."""
         self.check_count = self.difference_count = 0
         self._unchecked_count = 0
         """Continued conversations since the last check began."""
@@ -46,42 +45,42 @@ class ConversationReader:
         """Time from which on the next check may begin."""
 
     def can_cache(self, tokenizer: Tokenizer) -> bool:
-        """Whether conversations of a tokenizer's template are cached, if that may be rendered from a boundary on."""
+        """Whether there is memory for conversations, and the tokenizer's template is sure to end soon."""
         template = tokenizer.chat_template
         return self.cache.max_bytes > 0 and template is not None and template.is_bounded
 
     def allow(self, model: str, renderer: BoundaryRenderer) -> None:
-        """Cache the conversations of a model."""
+        """Begin to cache the conversations of a model."""
         self.problems.pop(model, None)
         self._renderers[model] = renderer
 
     def forbid(self, model: str, problem: str) -> None:
-        """Cache no conversations of a model."""
+        """Stop caching the conversations of a model."""
         self._renderers.pop(model, None)
         self.problems[model] = problem
         self.cache.clear(model)
 
     def renderer_of(self, model: str) -> BoundaryRenderer | None:
-        """Return what renders conversations of a model; None where they are not cached, or not to be rendered here."""
+        """Return the renderer of a model's conversations; None if they are not cached."""
         renderer = self._renderers.get(model)
         if renderer is not None and renderer.is_wrong:
-            self._end(model, "a prompt that was put together differed from what the template writes")
+            self._report_difference(model, "a prompt that was put together differed from what the template writes")
             return None
         return renderer if renderer is not None and renderer.template.is_bounded else None
 
     def may_have(self, kind: ApiKind | None, body_bytes: int) -> bool:
-        """Whether a conversation may be cached that a body of this size continues."""
+        """Whether a body of this size may continue a cached conversation."""
         return bool(self._renderers) and is_cacheable(kind, body_bytes)
 
     def find(self, kind: ApiKind, body: bytes) -> list[Match]:
-        """Find the boundaries of cached conversations that a body has too, the furthest first."""
+        """Find cached boundaries before which a body is equal, the furthest first; count a miss if there are none."""
         matches = self.cache.find(kind, body, ATTEMPTS_MAX)
         self.cache.misses += not matches
         return matches
 
     @staticmethod
     def read(matches: Sequence[Match], body: bytes, renderer: BoundaryRenderer) -> Continuation | None:
-        """Read what a body has behind the furthest boundary that can be used. None where it must be read whole."""
+        """Read a body after the furthest boundary that can be used; None if the body must be read whole."""
         further_differs, model = True, matches[0][0].model
         for conversation, boundary in matches:
             if conversation.model != model:
@@ -114,10 +113,12 @@ class ConversationReader:
         if len(token_ids) == len(continuation.token_ids) and list(token_ids) == list(continuation.token_ids):
             return
         count = continuation.boundary.message_count
-        self._end(model, f"a prompt that was continued behind its message {count} differed from the whole")
+        self._report_difference(
+            model, f"a prompt that was continued behind its message {count} differed from the whole"
+        )
 
-    def _end(self, model: str, problem: str) -> None:
-        """Cache no more conversations of a model."""
+    def _report_difference(self, model: str, problem: str) -> None:
+        """Stop caching the conversations of a model because a prompt was wrong."""
         self.difference_count += 1
         self.forbid(model, problem)
         log.warning("model %s: %s", model, problem)

@@ -1,8 +1,7 @@
-"""A request's prompt as token ids, with bounds on the work, and the fields that decide where its body goes. Pure: no
-process, no thread, no clock.
+"""A request's prompt as token ids, with bounds on the work, and the fields of a body that routing needs. Pure.
 
-Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse nothing of it, the
-answer is None: such a request is routed by load alone and the worker's own words reach the client.
+Token ids are None if a prompt cannot be read, if the worker will refuse it, or if no cache can hold it. Such a request
+is routed by load alone, and the client gets the worker's own error.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
 TOKENS_MAX = 2**21
-"""Of a prompt for a model that does not tell how many it takes."""
+"""Most tokens of a prompt if the limit of its model is unknown."""
 CHARS_PER_TOKEN_MAX = 16
-"""Text is encoded up to so many characters for each token that the model takes; what is longer is too long."""
+"""Characters of text that are encoded for each token that the model takes; a longer prompt has too many tokens."""
 COUNTED_CHARS = 4 << 20
-"""Text up to here is encoded to its end, however little the model takes: the client is told how long its prompt is."""
+"""Text up to this length is always encoded whole, so that an error can say how many tokens a prompt has."""
 CHARS_PER_TOKEN = 4
-"""For estimates only."""
+"""Estimated characters of a token."""
 OBJECTS_MAX = 50_000
-"""Messages, parts, tools and what they are made of: each costs a template some microseconds."""
+"""Most lists and objects of a body: each costs a template some microseconds."""
 VALUES_MAX = 8_000_000
 LIGHT_BYTES, LIGHT_OBJECTS = 64 << 10, 512
-"""Up to here a body takes well under 25 ms to decode and render."""
+"""Largest body that takes well under 25 ms to decode and render."""
 TOKENIZE_FIELDS = (
     "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "add_special_tokens",
 )  # fmt: skip
-"""Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
+"""Fields of a `/tokenize` request. A client's `chat_template` is a program, which workers refuse by default."""
 NAME_BYTES_MAX = 4096
-"""Of a value that decides where a request goes."""
+"""Longest value of a field that decides where a request goes."""
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _ITEM_REFERENCE = re.compile(
     rb'"type"\s*:\s*"item_reference"\s*,\s*"id"\s*:\s*"([\w-]{1,256})"'
@@ -49,21 +48,21 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
 def is_light(body: bytes) -> bool:
-    """Whether decoding and rendering a body keeps nobody waiting."""
+    """Whether a body is small enough to be decoded and rendered while other requests wait."""
     return len(body) <= LIGHT_BYTES and count_openings(body) <= LIGHT_OBJECTS
 
 
 def is_within_bounds(body: bytes) -> bool:
-    """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
+    """Whether a body of valid JSON has few enough values to be decoded."""
     if len(body) <= VALUES_MAX and count_openings(body) <= OBJECTS_MAX:
-        return True  # whatever of that stands in strings
+        return True  # even if none of the brackets is inside of a string
     body_without_strings = _JSON_STRING.sub(b"", body)
     object_count = count_openings(body_without_strings)
     return object_count <= OBJECTS_MAX and object_count + body_without_strings.count(b",") <= VALUES_MAX
 
 
 class _RawRoutingFields(msgspec.Struct):
-    """The fields that decide where a request goes, unread: of everything else only the syntax is looked at."""
+    """Undecoded fields that decide where a request goes. Of other fields, only the syntax is checked."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     messages: msgspec.Raw = msgspec.Raw(b"null")
@@ -94,11 +93,11 @@ _ROUTING_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata_user_id",
     "truncate_prompt_tokens", "output_tokens_max", "output_tokens_min",
 )  # fmt: skip
-"""Fields of a RoutingRequest that `read_routing_fields` reads."""
+"""Fields of a RoutingRequest that `read_routing_fields` returns."""
 
 
 class PromptSize(msgspec.Struct, frozen=True):
-    """Number of tokens that the prompts of a body have, as a worker sees them."""
+    """Number of tokens of a body's prompts, as a worker counts them."""
 
     tokens: int
     """Tokens of all prompts."""
@@ -107,33 +106,35 @@ class PromptSize(msgspec.Struct, frozen=True):
     prompt_count: int = 1
     """Number of prompts."""
     is_exact: bool = True
-    """False: the first has more than was counted."""
+    """Whether all of the first prompt was counted."""
 
 
 class RenderedPrompt(msgspec.Struct, eq=False):
-    """A prompt as it was read."""
+    """A prompt, rendered and encoded."""
 
     token_ids: Sequence[int] | None = None
-    """All of them; None as above."""
+    """All token ids, or None if they are of no use (see the module)."""
     is_whole: bool = True
-    """False: the text is so long that its end was not encoded."""
+    """Whether the text was encoded to its end."""
     chat: RoutingRequest | None = None
-    """The chat that `text` was rendered of, all of which was encoded."""
+    """The chat that was rendered, if its text was encoded to the end."""
     text: str = ""
 
 
 def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
-    """The part of a prompt that a worker would see, at most one token more than it takes."""
-    last_tokens = _truncation_tokens(request, tokens_max)
+    """Return the part of a prompt that a worker would use, at most one token more than it takes."""
+    last_tokens = _get_last_tokens(request, tokens_max)
     if ids and last_tokens is not None:
         ids = ids[-last_tokens:]
     ids_max = (tokens_max or TOKENS_MAX) + 1
     return None if not ids else ids if len(ids) <= ids_max else ids[:ids_max]
 
 
-def _truncation_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
-    """How much of a prompt's end a worker would see, where the request says so (`truncate_prompt_tokens`; -1 as in
-    vLLM: what the model takes, with room for one token)."""
+def _get_last_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
+    """Return how many tokens at the end of a prompt a worker would use (`truncate_prompt_tokens`); None for all.
+
+    As in vLLM, -1 stands for what the model takes, with room for one token.
+    """
     last_tokens = request.truncate_prompt_tokens
     if last_tokens == -1 and tokens_max is not None:
         return max(tokens_max - 1, 1)
@@ -148,21 +149,21 @@ def measure_prompts(
     *,
     is_exact: bool = True,
 ) -> PromptSize | None:
-    """Return the size of a body's prompts: of the first, which has these ids before they are truncated, and of the
-    others (`count_further_tokens`)."""
+    """Return the size of a body's prompts, of which the first has these ids before it is truncated.
+
+    `further_tokens` are those of the other prompts, by `count_further_tokens`.
+    """
     if ids is None:
         return None
-    last_tokens = _truncation_tokens(request, tokens_max)
-    lengths = (
-        [len(ids), *further_tokens]
-        if last_tokens is None
-        else [min(length, last_tokens) for length in (len(ids), *further_tokens)]
-    )
+    last_tokens = _get_last_tokens(request, tokens_max)
+    lengths = [len(ids), *further_tokens]
+    if last_tokens is not None:
+        lengths = [min(length, last_tokens) for length in lengths]
     return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
 
 
 def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """Count the tokens of each prompt of a body behind the first. Without a tokenizer those of texts are estimated."""
+    """Count the tokens of each prompt of a body after the first; estimate those of texts without a tokenizer."""
     prompt = request.prompt
     if not isinstance(prompt, list) or isinstance(prompt[0], int):
         return []
@@ -182,8 +183,11 @@ def read_prompt(
     request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None,
     render: Callable[[RoutingRequest], str] | None = None,
 ) -> RenderedPrompt:  # fmt: skip
-    """The prompt to route on, before it is cut: the first of several; with images, the text before the first one.
-    `render`: renders chats, if not the tokenizer's template. Raises RequestError."""
+    """Render and encode the prompt to route on, without truncating it. Raises RequestError.
+
+    That is the first of several prompts, and the text before the first image. `render` renders chats instead of the
+    tokenizer's template.
+    """
     ids_max = (tokens_max or TOKENS_MAX) + 1
     if request.scores_prompt:
         return RenderedPrompt()
@@ -193,9 +197,7 @@ def read_prompt(
         if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
             return RenderedPrompt()
         if request.chat_template is not None:
-            return (
-                RenderedPrompt()
-            )  # a program of the client's: it could run for ever, and workers refuse it by default
+            return RenderedPrompt()  # a program of the client, which might never end, and workers refuse it by default
         text = (render or tokenizer.render_chat_text)(request)
         rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
         if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
@@ -207,11 +209,9 @@ def read_prompt(
     first_prompt = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
     if isinstance(first_prompt, str):
         adds_special_tokens = request.add_special_tokens is not False
-        return (
-            RenderedPrompt()
-            if tokenizer is None
-            else _encode_text(tokenizer, first_prompt, request, adds_special_tokens, ids_max)
-        )
+        if tokenizer is None:
+            return RenderedPrompt()
+        return _encode_text(tokenizer, first_prompt, request, adds_special_tokens, ids_max)
     try:
         return RenderedPrompt(msgspec.convert(first_prompt, _TokenIds))
     except msgspec.ValidationError as error:
@@ -221,8 +221,11 @@ def read_prompt(
 def _encode_text(
     tokenizer: Tokenizer, text: str, request: RoutingRequest, add_special_tokens: bool, ids_max: int
 ) -> RenderedPrompt:
-    """Ids of a text, of which no more is encoded than the model could take, or than is counted anyway. None where that
-    tells nothing: the end is what counts, or so much text makes so few tokens."""
+    """Encode a text, but no more of it than the model could take, or than COUNTED_CHARS.
+
+    The ids are None if such a start of the text says nothing: the prompt will be truncated to its end, or the start
+    has fewer tokens than the model takes.
+    """
     chars_max = ids_max * CHARS_PER_TOKEN_MAX
     if len(text) > chars_max and request.truncate_prompt_tokens is not None:
         return RenderedPrompt()
@@ -232,7 +235,7 @@ def _encode_text(
 
 
 def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
-    """Build the body of a `/tokenize` request; None where there is no text to tokenise, or there are images."""
+    """Build the body of a `/tokenize` request; None if there is no text to tokenise, or an image in it."""
     if request.source is not None:
         try:
             request = convert_source_to_chat(request, None)
@@ -258,8 +261,10 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 
 
 def read_routing_fields(body: bytes) -> dict[str, Any]:
-    """Read the fields that `RoutingRequest` needs before the prompt is read, and whether there are `messages`. Builds
-    nothing of the rest. Raises RequestError where the body is no JSON object."""
+    """Return the fields of a RoutingRequest that are known before the prompt is read, and whether it has `messages`.
+
+    Nothing else is decoded. Raises RequestError if the body is no JSON object.
+    """
     check_object(body)
     fields = decode_json(_routing_decoder, body)
     values = {name: _decode_small_value(getattr(fields, name)) for name in _SMALL_FIELDS}
@@ -267,22 +272,22 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
     if values["max_tokens"] is None:
         values["max_tokens"] = output_tokens_max
     request = make_routing_request("other", RoutingFields(**values))
-    return {name: getattr(request, name) for name in _ROUTING_FIELDS} | {
-        "stored_response_id": previous
-        if isinstance(previous := _decode_small_value(fields.previous_response_id), str)
-        else _find_referenced_response(body),
+    previous_id = _decode_small_value(fields.previous_response_id)
+    return {
+        **{name: getattr(request, name) for name in _ROUTING_FIELDS},
+        "stored_response_id": previous_id if isinstance(previous_id, str) else _find_referenced_response(body),
         "has_messages": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
 
 
 def _find_referenced_response(body: bytes) -> str | None:
-    """Return the id of the response that holds the first item which a body only names."""
+    """Return the id of the stored response with the first item that a body refers to by its id."""
     reference = _ITEM_REFERENCE.search(body) if b'"item_reference"' in body else None
     return None if reference is None else get_response_id_of_item((reference[1] or reference[2]).decode())
 
 
 def _decode_small_value(raw: msgspec.Raw) -> Any:
-    """A small value; a long one comes back cut, as the text that it is: nobody has such a name. Raises RequestError."""
+    """Decode a value; return a value over NAME_BYTES_MAX as the start of its JSON. Raises RequestError."""
     data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
     if len(data) > NAME_BYTES_MAX:
         return data.decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""Top-level fields of a request body: where their values are, and the body with other values. Pure.
+"""Byte offsets of the top-level fields of a request body, and edits of their values. Pure.
 
-A body in which a field is changed holds it once: workers disagree about which of two counts, and some refuse both. So
-a value is replaced where it is, a missing field is inserted at the front, a field that is dropped goes whole, and a
-body that holds a field twice is refused. Bodies stay in pieces: only a piece that changes is copied.
+A changed body must hold each field once, because workers disagree about which of two counts, and some refuse both. So
+a value is replaced in its place, a missing field is inserted at the front, a dropped field is removed with its name,
+and a body that holds a field twice is refused. Bodies stay in pieces: only a piece that changes is copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY_PATTERN = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t
 _AFTER_VALUE_PATTERN = re.compile(rb"[ \t\r\n]*[,}]")
 _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Edit = tuple[int, int, bytes]
-"""(start, end, the bytes that take the place of those from start to end)."""
+"""(start, end, replacement of the bytes from start to end)."""
 
 
 class FieldSpans(msgspec.Struct):
@@ -30,12 +30,12 @@ class FieldSpans(msgspec.Struct):
     span_by_field: dict[str, tuple[int, int]]
     """Field -> (start, end) of its value."""
     content_start: int
-    """Offset behind the opening brace."""
+    """Offset after the opening brace."""
     key_start_by_field: dict[str, int] = {}
     """Field -> start of its name."""
 
     def make_edits(self, value_by_field: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
-        """Return the edits that give these fields these values, and take out those that are removed."""
+        """Return the edits that set these values and remove these fields."""
         edits = self._make_removals(removed_fields)
         value_by_missing_field: dict[str, object] = {}
         for name, value in value_by_field.items():
@@ -50,7 +50,7 @@ class FieldSpans(msgspec.Struct):
         return edits
 
     def _make_removals(self, removed_fields: Collection[str]) -> list[Edit]:
-        """Remove each field with the comma before it; those in front of all that stay, with the comma behind them."""
+        """Return edits that remove each field and the comma before it, or after it if no field before it stays."""
         names = list(self.span_by_field)
         first_kept_index = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
         edits: list[Edit] = []
@@ -71,7 +71,7 @@ class FieldSpans(msgspec.Struct):
 
 
 class FormSpans(FieldSpans):
-    """Places in a multipart form (router/prompting/forms.py), whose values are plain text. A missing field stays so."""
+    """Spans of the values of a multipart form (router/prompting/forms.py). A missing field is not inserted."""
 
     def make_edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
         value_by_field = {**fields, **dict.fromkeys(removed_fields, "")}
@@ -87,7 +87,7 @@ class FormSpans(FieldSpans):
 
 
 def locate_fields(body: bytes) -> FieldSpans:
-    """Find the top-level fields of a JSON object. Raises RequestError where it is none, or holds a field twice."""
+    """Locate the top-level fields of a JSON object. Raises RequestError for other JSON, or a field that comes twice."""
     raw_value_by_field: dict[str, msgspec.Raw] = decode_json(_FIELDS_DECODER, body)
     if len(raw_value_by_field) > MAX_FIELDS:
         raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
@@ -107,7 +107,7 @@ def locate_fields(body: bytes) -> FieldSpans:
 
 
 def locate_raw_fields(pieces: Sequence[bytes], spans: FieldSpans) -> dict[str, msgspec.Raw] | None:
-    """Return the located fields as they are in a body, without copying them; None where the body has several pieces."""
+    """Return the located fields as undecoded JSON, without copies; None if the body has several pieces."""
     if len(pieces) != 1:
         return None
     view = memoryview(pieces[0])
@@ -115,12 +115,12 @@ def locate_raw_fields(pieces: Sequence[bytes], spans: FieldSpans) -> dict[str, m
 
 
 def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
-    """Return a body with edits, which do not overlap. Pieces without one are the same objects."""
+    """Apply edits that do not overlap to a body. Pieces without an edit stay the same objects."""
     new_pieces = list(pieces)
     piece_starts = [0]
     for piece in new_pieces:
         piece_starts.append(piece_starts[-1] + len(piece))
-    for start, end, replacement in sorted(edits, reverse=True):  # from the back: what stands before keeps its place
+    for start, end, replacement in sorted(edits, reverse=True):  # from the back, so that earlier offsets stay right
         for i in reversed(range(len(pieces))):
             slice_start, slice_end = (
                 max(start, piece_starts[i]) - piece_starts[i],
@@ -137,5 +137,5 @@ def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, 
 
 
 def make_duplicate_field_error(name: str) -> RequestError:
-    """Return the error of a field that a body holds twice, where the router has to know which value counts."""
+    """Return the error for a field that comes twice, so that the router cannot know which value counts."""
     return RequestError(f"{name[:80]}: the body has this field twice, expected it once", param=name[:80])

@@ -1,6 +1,6 @@
-"""Forms that upload files (multipart/form-data, RFC 7578): the text fields that routing reads, and their places. Pure.
+"""Text fields of forms that upload files (multipart/form-data, RFC 7578), and their byte offsets. Pure.
 
-Read as Starlette reads them, which vLLM and SGLang are built on. The files are only searched for the boundary.
+Forms are parsed as by Starlette, on which vLLM and SGLang are built. Files are only searched for the boundary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_form(content_type: bytes | None) -> bool:
 
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
-    """Read what a form says of where it should go. Raises RequestError where it is no form, or holds a field twice."""
+    """Read the fields of a form that routing needs. Raises RequestError for a bad form, or a field that comes twice."""
     boundary = _parse_header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
     if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
         raise RequestError("content-type: a form needs a boundary", param=None)

@@ -1,4 +1,4 @@
-"""Conversations with media, which cannot be matched block by block: what tells one from others. Pure."""
+"""Conversations with images or other media, which cannot be matched to cached blocks by token ids. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MediaPrompt(NamedTuple):
     """A chat with media."""
 
     conversation_digest: int
-    """Digest of its first messages, up to the first of its user: the same in all turns of it."""
+    """Digest of the messages up to the first of the user, which all turns of a conversation share."""
     estimated_tokens: int
     """Estimated tokens of the whole prompt."""
 
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
-    """Read a chat's media; None where it has none."""
+    """Return the conversation and size of a chat with media; None if it has no media."""
     messages = _list_messages(request, body)
     char_count, medium_count = 0, 0
     for part in _iter_parts(messages):
@@ -48,7 +48,7 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
 
 
 def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
-    """List the messages as JSON has them, the system's first; empty where there can be no media."""
+    """List a body's messages as JSON values, the system's first; empty if the body can have no media."""
     source = request.source
     if source is None:
         return list(request.messages or ()) if request.has_media else []

@@ -1,7 +1,7 @@
-"""Fingerprints of a chat's messages and tools: enough to say which message changed, and how. Pure.
+"""Fingerprints of a chat's messages and tools, which say which message changed, and how. Pure.
 
-Owns what counts as the same. No text leaves here. Digests have 32 bits: two texts with one digest are taken for the
-same, which names a wrong reason once in four billion times and decides nothing.
+Owns which messages count as equal. Fingerprints contain no text. Digests have 32 bits: two texts of equal digest count
+as equal, which gives a wrong reason of a cache miss once in four billion times and decides nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,12 +18,12 @@ from prompts.chat_rendering import BILLING_LINE
 from prompts.chat_template import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, convert_source_to_chat
-from router.prompting.chat_outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, ROLE_BITS, Outline
+from router.prompting.chat_outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 THINK: Final = b"<think>"
 BILLING: Final = BILLING_LINE.encode()
-"""A text without the one, and a system's without a line that begins with the other, says what is rendered of it."""
+"""A text without THINK, and a system text without a line that begins with BILLING, is rendered as it is."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
@@ -32,8 +32,10 @@ _sorted_encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
-    """Outline a chat, or what stands for one; None where it is none. Messages and Responses bodies are outlined as the
-    chat that is rendered of them."""
+    """Outline a chat; None if the request is no chat.
+
+    A body of the Messages or Responses API is outlined as the chat into which it is converted.
+    """
     if request.source is not None:
         try:
             request = convert_source_to_chat(request, None, in_place=True)
@@ -50,7 +52,7 @@ def fingerprint_messages(messages: list[Message]) -> bytes:
 
 
 def fingerprint_tools(chat: RoutingRequest) -> bytes:
-    """Return two numbers for each tool of a chat: a digest as sent, and one normalised."""
+    """Return two numbers for each tool of a chat: a digest of the tool as sent, and one with sorted keys."""
     tools = array("I")
     for tool in chat.tools or ():
         tools.append(_digest(_encoder.encode(tool)))
@@ -68,64 +70,78 @@ def digest_template_options(request: RoutingRequest) -> int:
 
 
 def _digest(data: bytes, previous_digest: int = 0) -> int:
-    """Digest `data` that follows data with the digest `previous_digest`."""
+    """Return a 32-bit digest of data that follows other data, whose digest is `previous_digest`."""
     return digest32(data, previous_digest)
 
 
-def _fingerprint_message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
-    content = message.get("content")
+class _MessageFingerprint(NamedTuple):
+    """The FINGERPRINT_FIELDS numbers of a message."""
+
+    raw_digest: int
+    """Digest of the message as sent."""
+    normalized_digest: int
+    """Digest with sorted keys, and with the arguments of tool calls decoded."""
+    visible_digest: int
+    """The normalised digest without thoughts and billing lines."""
+    kind_bits: int
+    length: int
+
+
+def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
+    """Return the fingerprint of a message that is more than a role and a plain text."""
     kind_bits = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
-    text, has_thoughts = _message_text(content, is_system=kind_bits == 0)
-    other_fields = {
-        name: value for name, value in message.items() if name not in ("content", "role") and value is not None
-    }
-    raw = text.encode("utf-8", "surrogatepass")
-    raw_digest, size = _digest(raw), len(text)
-    if other_fields:
-        encoded_fields = _encoder.encode(other_fields)
-        raw_digest, size = _digest(encoded_fields, raw_digest), size + len(encoded_fields)
-    if other_fields.get("tool_calls"):
+    is_system = kind_bits == 0
+    content = message.get("content")
+    text = _read_text(content, is_system=is_system)
+    fields = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
+    text_digest = _digest(text.encode("utf-8", "surrogatepass"))
+    raw_digest, length = text_digest, len(text)
+    if fields:
+        encoded_fields = _encoder.encode(fields)
+        raw_digest, length = _digest(encoded_fields, text_digest), length + len(encoded_fields)
+    if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
-        other_fields["tool_calls"] = _decode_call_arguments(other_fields["tool_calls"])
-    normalized_digest = _digest(_sorted_encoder.encode(other_fields), _digest(raw)) if other_fields else raw_digest
-    visible_text = _BILLING_LINE.sub("", text) if kind_bits & ROLE_BITS == 0 and BILLING_LINE in text else text
-    kind_bits |= HAS_BILLING_LINE if visible_text is not text else 0
+        fields["tool_calls"] = _decode_call_arguments(fields["tool_calls"])
+    visible_text, visible_fields = text, {name: fields[name] for name in fields if name not in _THINKING_FIELDS}
+    if is_system and BILLING_LINE in text:
+        visible_text = _BILLING_LINE.sub("", text)
+        kind_bits |= HAS_BILLING_LINE if visible_text != text else 0
     if "<think>" in visible_text:
-        visible_text, has_thoughts = _without_thoughts(visible_text), True
-    visible_fields = {name: value for name, value in other_fields.items() if name not in _THINKING_FIELDS}
-    if has_thoughts or len(visible_fields) < len(other_fields):
+        visible_text = _remove_thoughts(visible_text)
+        kind_bits |= HAS_THOUGHTS
+    if len(visible_fields) < len(fields):
         kind_bits |= HAS_THOUGHTS
     visible_digest = _digest(visible_text.encode("utf-8", "surrogatepass"))
-    return (
+    return _MessageFingerprint(
         raw_digest,
-        normalized_digest,
+        _digest(_sorted_encoder.encode(fields), text_digest) if fields else text_digest,
         _digest(_sorted_encoder.encode(visible_fields), visible_digest) if visible_fields else visible_digest,
         kind_bits,
-        size,
+        length,
     )
 
 
-def _message_text(content: Any, *, is_system: bool) -> tuple[str, bool]:
-    """Return the text of a message, without the billing line that is not rendered, and whether it has thoughts."""
+def _read_text(content: Any, *, is_system: bool) -> str:
+    """Return the text of a message's content, with thoughts in marks and without a leading billing line."""
     if isinstance(content, str):
-        is_billed = is_system and content.startswith(BILLING_LINE)
-        return content.partition("\n")[2] if is_billed else content, False
+        has_billing_line = is_system and content.startswith(BILLING_LINE)
+        return content.partition("\n")[2] if has_billing_line else content
     if not isinstance(content, list):
-        return "" if content is None else _sorted_encoder.encode(content).decode(), False
-    texts, has_thoughts = [], False
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(part, dict) and part.get("type") == "thinking":
-            has_thoughts = True
-            texts.append(f"<think>{part.get('thinking')}</think>")
-        else:
-            text = text if isinstance(text, str) else _sorted_encoder.encode(part).decode()
-            texts.append("" if is_system and text.startswith(BILLING_LINE) else text)
-    return "".join(texts), has_thoughts
+        return "" if content is None else _sorted_encoder.encode(content).decode()
+    return "".join(_read_part_text(part, is_system=is_system) for part in content)
 
 
-def _without_thoughts(text: str) -> str:
-    """Remove the thoughts from a text. A pattern would search the whole text for each thought without an end."""
+def _read_part_text(part: Any, *, is_system: bool) -> str:
+    if isinstance(part, dict) and part.get("type") == "thinking":
+        return f"<think>{part.get('thinking')}</think>"
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        return _sorted_encoder.encode(part).decode()
+    return "" if is_system and text.startswith(BILLING_LINE) else text
+
+
+def _remove_thoughts(text: str) -> str:
+    """Remove thoughts from a text; a regular expression would take quadratic time if many thoughts have no end."""
     visible, position = [], 0
     while (start := text.find("<think>", position)) >= 0 and (end := text.find("</think>", start)) >= 0:
         visible.append(text[position:start])

@@ -1,8 +1,8 @@
-"""Large bodies, read by processes of their own (prompts/worker_pool.py), so that nobody waits for them here.
+"""Large bodies, read by worker processes (prompts/worker_pool.py), so that no other request waits for them.
 
-Owns how many wait and for how long, and what is done in such a process: first it says where a body should go, then it
-is told what to make of it. Invariant: `waiting_bytes` is the sum of the bodies that are waited for, at most
-`waiting_mb`.
+Owns how many bodies wait, how long, and what a process does with one: first it inspects the body for the fields that
+routing needs, then it reads the prompt. Invariant: `waiting_bytes` is the sum of the bodies that wait or are being
+read, at most `waiting_mb`.
 """
 
 from __future__ import annotations
@@ -45,47 +45,47 @@ from router.prompting.sessions import digest_first_user_message
 log = logging.getLogger("router")
 
 START_S_MAX = 30.0
-"""For starting a process, and for loading a vocabulary."""
+"""Time for starting a process, and for loading a tokenizer."""
 
 
 class ReadTask(msgspec.Struct):
-    """How a worker process reads the body that it has just inspected."""
+    """Instructions to a worker process for the body that it has inspected."""
 
     kind: ApiKind
     tokenizer_folder: str | None = None
-    """Folder of the tokenizer's files; None: only ids that the body brings itself."""
+    """Folder of the tokenizer's files; None if only token ids in the body are to be read."""
     tokens_max: int | None = None
     remote_model: str | None = None
-    """The model whose engine tokenises the prompt: the result is the body of that request instead of ids."""
+    """Model for `/tokenize`: the result is the body of such a request, because the workers tokenise the prompt."""
     as_sent: bool = False
-    """ChatTemplate.keeps_messages_as_sent"""
+    """Value of `ChatTemplate.keeps_messages_as_sent`."""
     seconds_max: float | None = None
-    """Time for reading the body, where that is less than `seconds_max` of the pool."""
+    """Time for reading the body, if less than `seconds_max` of the pool."""
     is_cached: bool = False
-    """Whether the conversation is to be cached (router/prompting/conversation_reading.py)."""
+    """Whether a cache entry of the conversation is wanted (router/prompting/conversation_reading.py)."""
 
 
 class ReadResult(NamedTuple):
-    """What a worker process read of a body."""
+    """Result of a ReadTask."""
 
     result: array[int] | bytes | None = None
     """Token ids, or the body of a `/tokenize` request."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/sessions.py)."""
+    """Digest of the first user message (router/prompting/sessions.py)."""
     conversation: CachedConversation | None = None
-    """The conversation to be cached, without its ids, which are `result`."""
+    """Conversation to be cached, without its token ids, which are `result`."""
     size: PromptSize | None = None
-    """Size of its prompts; None where an engine tokenises the first."""
+    """Size of the body's prompts; None if a worker tokenises the first."""
     further_tokens: Sequence[int] = ()
-    """Tokens of each prompt behind the first."""
+    """Tokens of each prompt after the first."""
     media: MediaPrompt | None = None
-    """Its conversation and size, where it has images or other media."""
+    """Conversation and size of a body with images or other media."""
     is_overdue: bool = False
-    """Whether it was not read in time."""
+    """Whether reading took too long."""
 
 
 class BodyRead(NamedTuple):
-    """A body that a worker process has read."""
+    """Request, field spans and prompt of a body that a worker process has read."""
 
     request: RoutingRequest
     spans: FieldSpans
@@ -93,7 +93,7 @@ class BodyRead(NamedTuple):
 
 
 class PromptWorkerPool:
-    """`await read(...)` reads one body."""
+    """The worker processes of one router."""
 
     def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None) -> None:
         self._config = config
@@ -101,10 +101,10 @@ class PromptWorkerPool:
         self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
         self.waiting_bytes = 0
         self._tenant_bytes: dict[str, int] = {}
-        """tenant -> bytes of its bodies that wait or are being read."""
+        """Tenant -> bytes of its bodies that wait or are being read."""
         self.cpu_s = 0.0
         self.counts: Counter[str] = Counter()
-        """outcome -> bodies: read, refused (no JSON), full, full_for_tenant, failed."""
+        """Outcome -> bodies: read, unread, refused (no JSON), full, full_for_tenant, failed."""
 
     async def read(
         self,
@@ -114,9 +114,12 @@ class PromptWorkerPool:
         is_wanted: Callable[[], bool],
         tenant: str = "",
     ) -> BodyRead:
-        """Read a body, in pieces: its request, the spans of its fields, what was read of its prompt. `kind`: of its
-        path; None where the body tells. `make_task` says how to read it, `is_wanted` whether its client is there.
-        Neither may raise. Raises RequestError for a body that is no JSON object, or that cannot be read now."""
+        """Read a body, given in pieces.
+
+        `kind` is the API of the body's path, None if the body decides. `make_task` says how to read the prompt of a
+        request, `is_wanted` whether the client is still connected; neither may raise. Raises RequestError for a body
+        that is no JSON object, or that cannot be read now.
+        """
         size = sum(map(len, body))
         self._check_capacity(tenant, size)
         inspections: list[tuple[RoutingRequest, FieldSpans]] = []
@@ -142,7 +145,7 @@ class PromptWorkerPool:
         return BodyRead(*inspections[0], result)
 
     def _check_capacity(self, tenant: str, size: int) -> None:
-        """Raises RequestError. Behind its first body, a tenant may fill as much as it leaves free for others."""
+        """Raise RequestError if a body has no room. A tenant's bodies after its first leave as much room to others."""
         bytes_max, waiting = self._config.waiting_mb << 20, self._tenant_bytes.get(tenant, 0)
         if self.waiting_bytes + size > bytes_max:
             self.counts["full"] += 1
@@ -162,7 +165,7 @@ class PromptWorkerPool:
         assert all(count > 0 for count in self._tenant_bytes.values())
 
     async def outline_body(self, body: Sequence[bytes], kind: ApiKind) -> Outline | None:
-        """Outline a whole chat that was read before; None where that fails."""
+        """Outline a whole chat in a worker process; None if that fails."""
         try:
             outline: Outline | None = await self.processes.run(
                 body[0], lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
@@ -172,7 +175,7 @@ class PromptWorkerPool:
         return outline
 
     def close_idle(self, now: float) -> None:
-        """End processes that had nothing to do for a while. `now`: of `time.monotonic`."""
+        """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
     async def _inspect(
@@ -207,7 +210,7 @@ def _overloaded_error(message: str, status: int = 503) -> RequestError:
 
 
 class WorkerState:
-    """State of a worker process: tokenizers, and the body that it was given last."""
+    """Tokenizers of a worker process, and the body that it inspected last."""
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
@@ -216,7 +219,7 @@ class WorkerState:
 
 
 def _inspect_body(state: WorkerState, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
-    """Return the fields of a body that routing needs, and the spans of all its fields."""
+    """Return the decoded fields of a body that routing needs, and the spans of all fields."""
     body = b"".join(pieces)
     fields, spans = read_routing_fields(body), locate_fields(body)
     state.body = body

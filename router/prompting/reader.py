@@ -88,7 +88,7 @@ class PromptReader:
         self._executor = executor
         self._render_s_max = render_s_max
         self.remote: RemoteTokenizer | None = None
-        """Asks workers for the token ids of models whose tokenizer is not on this machine."""
+        """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.worker_pool: PromptWorkerPool | None = None
         """Processes that read large bodies, and render templates that may take long."""
         self._timeouts: dict[str, int] = {}

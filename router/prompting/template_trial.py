@@ -1,7 +1,7 @@
-"""Whether a chat template may be rendered from a message boundary on: tried out when it is loaded.
+"""Trial of a chat template when it is loaded: whether it may be rendered from a message boundary on.
 
 Conversations of the shapes that occur (roles, tools, thoughts) grow turn by turn through a cache of their own. The ids
-must be those of a full read each time, and a part of the turns must be found in the cache.
+must be those of a full read each time, and some of the turns must be found in the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOOLS = [
 
 
 class _Messages:
-    """Messages with one filler."""
+    """Makes messages of trial conversations with one long text."""
 
     def __init__(self, filler: str) -> None:
         self._filler = filler
@@ -62,7 +62,7 @@ class _Messages:
         return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": text}
 
     def draw_conversations(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Conversations by name. Requests end where a model would answer: behind the user's message, or a tool's."""
+        """Yield (name, messages) of each conversation. A request ends after each message of the user or a tool."""
         question, answer, call, result = self.question, self.answer, self.call, self.result
         system = {"role": "system", "content": f"Be brief. {self._filler}"}
         plain = [message for i in range(4) for message in (question(i), answer(i))]
@@ -105,7 +105,7 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
 def _try_conversation(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
 ) -> tuple[str | None, int]:
-    """Return what went wrong, and how many requests were found in the cache."""
+    """Return the problem of a conversation, if any, and how many of its requests were found in the cache."""
     cache, hits = ConversationCache(CACHE_BYTES), 0
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:

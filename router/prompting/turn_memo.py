@@ -1,4 +1,4 @@
-"""Memo of what a template writes around new messages that are a role and a text, after known placeholder messages.
+"""Memo of the text that a template writes around new messages which are a role and a text.
 
 Rendering a few messages by Jinja takes 10 to 80 us; putting their texts into what was written before takes one. Only
 texts are taken that a template has no reason to change: not empty, without white space at their edges, and without a
@@ -34,7 +34,7 @@ class MemoKey(NamedTuple):
     """Digest of the template's inputs besides messages."""
     roles: tuple[str, ...]
     clock: tuple[str, ...]
-    """What the template says of the time."""
+    """Date and time as the template writes them."""
 
 
 class PlainTurn(NamedTuple):
@@ -51,7 +51,7 @@ class PlainTurn(NamedTuple):
 
 
 class _TurnSkeleton(NamedTuple):
-    """What a template writes before, between and after texts."""
+    """Text that a template writes before, between and after the texts of messages."""
 
     pieces: tuple[str, ...]
     text_indices: tuple[int, ...]

@@ -28,7 +28,7 @@ from router.prompting.conversation_cache import (
     CachedConversation,
     ConversationCache,
     _count_prefixes,
-    _prefix_bytes,
+    _get_prefix_bytes,
 )
 from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -421,7 +421,7 @@ def test_digests_are_of_beginnings() -> None:
             assert are_equal == [size <= at for size in lengths], "whatever byte of it is another one"
         if size >= BODY_BYTES_MIN:
             assert _count_prefixes(size) == len(prefix_digests)
-            assert [_prefix_bytes(i) for i in range(len(lengths))] == lengths
+            assert [_get_prefix_bytes(i) for i in range(len(lengths))] == lengths
 
 
 def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
