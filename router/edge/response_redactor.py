@@ -52,7 +52,11 @@ class ResponseRedactor:
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
         """Take the next bytes of the content; return what may be passed on, in all as long as what came."""
-        data, out = self._pending + content, bytearray()
+        data = self._pending + content if self._pending else content
+        if self._key_pattern.search(data) is None and not self._is_blanking and data[-1:] not in _KEY_START_ENDS:
+            self._pending = b""
+            return data  # as nearly always
+        out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
         while (match := self._key_pattern.search(data, position)) is not None:
             out += data[position : match.end()]
@@ -62,8 +66,6 @@ class ResponseRedactor:
                 self._is_blanking = self._is_escaped = False
         end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
         self._pending = data[end:]
-        if position == 0 and end == len(data):  # as nearly always
-            return data
         out += data[position:end]
         return bytes(out)
 
