@@ -60,7 +60,7 @@ class PulledBlocks:
         return block_copies
 
     def name(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
-        """Name and announce a block that is filled, and return its node.
+        """Name and announce a block that is filled, hold its parent until `release`, and return its node.
 
         None, and nothing done, if its parent was evicted meanwhile, or if the name is taken.
         """
@@ -72,13 +72,25 @@ class PulledBlocks:
         if block.kind != FULL_KIND and not node.has_computed(FULL_KIND):
             self._tree.remove_if_empty(node)
             return None
+        if block.kind == FULL_KIND and parent is not None:
+            self._pool.acquire(_full_block(parent))  # no path of cached blocks ends there any more
         self._tree.attach(node, block)
         self._tree.commit(block)
         return node
 
     def release(self, block: Block) -> None:
-        """Give up the reference of `allocate`. A named block becomes cached."""
-        if isinstance(block, StateBlock) and block.node is not None:
+        """Give up the references of `allocate` and `name`, children before parents. Named blocks become cached."""
+        node = block.node
+        if isinstance(block, StateBlock) and node is not None:
             self._states.release_new_checkpoint(block)
         else:
             self._pool.release(block)
+        if node is not None and node.parent is not None and block.kind == FULL_KIND:
+            self._pool.release(_full_block(node.parent))
+
+
+def _full_block(node: Node) -> Block:
+    """Return the device's full-attention block of a node that has one."""
+    block = node.blocks[FULL_KIND]
+    assert block is not None
+    return block

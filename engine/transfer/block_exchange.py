@@ -140,10 +140,12 @@ class BlockExchange:
         memory.execute(cache.pulled.take_copies())
         _write_contents(memory, items, new_blocks, contents)
         self._name(prompt, new_blocks)
-        for new_block in reversed(new_blocks):
-            if new_block.host_block is not None:
-                cache.host_tier.finish_promotion(new_block.host_block)
-            cache.pulled.release(new_block.block)
+        for _, block, host_block in reversed(new_blocks):
+            if host_block is not None and block.node is not None:
+                cache.host_tier.finish_promotion(host_block)
+            elif host_block is not None:
+                cache.host_tier.unpin(host_block)
+            cache.pulled.release(block)
         return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:

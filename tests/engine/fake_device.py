@@ -22,6 +22,7 @@ from engine.core import EngineCore
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import (
+    BlockCopy,
     Chunk,
     CopyDirection,
     Request,
@@ -148,15 +149,7 @@ class FakeDevice:
         plan, size = step.plan, self.block_size
         self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in step.chunks])
         self.computed_tokens += sum(c.end - c.start for c, _, _, _ in step.chunks)
-        for kind, source, destination, way in plan.block_copies:
-            places = (self.host_slots if way is CopyDirection.FROM_HOST else self.slots), (
-                self.host_slots if way is CopyDirection.TO_HOST else self.slots)  # fmt: skip
-            if kind == len(self.windows):
-                states = (self.host_states if way is CopyDirection.FROM_HOST else self.states), (
-                    self.host_states if way is CopyDirection.TO_HOST else self.states)  # fmt: skip
-                states[1][destination] = states[0][source]
-            else:
-                places[1][kind, destination] = list(places[0].get((kind, source), [None] * size))
+        self.copy_blocks(plan.block_copies)
         for source, destination in plan.state_restores:
             self.states[destination] = self.states[source]
         for unit in plan.state_resets:
@@ -193,6 +186,17 @@ class FakeDevice:
         for source, destination in plan.state_checkpoints:
             self.states[destination] = self.states[source]
         return result
+
+    def copy_blocks(self, block_copies: Tokens[BlockCopy]) -> None:
+        for kind, source, destination, way in block_copies:
+            places = (self.host_slots if way is CopyDirection.FROM_HOST else self.slots), (
+                self.host_slots if way is CopyDirection.TO_HOST else self.slots)  # fmt: skip
+            if kind == len(self.windows):
+                states = (self.host_states if way is CopyDirection.FROM_HOST else self.states), (
+                    self.host_states if way is CopyDirection.TO_HOST else self.states)  # fmt: skip
+                states[1][destination] = states[0][source]
+            else:
+                places[1][kind, destination] = list(places[0].get((kind, source), [None] * self.block_size))
 
     def _logprobs(self, result: StepResult, index: int, request: Request, start: int, end: int, samples: bool) -> None:
         if request.params.logprobs is not None and samples:
