@@ -1,7 +1,6 @@
-"""Bodies are read where they do no harm: short ones at once, longer ones in a thread, long ones in another process.
+"""Parse bodies where they delay nobody: short ones at once, longer ones in a thread, long ones in another process.
 
-What a client sends decides how long it takes to parse, to render and to encode, and how much memory
-(prompts/worker_pool.py).
+A client decides by its body how much time and memory parsing, rendering and encoding take (prompts/worker_pool.py).
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from prompts.worker_pool import WorkerPool, WorkerProcessError
 
 T = TypeVar("T")
 BodyParser = Callable[[bytes, Tokenizer, ModelLimits], T]
-"""A function of a module: what it does not raise as RequestError must be small."""
+"""A module-level function of (body, tokenizer, limits). Its result is sent between processes, so it must be small."""
 
 INLINE_BYTES_MAX = 4096
-"""Bodies up to this size are read on the event loop: a thread would cost more than it frees."""
+"""Bodies up to this size are parsed on the event loop, where a thread would cost more than it frees."""
 THREAD_BYTES_MAX = 64 << 10
-"""Bodies up to this size are read in a thread: parsing them holds the interpreter for some milliseconds at most."""
+"""Bodies up to this size are parsed in a thread. Parsing holds the interpreter for some milliseconds at most."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
-"""Most memory of a process."""
+"""Most memory of a process that parses bodies."""
 GRAMMAR_CHARS_MAX = 1 << 20
 GRAMMAR_CPU_S_MAX = 2
 """CPU time of the process that checks a grammar."""
 GRAMMAR_S_MAX = 60.0
-"""Time for that check with the start of its process, on a busy machine."""
+"""Time for a grammar's check and the start of its process, on a busy machine."""
 GRAMMAR_BYTES_MAX = 1 << 30
 GRAMMAR_STACK_BYTES_MAX = 1 << 20
-"""Stack of that process, smaller than that of any thread of the core, so that a grammar too deep there fails here."""
+"""Stack of the checking process, smaller than any stack of the core: a grammar that is too deep fails there first."""
 CHECKED_GRAMMARS_MAX = 4096
-"""Grammars that are known to be good."""
+"""Most grammars whose check is remembered."""
 
 log = logging.getLogger("engine.server")
 
 
 class BodyReader:
-    """Reads bodies with one tokenizer. `close` it."""
+    """Parses bodies with one tokenizer. Must be closed."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
-        """`folder`, `chat_template`: where `tokenizer` is from, for the processes, which are started when needed."""
+        """`folder`, `chat_template`: sources of `tokenizer`, from which the processes load their own one."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
@@ -64,10 +63,10 @@ class BodyReader:
         )
         self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
-        """Digest of a checked grammar -> the grammar to compile."""
+        """Digest of a grammar -> the checked grammar, in the form that the core compiles."""
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0) -> T:
-        """Return the result of `parse` on a body. `extra_bytes`: further bytes that it reads. Raises RequestError."""
+        """Return the result of `parse` for a body. `extra_bytes`: size of its other inputs. Raises RequestError."""
         size = len(data) + extra_bytes
         if size <= INLINE_BYTES_MAX:
             return parse(data, self._tokenizer, self._limits)
@@ -76,7 +75,7 @@ class BodyReader:
             return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
         task = asyncio.ensure_future(self._read_in_process(parse, data))
         task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
-        return await asyncio.shield(task)  # a client who leaves leaves no process half way through its body
+        return await asyncio.shield(task)  # the process finishes a body even if the client leaves
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         try:
@@ -88,7 +87,7 @@ class BodyReader:
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
 
     async def check(self, constraint: Constraint) -> Constraint:
-        """The constraint as the core wants it. Raises RequestError where it cannot be compiled, or not in time."""
+        """Return the constraint with a checked grammar. Raises RequestError if it does not compile, or not in time."""
         digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
@@ -133,7 +132,7 @@ def _load_vocabulary(folder: str, vocab_size: int) -> GrammarVocabulary:
 
 
 def _check_with_time_limit(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
-    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # nobody handles its signal: it ends the process
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # its signal has no handler and ends the process
     try:
         return check_constraint(vocabulary, constraint)
     finally:

@@ -1,9 +1,9 @@
-"""Chats, completions, Messages and Responses: a body in, JSON or a stream of SSE chunks out.
+"""Handlers that generate: chats, completions, Messages and Responses, answered by JSON or a stream of events.
 
-Response headers of a stream are sent with its first token, so that what fails before it has the right status; where
-that takes longer than `KEEPALIVE_COMMENT_S`, with a comment, as clients and proxies give up on connections without a
-byte. A client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
-outputs merge; it never makes the core wait.
+The head of a stream is sent with its first token, so that an error before it has the right status. A first token that
+takes longer than `KEEPALIVE_COMMENT_S` is preceded by a comment, because clients and proxies give up on silent
+connections. A client that leaves cancels its handler, which aborts the sequences. A client that reads slowly makes the
+outputs of the core merge; the core never waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
 from engine.http.response_store import StoredResponse
-from engine.http.state import ServerState, not_running, random_id
+from engine.http.state import ServerState, make_not_running_error, make_random_id
 from engine.output.choice import Choice, ChoiceDelta
 from engine.process.client import EngineDeadError, OutputStream
 from engine.protocol.chat import ChatFormatter
@@ -45,31 +45,32 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MESSAGE_ID_PREFIX, _RESPONSE_ID_PREFIX = "msg_", "resp_"
 KEEPALIVE_COMMENT_S = 5.0
-"""A stream that says nothing for so long sends a comment."""
+"""Silence after which a stream sends a comment."""
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 LOGPROBS_PER_PAUSE = 2048
-"""Logprobs that are formatted between two pauses of the loop: some milliseconds."""
+"""Logprobs that are formatted before the event loop serves others, in some milliseconds."""
 FINAL_ERROR_S = 1.0
-"""For the error that ends a stream at its deadline."""
+"""Time for writing the error that ends a stream at its deadline."""
 ResponseFormatter = ChatFormatter | CompletionFormatter | MessagesFormatter | ResponsesFormatter
 SMALL_WRITE_BYTES = 32 << 10
-"""Less than what a transport buffers before it asks its writer to wait."""
+"""Writes below this size fit into the empty buffer of a transport."""
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await _handle(request, read_chat, "chatcmpl-")
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, read_chat, "chatcmpl-")
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
-    return await _handle(request, read_completion, "cmpl-")
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, read_completion, "cmpl-")
 
 
-async def messages(request: web.Request) -> web.StreamResponse:
-    return await _handle(request, read_messages, "msg_")
+async def create_message(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, read_messages, _MESSAGE_ID_PREFIX)
 
 
-async def responses(request: web.Request) -> web.StreamResponse:
+async def create_response(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     data, previous_messages = await state.read_body(request), None
     items: dict[str, bytes] = {}
@@ -82,12 +83,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
             ).messages
         items = {name: state.response_store.get_item(name, param) for name, param in references.items.items()}
     extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
-    return await _handle(
-        request, partial(read_response, previous_messages, items=items), "resp_", extra_bytes=extra_bytes
+    return await _generate(
+        request, partial(read_response, previous_messages, items=items), _RESPONSE_ID_PREFIX, extra_bytes=extra_bytes
     )
 
 
-async def _handle(
+async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
     state = request.app[STATE]
@@ -98,22 +99,23 @@ async def _handle(
         state.check_model(body.model)
         constraint = None if parsed_request.constraint is None else await state.reader.check(parsed_request.constraint)
         generation = _make_generation(state, request, parsed_request, id_prefix, constraint)
-        formatter: ResponseFormatter
-        if parsed_request.response_context is not None:
-            if parsed_request.response_context.skipped_item_types:
-                log.warning(
-                    "items of a response's input are not shown: %s",
-                    ", ".join(parsed_request.response_context.skipped_item_types)[:1000],
-                )
-            formatter = ResponsesFormatter(generation, parsed_request.response_context)
-        elif id_prefix == "msg_":
-            formatter = MessagesFormatter(generation)
-        elif isinstance(body, ChatRequest):
-            formatter = ChatFormatter(generation, body, state.detokenizer_factory)
-        else:
-            formatter = CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
+        formatter = _make_formatter(state, parsed_request, generation)
         stream = state.submit(state.name_kv_source(body.kv_transfer_params, generation.requests))
     return await _respond(state, request, generation, stream, formatter)
+
+
+def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generation: Generation) -> ResponseFormatter:
+    body, response_context = parsed_request.body, parsed_request.response_context
+    if response_context is not None:
+        if response_context.skipped_item_types:
+            item_types = ", ".join(response_context.skipped_item_types)[:1000]
+            log.warning("items of a response's input are not shown: %s", item_types)
+        return ResponsesFormatter(generation, response_context)
+    if generation.id.startswith(_MESSAGE_ID_PREFIX):
+        return MessagesFormatter(generation)
+    if isinstance(body, ChatRequest):
+        return ChatFormatter(generation, body, state.detokenizer_factory)
+    return CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
 
 
 def _make_generation(
@@ -125,13 +127,12 @@ def _make_generation(
 ) -> Generation:
     body = parsed_request.body
     client_id = body.request_id or request.headers.get("X-Request-Id") or ""
+    # A stored response can be read by everybody who knows its id, so that id is always random.
+    can_use_client_id = id_prefix != _RESPONSE_ID_PREFIX and _REQUEST_ID_PATTERN.fullmatch(client_id) is not None
     return make_generation(
         body,
         parsed_request.prompts,
-        id=id_prefix
-        + (
-            client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) and id_prefix != "resp_" else random_id()
-        ),  # who knows it may read it
+        id=id_prefix + (client_id if can_use_client_id else make_random_id()),
         request_prefix=state.make_request_prefix(),
         model=body.model or state.model_names[0],
         limits=state.limits,
@@ -144,7 +145,7 @@ def _make_generation(
 async def _respond(
     state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, formatter: ResponseFormatter
 ) -> web.StreamResponse:
-    """Follow what was submitted to the end, answer. Whatever ends this early aborts what still runs."""
+    """Answer from the outputs of the submitted sequences. If this ends early, the sequences are aborted."""
     state.begin_request()
     limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
     deadline_timer = None if limit_s is None else loop.call_later(limit_s, stream.fail, _make_timeout_error(limit_s))
@@ -169,6 +170,7 @@ async def _respond(
 
 
 def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
+    """Store a finished response of `/v1/responses` if its request wants that."""
     if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
         state.response_store.put(StoredResponse(formatter.make_final_response(), formatter.encode_messages()))
 
@@ -183,7 +185,7 @@ def _make_timeout_error(limit_s: float) -> RequestError:
 
 
 def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
-    """Why a sequence ended with an error: the client's fault, or the engine's."""
+    """Return the error of a sequence that failed, by the client's fault or the engine's."""
     if not output.is_client_error:
         return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
     param = None if constraint is None else constraint.param
@@ -191,7 +193,7 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
 
 
 class DeltaStream:
-    """Turns a stream of core outputs into pieces of choices, batch by batch; times and counts them."""
+    """Turns outputs of the core into deltas of choices, batch by batch, and records their times."""
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
         self._generation = generation
@@ -207,7 +209,7 @@ class DeltaStream:
         return [self._apply_output(output, now_s) for output in outputs]
 
     async def format_logprobs(self, formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]]) -> None:
-        """Format the logprobs of pieces, some at a time: between them the loop serves everybody else."""
+        """Format the logprobs of deltas, some at a time, so that the event loop serves others between them."""
         if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
             return
         logprobs_since_pause = 0
@@ -251,13 +253,13 @@ async def _stream_response(
             await delta_stream.format_logprobs(formatter, deltas)
             await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
         final_events = formatter.format_end()
-        _store_response(state, formatter)  # a client may go on from it as soon as it has the end
+        _store_response(state, formatter)  # a client may continue the response as soon as it has the end
         await writer.write(final_events)
     except (RequestError, EngineDeadError) as error:
         if not writer.has_started:
             raise
         if isinstance(error, EngineDeadError):
-            error = not_running(error)
+            error = make_not_running_error(error)
         state.metrics.count_error(error.status)
         await writer.write(formatter.format_error(error))
     finally:
@@ -266,10 +268,10 @@ async def _stream_response(
 
 
 class ResponseWriter:
-    """Sends one answer, and waits where the client does not take what was written; for ever it may not."""
+    """Sends one answer. A client that takes nothing for too long is dropped."""
 
     def __init__(self, request: web.Request, config: ServerConfig, deadline_s: float | None) -> None:
-        """`deadline_s`: of the loop's clock, when the client must have all; None: when it pleases."""
+        """`deadline_s`: time of the event loop's clock at which the answer must be sent; None: no deadline."""
         self._request = request
         self._stall_s = config.stall_timeout_s
         self._deadline_s = deadline_s
@@ -292,7 +294,7 @@ class ResponseWriter:
         return await self.end()
 
     async def write(self, data: bytes) -> None:
-        """The next bytes of a stream; its head goes with the first call."""
+        """Send the next bytes of a stream. The first call sends the head too."""
         self._write_count += 1
         if not self.has_started:
             await self._response.prepare(self._request)
@@ -300,12 +302,12 @@ class ResponseWriter:
             return
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
-            await self._response.write(data)  # cannot have to wait
+            await self._response.write(data)  # fits into the buffer, so there is nothing to wait for
         else:
             await self._wait_for_client(self._response.write(data))
 
     async def send_keepalive_comments(self) -> None:
-        """Send a comment to a client that has taken all whenever nothing was written for `KEEPALIVE_COMMENT_S`."""
+        """Send a comment whenever nothing was written for `KEEPALIVE_COMMENT_S`, unless the client reads slowly."""
         while True:
             write_count = self._write_count
             await asyncio.sleep(KEEPALIVE_COMMENT_S)
@@ -313,7 +315,7 @@ class ResponseWriter:
             if self._write_count == write_count and transport is not None and transport.get_write_buffer_size() == 0:
                 try:
                     await self.write(KEEPALIVE_COMMENT)
-                except ConnectionError:  # the client has left, which the stream finds out by itself
+                except ConnectionError:  # the client has left, and the stream will notice that
                     return
 
     async def end(self) -> web.StreamResponse:
@@ -321,6 +323,7 @@ class ResponseWriter:
         return self._response
 
     async def _wait_for_client(self, writing: Coroutine[Any, Any, None]) -> None:
+        """Wait until bytes are written. Raises ConnectionResetError if the client takes too long."""
         limit_s = self._stall_s
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - asyncio.get_running_loop().time()

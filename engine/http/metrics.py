@@ -1,7 +1,7 @@
-"""Counters of the HTTP process, and the Prometheus page in vLLM's metric names.
+"""Counters of the HTTP process, and the Prometheus page with vLLM's metric names.
 
-Counting happens for every token and must cost next to nothing, so a histogram is a bisect and an addition here, and
-becomes a prometheus object only when the page is requested. Knows the core only by its last `EngineStats`.
+Every token is counted, so counting is cheap: a histogram is a bisect and an addition, and becomes a Prometheus object
+only when the page is requested. Metrics of the core come from its last `EngineStats`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
+        """Return (upper bound, number of observations up to it) of each bucket, as Prometheus expects."""
         cumulative_count = 0
         bucket_rows: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts):
@@ -59,7 +59,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Counters of one HTTP process. Seconds and tokens."""
+    """Counters and histograms of one HTTP process, in seconds and tokens."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -79,7 +79,7 @@ class ServerMetrics:
 
 
 class RequestClock:
-    """The times of one HTTP request: first token, gaps between tokens, end."""
+    """Records the times of one HTTP request: first token, gaps between tokens, end."""
 
     __slots__ = ("_last_token_s", "_metrics", "_start_s")
 
@@ -89,7 +89,7 @@ class RequestClock:
         self._last_token_s: dict[int, float] = {}
 
     def record_tokens(self, index: int, count: int, now_s: float) -> None:
-        """`count` tokens of choice `index` have arrived."""
+        """Record that `count` tokens of choice `index` have arrived."""
         if not count:
             return
         last_token_s = self._last_token_s.get(index)
@@ -101,7 +101,7 @@ class RequestClock:
         self._metrics.generation_tokens += count
 
     def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
-        """A choice has ended."""
+        """Record that a choice has ended."""
         metrics = self._metrics
         metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
         metrics.e2e_request_latency.observe(now_s - self._start_s)
@@ -112,7 +112,7 @@ class RequestClock:
 
 
 class CoreReport(Protocol):
-    """Last reports of the core; None before the first, and for parts that the core does not have."""
+    """Last reports of the core. None: the core has not reported yet, or does not have the part."""
 
     stats: EngineStats | None
     publisher_stats: PublisherStats | None
@@ -141,7 +141,7 @@ class MetricsPage:
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as `generate_latest` expects of a registry."""
         core_report = self._core_report
-        if core_report.stats is not None:  # else the core has not said anything yet
+        if core_report.stats is not None:  # else the core has not reported yet
             yield from self._iter_core_metrics(core_report.stats)
             if core_report.stats.transfers is not None:
                 yield from self._iter_transfer_metrics(core_report.stats.transfers)

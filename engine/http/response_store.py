@@ -1,7 +1,4 @@
-"""Responses that clients may go on from, show or delete: those that were made here and are stored.
-
-Owns them, within `STORED_BYTES_MAX`: those that were not used for the longest go first.
-"""
+"""Stored responses of this server, which clients may continue, read and delete."""
 
 from __future__ import annotations
 
@@ -20,14 +17,16 @@ STORED_BYTES_MAX = 256 << 20
 
 @dataclass(slots=True)
 class StoredResponse:
+    """A finished response, and the conversation up to it."""
+
     response: ResponseObject
     messages: bytes
-    """With what was said, as JSON."""
-    size: int = 0
+    """JSON list of the rendered messages and the answer."""
+    size_bytes: int = 0
 
 
 class ResponseStore:
-    """Stored responses of one server, the ones used last."""
+    """Stored responses by id. The least recently used ones are dropped beyond STORED_MAX or STORED_BYTES_MAX."""
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -35,15 +34,15 @@ class ResponseStore:
         self.used_bytes = 0
 
     def put(self, stored_response: StoredResponse) -> None:
-        """Keep it; what was not used for the longest makes room."""
-        stored_response.size = len(stored_response.messages) + len(msgspec.json.encode(stored_response.response))
+        """Store a response, and drop the least recently used ones to make room."""
+        stored_response.size_bytes = len(stored_response.messages) + len(msgspec.json.encode(stored_response.response))
         self._responses[stored_response.response.id] = stored_response
-        self.used_bytes += stored_response.size
+        self.used_bytes += stored_response.size_bytes
         while self._responses and (self.used_bytes > self._bytes_max or len(self._responses) > STORED_MAX):
             self._drop(next(iter(self._responses)))
 
     def get(self, name: str, param: str) -> StoredResponse:
-        """Raises RequestError 404."""
+        """Return the response `name`, which the field `param` refers to. Raises RequestError 404."""
         stored_response = self._responses.get(name)
         if stored_response is None:
             message = (
@@ -55,7 +54,7 @@ class ResponseStore:
         return stored_response
 
     def get_item(self, name: str, param: str) -> bytes:
-        """Return an item of a stored response, as JSON. Raises RequestError 404."""
+        """Return the JSON of an item, which the field `param` refers to. Raises RequestError 404."""
         stored_response = self._responses.get(get_response_id_of_item(name))
         item = (
             None
@@ -69,13 +68,13 @@ class ResponseStore:
         return msgspec.json.encode(item)
 
     def delete(self, name: str) -> None:
-        """Raises RequestError 404."""
+        """Delete the response `name`. Raises RequestError 404."""
         self.get(name, "response_id")
         self._drop(name)
 
     def _drop(self, name: str) -> None:
-        self.used_bytes -= self._responses.pop(name).size
+        self.used_bytes -= self._responses.pop(name).size_bytes
 
     def check_invariants(self) -> None:
-        assert self.used_bytes == sum(stored_response.size for stored_response in self._responses.values())
+        assert self.used_bytes == sum(stored_response.size_bytes for stored_response in self._responses.values())
         assert self.used_bytes <= self._bytes_max

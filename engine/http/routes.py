@@ -1,4 +1,4 @@
-"""Every endpoint that does not generate: models, health, metrics, the cache's facts, tokenising."""
+"""Handlers that do not generate: models, stored responses, health, metrics, the cache, tokenising."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from aiohttp import web
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
-from engine.http.state import ASLEEP_MESSAGE, not_running, unavailable
 from engine.protocol.openai import ModelCard, ModelList
 from engine.protocol.parsed_request import read_count
 from engine.protocol.responses import DeletedResponse
@@ -26,12 +25,12 @@ def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type=_JSON)
 
 
-async def models(request: web.Request) -> web.Response:
+async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
     return json_response(ModelList(data=[_make_model_card(request, name) for name in state.model_names]))
 
 
-async def model(request: web.Request) -> web.Response:
+async def show_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     request.app[STATE].check_model(name)
     return json_response(_make_model_card(request, name))
@@ -44,7 +43,7 @@ def _make_model_card(request: web.Request, name: str) -> ModelCard:
     )
 
 
-async def response(request: web.Request) -> web.Response:
+async def show_response(request: web.Request) -> web.Response:
     stored_response = request.app[STATE].response_store.get(request.match_info["response_id"], "response_id")
     if request.query.get("stream", "false") != "false":
         raise RequestError("stream: a stored response is not streamed, ask for it whole", param="stream")
@@ -57,52 +56,46 @@ async def delete_response(request: web.Request) -> web.Response:
     return json_response(DeletedResponse(name))
 
 
-async def health(request: web.Request) -> web.Response:
-    """200 while new requests are taken. `x-core-silent-seconds`: since when the step loop owes an answer."""
+async def check_health(request: web.Request) -> web.Response:
+    """Answer 200 while new requests are admitted. `x-core-silent-seconds`: age of the oldest unanswered ping."""
     state = request.app[STATE]
-    if state.client.death_reason is not None:
-        raise not_running(state.client.death_reason)
-    if state.is_draining:
-        raise unavailable("the server is shutting down")
-    if state.is_asleep:
-        raise unavailable(ASLEEP_MESSAGE)
+    state.check_available()
     return web.Response(headers={"x-core-silent-seconds": f"{state.client.unanswered_ping_s():.1f}"})
 
 
-def served_paths(app: web.Application) -> list[str]:
-    """Every path without a name in it."""
+def list_paths(app: web.Application) -> list[str]:
+    """Return every path of a route that has no name in it."""
     paths = {resource.canonical for resource in app.router.resources()}
     return sorted(path for path in paths if "{" not in path)
 
 
-async def about(request: web.Request) -> web.Response:
-    """Answer GET / with the program, its version and its paths."""
-    paths = served_paths(request.app)
+async def show_paths(request: web.Request) -> web.Response:
+    """Answer with the program, its version and its paths."""
+    paths = list_paths(request.app)
     return json_response({"name": "blockcast engine", "version": __version__, "paths": paths})
 
 
-async def version(request: web.Request) -> web.Response:
+async def show_version(request: web.Request) -> web.Response:
     return json_response({"version": __version__, "engine": "blockcast", "python": platform.python_version()})
 
 
-async def metrics(request: web.Request) -> web.Response:
+async def show_metrics(request: web.Request) -> web.Response:
     page = request.app[STATE].metrics_page.render()
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-async def kv_event_sources(request: web.Request) -> web.Response:
+async def list_kv_event_sources(request: web.Request) -> web.Response:
     return web.Response(body=encode_sources(request.app[STATE].info.event_sources), content_type=_JSON)
 
 
-async def kv_cache_groups(request: web.Request) -> web.Response:
+async def list_kv_cache_groups(request: web.Request) -> web.Response:
     return json_response(request.app[STATE].info.groups)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget all cached prefixes and announce it. Running sequences keep what they hold."""
+    """Forget all cached prefixes and announce that. Running sequences keep their blocks."""
     state = request.app[STATE]
-    if state.client.death_reason is not None:
-        raise not_running(state.client.death_reason)
+    state.check_running()
     await state.client.reset_prefix_cache()
     return web.Response()
 

@@ -1,8 +1,8 @@
-"""The HTTP process: routes, errors in OpenAI's form, start and end. The model runs in another process.
+"""The HTTP process: routes, errors as the APIs have them, start and end. The model runs in another process.
 
-`serve` is its whole life: start the core, bind, answer, and on SIGTERM or Ctrl-C finish what is running (new requests
-get 503) and end with status 0. If the core dies, requests in flight get an error, /health says 503, and the process
-ends with status 1.
+`serve` starts the core, binds a port and answers. On SIGTERM or Ctrl-C running requests are finished, new ones get 503,
+and the process ends with status 0. If the core dies, requests in flight get an error, /health answers 503, and the
+process ends with status 1.
 """
 
 from __future__ import annotations
@@ -22,26 +22,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_log import AccessLogger
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
-from engine.http import weights
-from engine.http.generate import STATE, chat_completions, completions, messages, responses
-from engine.http.routes import (
-    about,
-    count_tokens,
-    delete_response,
-    detokenize,
-    health,
-    kv_cache_groups,
-    kv_event_sources,
-    metrics,
-    model,
-    models,
-    reset_prefix_cache,
-    response,
-    served_paths,
-    tokenize,
-    version,
-)
-from engine.http.state import RETRY_AFTER_S, ServerState, not_running, unavailable
+from engine.http import generate, routes, weights
+from engine.http.generate import STATE
+from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from options.system import raise_file_limit
@@ -54,11 +37,11 @@ log = logging.getLogger("engine.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
-"""Paths that need no API key: probes, and requests of a router that has none yet."""
+"""Paths that need no API key, for probes and for routers without a key."""
 PROBED_PATHS = OPEN_PATHS | {"/v1/models", "/is_sleeping"}
 """Paths that routers, probes and scrapers request each second."""
-OPERATOR_HANDLERS = frozenset({reset_prefix_cache, weights.sleep, weights.wake_up, weights.collective_rpc})
-"""Handlers that change the engine for all clients: a client's key does not open them."""
+OPERATOR_HANDLERS = frozenset({routes.reset_prefix_cache, weights.sleep, weights.wake_up, weights.collective_rpc})
+"""Handlers that change the engine for all clients. They need the operator's key."""
 CONNECTIONS_MAX = 4096
 """Default of --max-connections."""
 OTHER_FILE_DESCRIPTORS = 64
@@ -72,44 +55,43 @@ DEATH_GRACE_S = 1.0
 def build_app(state: ServerState) -> web.Application:
     app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
-    app.router.add_get("/", about)
-    app.router.add_post("/v1/chat/completions", chat_completions)
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/messages", messages)
-    app.router.add_post("/v1/messages/count_tokens", count_tokens)
-    app.router.add_post("/v1/responses", responses)
-    app.router.add_get("/v1/responses/{response_id}", response)
-    app.router.add_delete("/v1/responses/{response_id}", delete_response)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{model:.+}", model)
-    app.router.add_get("/health", health)
-    app.router.add_get("/ping", health)
-    app.router.add_post("/ping", health)
-    app.router.add_get("/version", version)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/kv_event_sources", kv_event_sources)
-    app.router.add_get("/kv_cache/groups", kv_cache_groups)
-    app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    app.router.add_get("/", routes.show_paths)
+    app.router.add_post("/v1/chat/completions", generate.create_chat_completion)
+    app.router.add_post("/v1/completions", generate.create_completion)
+    app.router.add_post("/v1/messages", generate.create_message)
+    app.router.add_post("/v1/messages/count_tokens", routes.count_tokens)
+    app.router.add_post("/v1/responses", generate.create_response)
+    app.router.add_get("/v1/responses/{response_id}", routes.show_response)
+    app.router.add_delete("/v1/responses/{response_id}", routes.delete_response)
+    app.router.add_get("/v1/models", routes.list_models)
+    app.router.add_get("/v1/models/{model:.+}", routes.show_model)
+    app.router.add_get("/health", routes.check_health)
+    app.router.add_get("/ping", routes.check_health)
+    app.router.add_post("/ping", routes.check_health)
+    app.router.add_get("/version", routes.show_version)
+    app.router.add_get("/metrics", routes.show_metrics)
+    app.router.add_get("/kv_event_sources", routes.list_kv_event_sources)
+    app.router.add_get("/kv_cache/groups", routes.list_kv_cache_groups)
+    app.router.add_post("/reset_prefix_cache", routes.reset_prefix_cache)
     if state.config.sleep_mode:
         app.router.add_post("/sleep", weights.sleep)
         app.router.add_post("/wake_up", weights.wake_up)
         app.router.add_get("/is_sleeping", weights.is_sleeping)
         app.router.add_post("/collective_rpc", weights.collective_rpc)
-    app.router.add_post("/tokenize", tokenize)
-    app.router.add_post("/detokenize", detokenize)
+    app.router.add_post("/tokenize", routes.tokenize)
+    app.router.add_post("/detokenize", routes.detokenize)
     return app
 
 
 @web.middleware
 async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that goes wrong becomes an error body of the API that was asked."""
+    """Check the API key, call the handler, and answer every exception with an error body of the requested API."""
     state = request.app[STATE]
     try:
-        keys = request.headers.get("Authorization"), request.headers.get("x-api-key")
         if request.match_info.handler in OPERATOR_HANDLERS:
-            state.check_admin_key(*keys)
+            state.api_keys.check_admin(request.headers)
         elif request.path not in OPEN_PATHS:
-            state.check_key(*keys)
+            state.api_keys.check_client(request.headers)
         return await handler(request)
     except RequestError as error:
         return make_error_response(state, request, error)
@@ -120,9 +102,9 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
             state, request, _convert_http_error(request, error), allow=error.headers.get("Allow")
         )
     except EngineDeadError as error:
-        return make_error_response(state, request, not_running(error))
+        return make_error_response(state, request, make_not_running_error(error))
     except ConnectionError:
-        return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
+        return web.Response(status=499)  # the client has left; an answer keeps aiohttp from logging a traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         error_body = RequestError("internal error", param=None, code="internal_error", status=500)
@@ -150,7 +132,7 @@ def make_error_response(
 
 def _convert_http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 404:
-        return make_unknown_path_error(request.path, served_paths(request.app))
+        return make_unknown_path_error(request.path, routes.list_paths(request.app))
     if error.status == 405:
         allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         message = f"{request.method} {request.path}: expected {allowed_methods}"
@@ -162,7 +144,7 @@ def _convert_http_error(request: web.Request, error: web.HTTPException) -> Reque
 
 
 class RequestLog(AccessLogger):
-    """One line a request, but for probes that succeed, which would drown the others."""
+    """Logs one line for each request, except for successful probes, of which there are many."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if response.status >= 400 or request.path not in PROBED_PATHS:
@@ -184,7 +166,10 @@ def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
 
 
 def compute_max_connections(setting: int | None) -> int:
-    """`setting`, or as many as this process has file descriptors for, which is said. Raises the soft limit."""
+    """Return the connections that may be open: `setting`, at most as many as there are file descriptors.
+
+    Raises the process's soft limit of descriptors first. None: CONNECTIONS_MAX, if there are enough.
+    """
     descriptors = max(1, raise_file_limit() - OTHER_FILE_DESCRIPTORS)
     if setting is None:
         return min(CONNECTIONS_MAX, descriptors)
@@ -197,7 +182,7 @@ def compute_max_connections(setting: int | None) -> int:
 
 
 class ConnectionLimit:
-    """Makes the protocol of each new connection; those beyond the limit are answered 503 and closed."""
+    """Makes the protocol of each new connection. Connections beyond the limit are answered 503 and closed."""
 
     def __init__(self, server: web.Server, limit: int) -> None:
         self._server = server
@@ -208,21 +193,23 @@ class ConnectionLimit:
         if len(self._server.connections) < self._max_connections:
             self._is_full = False
             return self._server()
-        if not self._is_full:  # once, until there was room again
+        if not self._is_full:  # one warning until there is room again
             self._is_full = True
             log.warning("%d connections are open: no more are taken (--max-connections)", self._max_connections)
         return RefusedConnection(self._max_connections)
 
 
 class RefusedConnection(asyncio.Protocol):
-    """A connection that is told that there are too many."""
+    """Answers a connection beyond the limit with 503, and closes it."""
 
     def __init__(self, limit: int) -> None:
         self._max_connections = limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
-        error = unavailable(f"{self._max_connections} connections are open, expected no more (--max-connections)")
+        error = make_unavailable_error(
+            f"{self._max_connections} connections are open, expected no more (--max-connections)"
+        )
         body = msgspec.json.encode(error.body())
         transport.write(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: %d\r\n"
@@ -232,7 +219,7 @@ class RefusedConnection(asyncio.Protocol):
 
 
 class Server:
-    """One engine serving; `run` returns the exit status."""
+    """One engine that serves. `run` returns the exit status."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self._engine_config = engine_config
@@ -266,7 +253,7 @@ class Server:
         await asyncio.wait(startup_futures, return_when=asyncio.FIRST_COMPLETED)
         if not ready_task.done():
             ready_task.cancel()
-            return 0  # told to stop while loading
+            return 0  # a signal came while the model was loaded
         try:
             info = ready_task.result()
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
@@ -325,7 +312,7 @@ class Server:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address; port 0 lets the system choose. Raises OSError."""
+    """Return a socket that is bound to an address. Port 0 lets the system choose one. Raises OSError."""
     family, socket_type, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -343,7 +330,7 @@ def bind(host: str, port: int) -> socket.socket:
 def print_startup(
     engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket
 ) -> None:
-    """The lines a person (or a script) waits for."""
+    """Print what was started. A script may wait for the last line."""
     info = state.info
     host, port = listener.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
@@ -380,7 +367,7 @@ def _report_failure(message: str) -> int:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Bytes that are not HTTP are answered with 400 and are no error of ours: not worth a traceback each."""
+    """Drops log records of requests that are not HTTP: they are answered 400, and a traceback says no more."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -388,7 +375,7 @@ class _MalformedRequestFilter(logging.Filter):
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until a signal comes or the core dies. Return the exit status."""
 
     logging.getLogger("aiohttp.server").addFilter(_MalformedRequestFilter())
 

@@ -1,12 +1,8 @@
-"""State that all handlers share: facts of the loaded model, the client of the core, counters, and admission.
-
-Owns admission (model name, queue limit, draining, a dead core), and nothing of the format of answers.
-"""
+"""State that all handlers share: facts of the loaded model, the client of the core, counters and admission."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import time
 import uuid
@@ -18,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.config import ServerConfig
+from engine.http.api_keys import ApiKeys
 from engine.http.body_workers import BodyReader
 from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.http.response_store import ResponseStore
@@ -32,11 +29,11 @@ from prompts.errors import format_value
 from prompts.kv_source import read_kv_source
 
 RETRY_AFTER_S = 1
-ASLEEP_MESSAGE = "the engine sleeps, or is given other weights"
+"""Value of the Retry-After header."""
 
 
 class ServerState:
-    """One serving HTTP process. Made once the core is ready."""
+    """State of the HTTP process, made when the core is ready."""
 
     def __init__(
         self,
@@ -48,11 +45,10 @@ class ServerState:
         *,
         fleet_key: bytes | None = None,
     ) -> None:
-        """`folder`: of the tokenizer. `fleet_key`: where blocks move between engines."""
+        """`folder`: folder of the tokenizer. `fleet_key`: key for block transfers between engines; None: off."""
         self.config = config
         self.client = client
         self.info = info
-        self.tokenizer = tokenizer
         self.detokenizer_factory = DetokenizerFactory(tokenizer.hf_tokenizer)
         self.model_names = config.served_model_names or (info.model_name,)
         call_format, reasoning_format = resolve_formats(
@@ -74,60 +70,28 @@ class ServerState:
         self.start_time_s = int(time.time())
         self.is_draining = False
         self.is_asleep = False
-        """Or about to be, or to have other weights: nothing new is taken in."""
+        """Whether no request is admitted because the engine sleeps, or is about to, or gets other weights."""
         self.weights_change_lock = asyncio.Lock()
         self.active_request_count = 0
-        """Completion requests being answered."""
+        """Generating requests that are being answered."""
         self._reading_request_count = 0
-        """Requests that are being read; each counts as one sequence."""
-        self._model_names = frozenset(self.model_names)
-        self._api_keys = tuple(key.encode() for key in config.api_keys)
-        self._admin_keys = () if config.admin_api_key is None else (config.admin_api_key.encode(),)
+        """Number of bodies that are being parsed. Each counts as one sequence of the queue."""
+        self.api_keys = ApiKeys(config.api_keys, config.admin_api_key)
         self._fleet_key = fleet_key
         self._request_numbers = itertools.count()
         self._idle_event = asyncio.Event()
         self._idle_event.set()
 
-    def check_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
-        """Compare a bearer token, or without one Anthropic's header, with the API keys in constant time. Raises
-        RequestError 401."""
-        if self._api_keys and not _matches_any_key(self._api_keys, authorization, x_api_key):
-            raise RequestError(
-                "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
-                param=None,
-                code="invalid_api_key",
-                status=401,
-            )
-
-    def check_admin_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
-        """Whether the operator asks. Raises RequestError: 401 for another key, 403 where only clients have keys."""
-        if self._admin_keys:
-            if not _matches_any_key(self._admin_keys, authorization, x_api_key):
-                raise RequestError(
-                    "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
-                    "--admin-api-key",
-                    param=None,
-                    code="invalid_api_key",
-                    status=401,
-                )
-        elif self._api_keys:
-            raise RequestError(
-                "an operator's route, which no client's key opens: start the engine with --admin-api-key",
-                param=None,
-                code="forbidden",
-                status=403,
-            )
-
     def check_model(self, model: str | None) -> None:
-        """None is the served model. Raises RequestError 404 for another."""
-        if model is not None and model not in self._model_names:
+        """Raise RequestError 404 for a model that is not served. None is the served model."""
+        if model is not None and model not in self.model_names:
             error = bad_value("model", model, f"one of {', '.join(self.model_names)}")
             error.status, error.code = 404, "model_not_found"
             raise error
 
     @contextmanager
     def reserve_admission(self) -> Iterator[None]:
-        """A place for a request that is being read. Raises RequestError 503 or 429."""
+        """Reserve room in the queue while a body is parsed. Raises RequestError 503 or 429."""
         self._check_capacity(1)
         self._reading_request_count += 1
         try:
@@ -136,7 +100,10 @@ class ServerState:
             self._reading_request_count -= 1
 
     def name_kv_source(self, kv_transfer_params: Mapping[str, Any] | None, requests: list[Request]) -> list[Request]:
-        """Return the requests with the peer that a body names, where blocks move. Raises RequestError 400 or 403."""
+        """Return the requests with the peer that a body names as the source of cached blocks.
+
+        Raises RequestError 400 or 403.
+        """
         if self._fleet_key is None:
             return requests
         remote_source = read_kv_source(kv_transfer_params)
@@ -147,20 +114,28 @@ class ServerState:
         return [msgspec.structs.replace(request, kv_source=kv_source) for request in requests]
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Let the sequences of an admitted request in, all or none. Raises RequestError 503, 429 or 400."""
+        """Submit all sequences of a request, or none of them. Raises RequestError 503, 429 or 400."""
         limit = self.config.max_queue
         if limit and len(requests) > limit:
             raise RequestError(f"n: {len(requests)} sequences, expected at most {limit} (--max-queue)", param="n")
         self._check_capacity(len(requests) - 1)
         return self.client.submit(requests)
 
-    def _check_capacity(self, additional_sequences: int) -> None:
-        if self.client.death_reason is not None:
-            raise not_running(self.client.death_reason)
+    def check_available(self) -> None:
+        """Raise RequestError 503 while no new request can be admitted."""
+        self.check_running()
         if self.is_draining:
-            raise unavailable("the server is shutting down")
+            raise make_unavailable_error("the server is shutting down")
         if self.is_asleep:
-            raise unavailable(ASLEEP_MESSAGE)
+            raise make_unavailable_error("the engine sleeps, or is given other weights")
+
+    def check_running(self) -> None:
+        """Raise RequestError 503 if the core has died."""
+        if self.client.death_reason is not None:
+            raise make_not_running_error(self.client.death_reason)
+
+    def _check_capacity(self, additional_sequences: int) -> None:
+        self.check_available()
         limit, current_sequences = self.config.max_queue, self.client.in_flight_count + self._reading_request_count
         if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
@@ -180,17 +155,17 @@ class ServerState:
             self._idle_event.set()
 
     async def wait_until_idle(self) -> None:
-        """Wait until no completion request is being answered."""
+        """Wait until no generating request is being answered."""
         await self._idle_event.wait()
 
     def make_request_prefix(self) -> str:
-        """Names a request's sequences in the core."""
+        """Return the first part of the names that a request's sequences have in the core."""
         return format(next(self._request_numbers), "x")
 
     async def read_body(self, request: web.Request) -> bytes:
-        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before.
+        """Return the request's body. Raises RequestError: 408 if it takes too long, 400 if the client leaves before.
 
-        A compressed body is refused: a few bytes may stand for gigabytes.
+        A compressed body is refused, because a few bytes may decompress to gigabytes.
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() not in ("", "identity"):
@@ -213,20 +188,13 @@ class ServerState:
         self.reader.close()
 
 
-def _matches_any_key(keys: Sequence[bytes], authorization: str | None, x_api_key: str | None) -> bool:
-    scheme, _, credentials = (authorization or "").partition(" ")
-    token = (credentials if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
-    matches = [hmac.compare_digest(token, key) for key in keys]  # all, so that time tells nothing
-    return any(matches)
-
-
-def unavailable(message: str) -> RequestError:
+def make_unavailable_error(message: str) -> RequestError:
     return RequestError(message, param=None, code="unavailable", status=503)
 
 
-def not_running(reason: object) -> RequestError:
-    return unavailable(f"the engine is not running: {reason}")
+def make_not_running_error(reason: object) -> RequestError:
+    return make_unavailable_error(f"the engine is not running: {reason}")
 
 
-def random_id() -> str:
+def make_random_id() -> str:
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Sleep, wake up, other weights: vLLM's routes, with `--enable-sleep-mode`. Knows nothing of what is slept with."""
+"""Handlers for sleeping, waking up and reloading weights: vLLM's routes, with `--enable-sleep-mode`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _rpc_decoder = msgspec.json.Decoder(RpcBody)
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """`?level=1` gives the cache back, 2 the weights too. `?mode=wait`: what runs is finished before."""
+    """Let the engine sleep once running requests have ended. `?level=1` frees the cache, 2 the weights too."""
     state = request.app[STATE]
     level, mode = request.query.get("level", "1"), request.query.get("mode", "wait")
     if level not in ("1", "2"):
@@ -54,7 +54,7 @@ async def is_sleeping(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """`{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}`; without a path, the folder of last time."""
+    """Reload the weights, from `kwargs.weights_path` or from the last folder. No other method is known."""
     state = request.app[STATE]
     body: RpcBody = decode_json(_rpc_decoder, await state.read_body(request))
     path = body.kwargs.get("weights_path")
@@ -63,14 +63,14 @@ async def collective_rpc(request: web.Request) -> web.Response:
     if set(body.kwargs) - {"weights_path"} or not (path is None or isinstance(path, str)):
         raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
     if path is not None:
-        path = allowed_folder(path, (*state.config.weights_folders, state.info.model_path))
+        path = resolve_weights_folder(path, (*state.config.weights_folders, state.info.model_path))
     if state.is_asleep:
         raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
     await asyncio.shield(_change_weights(state, "reload", asleep_after=False, path=path))
     return web.json_response({"results": [None]})
 
 
-def allowed_folder(path: str, roots: Sequence[str]) -> str:
+def resolve_weights_folder(path: str, roots: Sequence[str]) -> str:
     """Return the folder that `path` names, links followed. Raises RequestError 403 where it is not below `roots`."""
     folder = Path(os.path.realpath(path))
     if not any(folder.is_relative_to(os.path.realpath(root)) for root in roots):
@@ -83,8 +83,11 @@ def allowed_folder(path: str, roots: Sequence[str]) -> str:
 async def _change_weights(
     state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
 ) -> None:
-    """While nothing new is taken in, and once what runs has ended; `asleep_after` it. Where it fails all is as before.
-    Shielded by the caller: it is done to its end also where the client leaves."""
+    """Change the weights once running requests have ended, while no new ones are admitted.
+
+    `asleep_after`: whether the engine sleeps after it. If the change fails, the engine is as asleep as before. Callers
+    shield this, so that it finishes even if the client leaves.
+    """
     async with state.weights_change_lock:
         asleep_before, state.is_asleep = state.is_asleep, True
         try:

@@ -30,7 +30,7 @@ async def _answer_normally(request: web.Request) -> web.Response:
 def test_a_client_gone_before_the_answers_head_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         app = web.Application(middlewares=[handle_errors])
-        app[STATE] = cast(Any, SimpleNamespace(check_key=lambda *_: None))
+        app[STATE] = cast(Any, SimpleNamespace(api_keys=SimpleNamespace(check_client=lambda headers: None)))
         app.add_routes([web.get("/gone", _leave_early), web.get("/here", _answer_normally)])
         runner = web.AppRunner(app)
         await runner.setup()

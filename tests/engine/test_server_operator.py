@@ -15,11 +15,12 @@ from aiohttp import ClientSession, web
 
 from engine.config import ServerConfig
 from engine.http import server
+from engine.http.api_keys import ApiKeys
 from engine.http.generate import DeltaStream
 from engine.http.metrics import ServerMetrics
 from engine.http.server import ConnectionLimit, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
-from engine.http.weights import allowed_folder
+from engine.http.weights import resolve_weights_folder
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
@@ -51,8 +52,7 @@ def make_state(client: Client, **config: Any) -> ServerState:
     state.start_time_s, state.active_request_count = 0, 0
     state.weights_change_lock, state._idle_event = asyncio.Lock(), asyncio.Event()
     state._idle_event.set()
-    state._api_keys = tuple(key.encode() for key in state.config.api_keys)
-    state._admin_keys = () if state.config.admin_api_key is None else (state.config.admin_api_key.encode(),)
+    state.api_keys = ApiKeys(state.config.api_keys, state.config.admin_api_key)
     return state
 
 
@@ -115,7 +115,7 @@ def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
         named_folder / "new",
         named_folder / "deep" / ".." / "deep",
     ):
-        assert allowed_folder(str(path), roots) == str(path.resolve())
+        assert resolve_weights_folder(str(path), roots) == str(path.resolve())
     for path in (
         other_folder,
         named_folder / "out",
@@ -125,7 +125,7 @@ def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
         Path("org/hub-name"),
     ):
         with pytest.raises(RequestError, match=r"kwargs.weights_path: got .*--allowed-weights-path") as error_info:
-            allowed_folder(str(path), roots)
+            resolve_weights_folder(str(path), roots)
         assert error_info.value.status == 403
 
 

@@ -1,0 +1,53 @@
+"""API keys of clients and of the operator."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+
+from prompts import RequestError
+
+
+class ApiKeys:
+    """Keys that open the server's routes. Without any key, everybody may call every route."""
+
+    def __init__(self, client_keys: Sequence[str], admin_key: str | None) -> None:
+        self._client_keys = [key.encode() for key in client_keys]
+        self._admin_keys = [] if admin_key is None else [admin_key.encode()]
+
+    def check_client(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError 401 unless the headers of a request have a client's key."""
+        if self._client_keys and not _has_key(headers, self._client_keys):
+            raise RequestError(
+                "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
+                param=None,
+                code="invalid_api_key",
+                status=401,
+            )
+
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError unless the headers have the operator's key: 401 for another key, 403 if there is none."""
+        if self._admin_keys:
+            if not _has_key(headers, self._admin_keys):
+                raise RequestError(
+                    "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
+                    "--admin-api-key",
+                    param=None,
+                    code="invalid_api_key",
+                    status=401,
+                )
+        elif self._client_keys:
+            raise RequestError(
+                "an operator's route, which no client's key opens: start the engine with --admin-api-key",
+                param=None,
+                code="forbidden",
+                status=403,
+            )
+
+
+def _has_key(headers: Mapping[str, str], keys: Sequence[bytes]) -> bool:
+    """Return whether a bearer token, or Anthropic's header if there is none, is one of the keys."""
+    scheme, _, credentials = headers.get("Authorization", "").partition(" ")
+    token = credentials if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    matches = [hmac.compare_digest(token.strip().encode(), key) for key in keys]  # all, so that time reveals nothing
+    return any(matches)
