@@ -18,11 +18,11 @@ try:
 except ImportError:
 
     def count_openings(text: bytes, end: int = sys.maxsize) -> int:
-        """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
+        """Count `[` and `{` before an offset: at most so many lists and objects are in the JSON."""
         return text.count(b"[", 0, end) + text.count(b"{", 0, end)
 
     def digest32(data: bytes, before: int, /) -> int:
-        """Of some bytes behind others whose digest is `before`."""
+        """Return a 32-bit digest of data that follows other data with the digest `before`."""
         return xxhash.xxh3_64_intdigest(data, before) & 0xFFFF_FFFF
 
     def message_words(
@@ -33,12 +33,18 @@ except ImportError:
         words_of_message: Callable[[Any], tuple[int, ...]],
         /,
     ) -> bytes:
-        """`other` of each message, 32 bits each."""
+        """Return the numbers of all messages as unsigned 32-bit integers.
+
+        `words_of_message` makes those of a message. The native function makes those of plain messages itself: a role
+        and a text without `mark`, and without a line that starts with `line` if the role's number in `roles` is 0.
+        """
         return array("I", [word for message in messages for word in words_of_message(message)]).tobytes()
 
     def digests(body: bytes, first: int, seed: int, end: int = sys.maxsize) -> list[int]:
-        """Of the beginnings of `body` before `end` that have `first` bytes, an eighth more, two eighths ..., twice as
-        many, an eighth of that more, and so on."""
+        """Return digests of prefixes of a body, up to `end`.
+
+        The first prefix has `first` bytes. Each doubling of the length is divided into eight steps.
+        """
         hasher, view, results = xxhash.xxh3_64(seed=seed), memoryview(body), list[int]()
         offset, length, step = 0, first, first // 8
         while length <= min(len(body), end):
@@ -49,5 +55,5 @@ except ImportError:
         return results
 
     def digests_among(body: bytes, first: int, seed: int, among: Mapping[int, object], most: int) -> list[int]:
-        """Of the `digests` of the whole body the last ones that `among` has, `most` at most, the last first."""
+        """Return the `digests` of a body that are keys of `among`, at most `most`, the longest prefix first."""
         return [digest for digest in reversed(digests(body, first, seed)) if digest in among][:most]

@@ -33,7 +33,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _REASONING_NAMES = frozenset(_REASONING_FIELDS)
 TEMPLATE_CHARS_MAX = 1 << 18
-"""Of a template; the longest known one has 20,000."""
+"""Longest template; the longest known one has 20,000 characters."""
 
 
 class ChatTemplateError(ValueError):
@@ -41,7 +41,7 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training masks; for inference it is transparent."""
+    """The tag `{% generation %}`, which marks answers for training and changes nothing of a prompt."""
 
     tags = {"generation"}
 
@@ -56,7 +56,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _DictType:
-    """`dict` for templates: callable, without the type's attributes."""
+    """`dict` for templates, without the attributes of Python's type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -66,7 +66,7 @@ class _DictType:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace()` without underscored names: attributes set on it must not reach Python's internals."""
+    """`namespace()` for templates, which refuses names that could reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # Jinja's own trick: no named parameter, so that `namespace(self=...)` works.
@@ -96,7 +96,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` without Jinja's HTML escapes: a prompt is not a page."""
+    """Filter `tojson` without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -109,22 +109,24 @@ _TIME_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"']*)"|'([^"']*)')\s*\)""")
 
 @lru_cache(maxsize=64)
 def _find_time_formats(source: str) -> tuple[str, ...]:
-    """Return the formats in which a template writes the time; one of microseconds where that cannot be told."""
+    """Return the formats in which a template writes the time; microseconds if a format is not a constant."""
     formats = tuple(match[1] or match[2] for match in _TIME_CALL.finditer(source))
     return formats if len(formats) == source.count("strftime_now(") else ("%f",)
 
 
 _DICT_ATTRIBUTES = frozenset(dir({}))
-"""Names that mean a dictionary's method before they mean an item."""
+"""Names that mean a method of a dictionary rather than an item."""
 _LOOP_ATTRIBUTES = frozenset(
     {"depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"}
 )
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Writes what templates do most without a call: an item of a dictionary by its name, where the loop stands. What
-    such an expression means is unchanged: anything else still goes through the sandbox. Computes nothing itself: what
-    a template says of constants (`'a' * 999999999`) is left for when it is rendered."""
+    """Compiles templates to faster Python than Jinja does.
+
+    Items of dictionaries and the state of a loop are read without a call; everything else still goes through the
+    sandbox. Constant expressions (`'a' * 999999999`) are not computed before a template is rendered.
+    """
 
     def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any) -> str:
         if not isinstance(node, (jinja2.nodes.Const, jinja2.nodes.TemplateData)):
@@ -159,7 +161,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         self.write(")")
 
     def _write_item_lookup(self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item_name: str) -> None:
-        """The item of a dictionary, or that it has none; the general way and a bracket follow."""
+        """Write a lookup of a dictionary's item. The caller writes the general expression and a closing bracket."""
         is_dict = "type({of}) is dict"
         self._write_fast_path(owner, frame, f"[{item_name!r}]", f"{is_dict} and {item_name!r} in {{of}}")
         reference = frame.symbols.ref(owner.name)
@@ -168,7 +170,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
     def _write_fast_path(
         self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item_code: str, condition_code: str
     ) -> None:
-        """Write `(of<item> if <condition> else `; the general way and a bracket follow."""
+        """Write `(owner<item> if <condition> else `. The caller writes the general expression and a closing bracket."""
         reference = frame.symbols.ref(owner.name)
         self.write("(")
         self.visit(owner, frame)
@@ -195,7 +197,7 @@ def _make_environment() -> _TemplateEnvironment:
 
 
 class _CompiledTemplate:
-    """One template's source, compiled, and the form in which it wants `content`."""
+    """A compiled template, and the form in which it wants `content`."""
 
     def __init__(self, source: str) -> None:
         env = _make_environment()
@@ -215,15 +217,17 @@ class _CompiledTemplate:
 
     @cached_property
     def bounded_template(self) -> jinja2.Template | None:
-        """The template as it is rendered in bounded time; None where that is not proven."""
+        """The template with limits on its time and memory; None if it is not proven to keep them."""
         env = _make_environment()
         template_limits.install_limits(env)
         tree = template_limits.add_limits(env.parse(self.source))
         return None if tree is None else env.from_string(tree)
 
     def render(self, variables: dict[str, Any], seconds_max: float | None = None) -> str:
-        """As `template.render`, without copying the globals through two mappings for every request. `seconds_max`: CPU
-        time, for a template with `bounded_template`."""
+        """Render the template. Faster than Jinja's `render`, which copies the globals for every request.
+
+        `seconds_max` limits the CPU time, and needs a `bounded_template`.
+        """
         template = self.template
         if seconds_max is not None:
             assert self.bounded_template is not None
@@ -272,23 +276,26 @@ class ChatTemplate:
         self._has_named_templates = not isinstance(templates, str)
         self._variables = dict(variables or {})
         self.keeps_messages_as_sent = False
-        """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
+        """Whether templates get messages as before transformers 5.23: with nulls, and with reasoning under one name."""
         for source in self._templates.values():
             _compile_template(source)
         self._seconds_max: float | None = None
         self.is_bounded = True
-        """Every rendering ends soon: there is a limit where others wait for it, or nobody waits."""
+        """Whether renderings are certain to end within the time limit, if there is one."""
 
     def set_time_limit(self, seconds_max: float) -> None:
-        """Let no rendering take more CPU time than this: others wait for it. Where that cannot be promised, or was seen
-        not to do, `is_bounded` says so, and nothing is rendered here."""
+        """Limit the CPU time of each rendering.
+
+        `is_bounded` becomes false if a template cannot promise that, or later breaks the promise; then it renders
+        nothing.
+        """
         self._seconds_max = seconds_max
         self.is_bounded = all(
             _compile_template(source).bounded_template is not None for source in self._templates.values()
         )
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
-        """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
+        """Return the template of a request. `override` is a template's text or the name of one of the model's."""
         if override is not None:
             return self._templates.get(override, override) if self._has_named_templates else override
         if has_tools and "tool_use" in self._templates:
@@ -301,17 +308,16 @@ class ChatTemplate:
         )
 
     def find_content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
-        """Whether the template wants `content` as a string or loops over its parts."""
+        """Return whether the template of a request wants `content` as a string or as parts."""
         return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
 
     def read_clock(self, *, has_tools: bool = False) -> tuple[str, ...]:
-        """Return what the template may write of the time now: as long as that is the same, so is what it renders."""
+        """Return the time now in each format that the template uses. Equal times give equal prompts."""
         formats = _find_time_formats(self.select_source(has_tools=has_tools))
         return tuple([_strftime_now(time_format) for time_format in formats]) if formats else ()
 
     def needs_system_first(self) -> bool:
-        """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
-        has one further on."""
+        """Whether the template refuses a system message after another message, by vLLM's test."""
         self._check_bounded()
         sources = (self.select_source(has_tools=has_tools) for has_tools in (False, True))
         return any(_needs_system_first(source, self._seconds_max) for source in sources)
@@ -332,8 +338,9 @@ class ChatTemplate:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
-        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
-        Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
+        """Return the prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
+
+        Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
         """
         if not messages:
             raise RequestError("messages: got an empty array, expected at least one message", param="messages")
@@ -341,42 +348,45 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
-        self._check_bounded()
-        template = self._compile_for_request(self.select_source(chat_template, has_tools=tools is not None))
-        if self._seconds_max is not None and template.bounded_template is None:  # a client's own
-            raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
-        template_messages = list(messages)
-        if not self.keeps_messages_as_sent:
-            for i, message in enumerate(template_messages):
-                if len(message) != 2 or message.get("content") is None or message.get("role") is None:
-                    template_messages[i] = _with_reasoning(_without_nulls(message))
-        final_text: str | None = None
-        messages_with_calls = None
-        if continue_final_message:
-            continued_field = continue_final_message if isinstance(continue_final_message, str) else "content"
-            if template_messages[-1].get("tool_calls") and continued_field == "content":
-                messages_with_calls = list(template_messages)
-                template_messages[-1] = {
-                    **_without_calls(template_messages[-1]),
-                    "content": template_messages[-1].get("content") or "",
-                }
-            final_text = _tag_final_message(template_messages, continued_field, template.source)
+        template = self._select_template(chat_template, has_tools=tools is not None)
         context = {
             **self._variables,
             **variables,
-            "messages": template_messages,
+            "messages": [self._convert_message(message) for message in messages],
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._render(template, context)
-        if final_text is None:
-            return text
-        if messages_with_calls is None:
-            return _cut_at_tag(text, final_text)
-        return _remove_turn_ending(
-            self._render(template, {**context, "messages": messages_with_calls}), _text_after_tag(text)
-        )
+        if not continue_final_message:
+            return self._render(template, context)
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        return self._render_continuation(template, context, field)
+
+    def _select_template(self, chat_template: str | None, *, has_tools: bool) -> _CompiledTemplate:
+        """Return the template of a request. Raises RequestError if it may take too long."""
+        self._check_bounded()
+        template = self._compile_for_request(self.select_source(chat_template, has_tools=has_tools))
+        if self._seconds_max is not None and template.bounded_template is None:  # a client's own
+            raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
+        return template
+
+    def _convert_message(self, message: Message) -> Message:
+        """Return a message as transformers from 5.23 on gives it to templates."""
+        is_plain = len(message) == 2 and message.get("content") is not None and message.get("role") is not None
+        return message if is_plain or self.keeps_messages_as_sent else _add_reasoning_names(_drop_nulls(message))
+
+    def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any], field: str) -> str:
+        """Render a chat up to the end of a field of its last message, for the model to continue there."""
+        tagged_messages = list(context["messages"])
+        final_message = tagged_messages[-1]
+        has_calls = field == "content" and bool(final_message.get("tool_calls"))
+        if has_calls:
+            tagged_messages[-1] = {**_drop_calls(final_message), "content": final_message.get("content") or ""}
+        final_text = _tag_final_message(tagged_messages, field, template.source)
+        tagged_text = self._render(template, {**context, "messages": tagged_messages})
+        if not has_calls:
+            return _cut_at_tag(tagged_text, final_text)
+        return _remove_turn_ending(self._render(template, context), _get_text_after_tag(tagged_text))
 
     def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
@@ -399,19 +409,19 @@ class ChatTemplate:
             raise RequestError(str(error), param="chat_template") from error
 
 
-def _without_calls(message: Message) -> Message:
+def _drop_calls(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def _without_nulls(message: Message) -> Message:
+def _drop_nulls(message: Message) -> Message:
     for value in message.values():
         if value is None:
             return {name: field_value for name, field_value in message.items() if field_value is not None}
     return message
 
 
-def _with_reasoning(message: Message) -> Message:
-    """Templates read an assistant's reasoning under three names; give them all (newest name last, as it wins)."""
+def _add_reasoning_names(message: Message) -> Message:
+    """Give reasoning under all three names that templates read; the newest name wins."""
     if _REASONING_NAMES.isdisjoint(message):
         return message
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
@@ -421,7 +431,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _tag_final_message(messages: list[Message], field: str, template_source: str) -> str:
-    """Append the tag to the text that the model should continue; `chat[-1]` is replaced by a tagged copy."""
+    """Replace the last message by a copy with a tag after the text to continue; return that text."""
     param = "continue_final_message"
     final_content = messages[-1].get(field)
     if final_content is None:
@@ -450,7 +460,7 @@ def _tag_final_message(messages: list[Message], field: str, template_source: str
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """Drop the tag and all that the template wrote after it; where the template trimmed the message, trim too."""
+    """Return the text before the tag, trimmed at its end if the template trimmed the message."""
     stripped_tag = _CONTINUE_TAG.strip()
     if final_text.strip() not in text or stripped_tag not in text:
         raise RequestError(
@@ -461,14 +471,14 @@ def _cut_at_tag(text: str, final_text: str) -> str:
     return text[:position] if text.startswith(_CONTINUE_TAG, position) else text[:position].rstrip()
 
 
-def _text_after_tag(text: str) -> str:
-    """What the template writes behind a message without calls: the end of a turn."""
+def _get_text_after_tag(text: str) -> str:
+    """Return what the template writes after a message: the end of a turn."""
     _, tag, ending = text.rpartition(_CONTINUE_TAG)
     return ending if tag else text.rpartition(_CONTINUE_TAG.strip())[2]
 
 
 def _remove_turn_ending(text: str, ending: str) -> str:
-    """Leave the last turn open behind its calls. (transformers would drop the calls.)"""
+    """Remove the end of the last turn after its tool calls, which transformers would drop."""
     if not text.endswith(ending):
         raise RequestError(
             "continue_final_message: the chat template ends a message with tool_calls in a way of its own, expected a "
@@ -479,53 +489,65 @@ def _remove_turn_ending(text: str, ending: str) -> str:
 
 
 def _detect_content_format(tree: jinja2.nodes.Template) -> ContentFormat:
-    """`parts` where the template loops over a message's content, else `string` (vLLM's rule for `auto`).
+    """Return `parts` if the template loops over a message's content, else `string` (vLLM's rule for `auto`)."""
+    names = _ContentNames(tree)
+    return "parts" if any(names.is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For)) else "string"
 
-    Follows names: what is assigned from `messages`, the loop variables over it, what is assigned from their content.
-    """
-    messages_names, content_names = {"messages"}, set[str]()
-    message_names = {"message"}
 
-    def strip_filters(node: jinja2.nodes.Node | None) -> jinja2.nodes.Node | None:
-        while isinstance(node, (jinja2.nodes.Filter, jinja2.nodes.Getitem)) and not _is_key(node):
-            node = node.node
-        return node
+class _ContentNames:
+    """Names in a template that stand for `messages`, for a message of them, or for a content of such a message."""
 
-    def is_content(node: jinja2.nodes.Node | None) -> bool:
-        node = strip_filters(node)
+    def __init__(self, tree: jinja2.nodes.Template) -> None:
+        self._messages = {"messages"}
+        self._message = {"message"}
+        self._content = set[str]()
+        for _ in range(3):  # a block may use names that a later block assigns
+            for loop in tree.find_all(jinja2.nodes.For):
+                self._add_loop(loop)
+            for assign in tree.find_all(jinja2.nodes.Assign):
+                self._add_assignment(assign)
+
+    def is_content(self, node: jinja2.nodes.Node | None) -> bool:
+        """Whether an expression is the content of a message."""
+        node = _strip_filters(node)
         if isinstance(node, jinja2.nodes.Name):
-            return node.name in content_names
+            return node.name in self._content
         owner = _find_key_owner(node, "content")
-        return (isinstance(owner, jinja2.nodes.Name) and owner.name in message_names) or _is_index_of(
-            owner, messages_names
-        )
+        is_message = isinstance(owner, jinja2.nodes.Name) and owner.name in self._message
+        return is_message or _is_index_of(owner, self._messages)
 
-    for _ in range(3):  # names may be used in a block that stands before the one that assigns them
-        for loop in tree.find_all(jinja2.nodes.For):
-            iterated_node = strip_filters(loop.iter)
-            iterates_messages = isinstance(iterated_node, jinja2.nodes.Name) and iterated_node.name in messages_names
-            if iterates_messages and isinstance(loop.target, jinja2.nodes.Name):
-                message_names.add(loop.target.name)
-        for assign in tree.find_all(jinja2.nodes.Assign):
-            if not isinstance(assign.target, jinja2.nodes.Name):
-                continue
-            value = strip_filters(assign.node)
-            if isinstance(value, jinja2.nodes.Name) and value.name in messages_names:
-                messages_names.add(assign.target.name)
-            elif is_content(assign.node):
-                content_names.add(assign.target.name)
-    return "parts" if any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For)) else "string"
+    def _add_loop(self, loop: jinja2.nodes.For) -> None:
+        iterated_node = _strip_filters(loop.iter)
+        is_over_messages = isinstance(iterated_node, jinja2.nodes.Name) and iterated_node.name in self._messages
+        if is_over_messages and isinstance(loop.target, jinja2.nodes.Name):
+            self._message.add(loop.target.name)
+
+    def _add_assignment(self, assign: jinja2.nodes.Assign) -> None:
+        if not isinstance(assign.target, jinja2.nodes.Name):
+            return
+        value = _strip_filters(assign.node)
+        if isinstance(value, jinja2.nodes.Name) and value.name in self._messages:
+            self._messages.add(assign.target.name)
+        elif self.is_content(assign.node):
+            self._content.add(assign.target.name)
+
+
+def _strip_filters(node: jinja2.nodes.Node | None) -> jinja2.nodes.Node | None:
+    """Return an expression without filters, indices and slices around it."""
+    while isinstance(node, (jinja2.nodes.Filter, jinja2.nodes.Getitem)) and not _is_key(node):
+        node = node.node
+    return node
 
 
 def _is_key(node: jinja2.nodes.Node) -> bool:
-    """`x['name']`, as opposed to `x[0]` or `x[1:]`."""
+    """Whether an expression is `x['name']`, as opposed to `x[0]` or `x[1:]`."""
     return isinstance(node, jinja2.nodes.Getitem) and (
         isinstance(node.arg, jinja2.nodes.Const) and isinstance(node.arg.value, str)
     )
 
 
 def _find_key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | None:
-    """`x` of `x.key` or `x['key']`."""
+    """Return `x` of an expression `x.key` or `x['key']`; None for another expression."""
     if isinstance(node, jinja2.nodes.Getattr) and node.attr == key:
         return node.node
     if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key:
@@ -534,7 +556,7 @@ def _find_key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.No
 
 
 def _is_index_of(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
-    """`messages[0]`, `messages[loop.index0]` ..."""
+    """Whether an expression is an item of one of these lists, such as `messages[0]` or `messages[loop.index0]`."""
     return (
         isinstance(node, jinja2.nodes.Getitem)
         and isinstance(node.node, jinja2.nodes.Name)

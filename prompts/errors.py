@@ -1,8 +1,7 @@
-"""What a client did wrong, in one type, and the one place where error bodies are made for both programs.
+"""Errors of requests, and their JSON bodies, for both programs.
 
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, or, under `/v1/messages`, Anthropic's:
-`{"type": "error", "error": {"type", "message"}}`. Knows nothing of HTTP servers: an edge turns `status` and `body()`
-into a response.
+`{"type": "error", "error": {"type", "message"}}`. HTTP servers make a response of `status` and `body()`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _ANTHROPIC_TYPE_BY_STATUS = {
 class RequestError(Exception):
     """A request that cannot be served as it was sent.
 
-    `param` names the field (`messages[2].content`), None where no single field is to blame. `code` is OpenAI's
+    `param` names the wrong field (`messages[2].content`), None if it is no single field. `code` is OpenAI's
     machine-readable word (`model_not_found`, `context_length_exceeded` ...).
     """
 
@@ -41,7 +40,7 @@ class RequestError(Exception):
         self.status = status
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The JSON body, in the form of the API that `path` belongs to."""
+        """Return the JSON body in the format of the API to which `path` belongs."""
         if _is_anthropic(path):
             error_type = _ANTHROPIC_TYPE_BY_STATUS.get(
                 self.status, "invalid_request_error" if self.status < 500 else "api_error"
@@ -54,16 +53,18 @@ class RequestError(Exception):
 
 
 def _is_anthropic(path: str) -> bool:
-    """Whether a client of Anthropic's API asked, also where its base URL makes a wrong path of it."""
+    """Whether a path is of Anthropic's API, or is a wrong one that its clients make of a base URL with a path."""
     return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
 def describe_context_overflow(
     path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
 ) -> str:
-    """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
-    `output_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
-    number; else the prompt has more."""
+    """Return the message for a prompt that is too long, in the words by which clients know that they must shorten it.
+
+    `output_tokens` are those of the requested answer, if the prompt alone has room. If not `is_exact`, the prompt has
+    more than `prompt_tokens`.
+    """
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):
         # A prompt that fills the context leaves no room for the first token of an answer.
@@ -79,12 +80,12 @@ def describe_context_overflow(
 
 
 def bad_value(param: str, value: object, expectation: str) -> RequestError:
-    """The usual error: a field, the value it had, what would have been right."""
+    """Return the error for a field with a wrong value, which says what was expected."""
     return RequestError(f"{param}: got {format_value(value)}, expected {expectation}", param=param)
 
 
 def format_value(value: object) -> str:
-    """A value as an error message may show it: JSON-like, short."""
+    """Return a short text of a JSON value for an error message."""
     json_literals = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
         return json_literals[value]

@@ -1,4 +1,4 @@
-"""Paths that clients get wrong: which served path was meant, and the error that says so. Both programs use it."""
+"""Errors for unknown paths, which suggest the path that a client probably meant. For both programs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterable
 from prompts.errors import RequestError
 
 _PATH_CHARS_MAX = 100
-"""Longer paths are compared with nothing: comparing costs time."""
+"""Longest path for which a suggestion is searched, as comparing takes time."""
 
 
 def find_nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
-    """Return the path among `served_paths` that a client probably meant: one that `path` ends with, whatever stands
-    before it (`/chat/completions`, `/v1/v1/messages`, `/v1/messages/`), else one that is spelled nearly so."""
+    """Return the served path that a client probably meant; None if none is near.
+
+    That is a path with which `path` ends (`/chat/completions`, `/v1/v1/messages`, `/v1/messages/`), else one of nearly
+    equal spelling.
+    """
     if len(path) > _PATH_CHARS_MAX:
         return None
     segments = _split_path(path)
@@ -29,7 +32,7 @@ def find_nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
 def make_unknown_path_error(
     path: str, served_paths: Iterable[str], *, reason: str = "there is no such path"
 ) -> RequestError:
-    """Return the 404 for a path that nobody serves, with the one that was meant. `reason`: said where none is near."""
+    """Return the error 404 for an unknown path, with a suggestion, or with `reason` if no path is near."""
     suggestion = find_nearest_path(path, served_paths)
     if suggestion is None:
         message = f"{path[:200]}: {reason} (GET / tells what is served here)"
@@ -43,5 +46,5 @@ def make_unknown_path_error(
 
 
 def _split_path(path: str) -> list[str]:
-    """The segments of a path, without the version and in lower case."""
+    """Split a path into lower-case segments without the version."""
     return [word for word in path.lower().split("/") if word not in ("", "v1")]

@@ -1,8 +1,8 @@
-"""What a router reads of a request body: the prompt and the few fields that decide where it should go.
+"""The fields of a request body by which a router routes: the prompt, and a few that decide where it should go.
 
-Lenient by design: numbers and flags are read as workers read them (pydantic's rules), and another field of the wrong
-type reads as absent, because the worker will name the mistake better. Refused are bytes that are not a JSON object, and
-a priority that is no integer: the router bounds it. A body of 2 KB costs a few microseconds.
+Lenient by design: numbers and flags are read as workers read them (pydantic's rules). Other fields of the wrong type
+count as absent, because the worker names the mistake better. Refused are bytes that are not a JSON object, and a
+priority that is no integer. A body of 2 KB costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ API_KIND_BY_PATH: dict[str, ApiKind] = {
     "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
     "/v1/responses": "responses",
 }  # fmt: skip
-"""Routes whose prompts are read."""
+"""Paths of the APIs that have prompts."""
 
 
 _RENDERED_FIELDS = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
@@ -40,15 +40,14 @@ _PRIORITY_MAX = 2**63 - 1
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
-    """The routing view of a body."""
+    """The fields of a body that routing reads."""
 
     kind: ApiKind
     source: CountRequest | ResponsesRequest | None = None
-    """A body of another API, which is the chat that `convert_source_to_chat` makes of it; None where the worker will
-    refuse it."""
+    """Body of the Messages or Responses API for `convert_source_to_chat`; None if a worker will refuse it."""
     model: str | None = None
     messages: list[Message] | None = None
-    """None where the body has none that could be rendered."""
+    """Messages of a chat; None if they could not be rendered."""
     prompt: Prompt | None = None
     tools: list[Message] | None = None
     documents: list[Message] | None = None
@@ -63,35 +62,35 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     priority: int = 0
     stream: bool = False
     output_tokens_max: int = 0
-    """Most tokens the client lets all choices have; 0 where it sets no limit."""
+    """Most tokens of all choices together; 0 if the client sets no limit."""
     output_tokens_min: int = 0
-    """Fewest that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
+    """Fewest tokens of all choices together, by `min_tokens`, or by `ignore_eos` if nothing else ends them."""
     user: str | None = None
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
     """`metadata.user_id`."""
     stored_response_id: str | None = None
-    """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
+    """Id of a stored response that the prompt continues, which one worker has."""
     scores_prompt: bool = False
-    """Every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
+    """Whether every prompt token gets a logprob, so that engines use no cached tokens."""
     echoes_chat: bool = False
-    """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
+    """Whether a chat has `echo`: vLLM then gives its prompt logprobs too, our engine does not."""
     has_worker_fields: bool = False
-    """It may have fields of prompts/worker_fields.py."""
+    """Whether the body may have fields of prompts/worker_fields.py."""
     has_media: bool = False
-    """The prompt holds images or other media: only the text before the first can be routed on."""
+    """Whether the prompt has images or other media; only the text before the first is tokenised."""
 
     def with_messages(self, messages: list[Message] | None) -> RoutingRequest:
-        """The same but for its messages."""
+        """Return a copy with other messages."""
         return msgspec.structs.replace(self, messages=messages)
 
     def replace(self, **changes: Any) -> RoutingRequest:
-        """The same but for these fields."""
+        """Return a copy with other values of some fields."""
         return msgspec.structs.replace(self, **changes)
 
 
 class RoutingFields(msgspec.Struct):
-    """The fields of a body that routing reads. Every one is Any: nothing a worker might accept is refused here."""
+    """Decoded fields of a body, of any type, because a worker may accept more than a router knows."""
 
     model: Any = None
     messages: Any = None
@@ -129,18 +128,20 @@ _top_level_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
-    """Read what routing needs of a body sent to `path`. Raises RequestError where the body is no JSON object, or its
-    priority no integer."""
+    """Read a body sent to `path`. Raises RequestError if it is no JSON object, or its priority no integer."""
     return parse_routing_of_kind(API_KIND_BY_PATH.get(path, "other"), data)
 
 
 def parse_routing_of_kind(kind: ApiKind, data: bytes) -> RoutingRequest:
-    """The same of a body whose kind is known."""
+    """Read a body of a known API. Raises RequestError as `parse_routing`."""
     return parse_body(kind, data)[0]
 
 
 def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, msgspec.Raw]]:
-    """The same, with all top-level fields of the body as they came; of one name said twice the last counts."""
+    """Read a body, and return its top-level fields as undecoded JSON too. Raises RequestError as `parse_routing`.
+
+    If a field comes twice, the last counts.
+    """
     check_object(data)
     request = _parse_body(kind, data)
     fields: dict[str, msgspec.Raw] = decode_json(_top_level_decoder, data)
@@ -158,7 +159,7 @@ def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
 
 
 def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest:
-    """The routing view of a body's fields. Raises RequestError where its priority is no integer."""
+    """Make the request of decoded fields. Raises RequestError if its priority is no integer."""
     messages = _as_objects(fields.messages)
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
     echoes_with_logprobs = (
@@ -193,7 +194,7 @@ def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest
 
 
 def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
-    """None where the worker will say what is wrong."""
+    """Parse a body of the Messages or Responses API; None if it is wrong, as the worker will say."""
     try:
         return parse_messages(data) if kind == "messages" else parse_responses_request(data)
     except RequestError:
@@ -231,7 +232,7 @@ def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
 
 
 def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
-    """The response that holds an item which a body only names."""
+    """Return the id of the stored response with the first item that a body refers to by its id."""
     try:
         return next(map(get_response_id_of_item, find_item_references(source)), None)
     except RequestError:
@@ -241,8 +242,11 @@ def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
 def convert_source_to_chat(
     request: RoutingRequest, template: ChatTemplate | None, *, in_place: bool = False
 ) -> RoutingRequest:
-    """The chat that a body of another API stands for. `template`: renders it; without one, what hangs on it must not be
-    there, unless system messages may stay `in_place`: good enough to compare two of them. Raises RequestError."""
+    """Convert a body of the Messages or Responses API to a chat for a template. Raises RequestError.
+
+    Without a template, bodies that become another chat for another template are refused. `in_place` converts them with
+    system messages in their place, which is good enough to compare two bodies.
+    """
     source = request.source
     if isinstance(source, ResponsesRequest):
         if source.previous_response_id is not None:
@@ -260,7 +264,7 @@ def convert_source_to_chat(
 
 
 def check_object(data: bytes) -> None:
-    """Raises RequestError for what cannot be a JSON object."""
+    """Raise RequestError for bytes that cannot be a JSON object."""
     if _OBJECT_START.match(data) is None:
         expected = "an object, in UTF-8 without a byte order mark"
         raise RequestError(f"the body is not valid JSON: expected {expected}", param=None)
@@ -271,7 +275,7 @@ def _as_string(value: Any) -> str | None:
 
 
 def _as_bool(value: Any) -> bool | None:
-    """A flag, as pydantic reads it."""
+    """Return a value as a flag by pydantic's rules; None if it is none."""
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
@@ -280,7 +284,7 @@ def _as_bool(value: Any) -> bool | None:
 
 
 def _as_int(value: Any) -> int | None:
-    """An integer, as pydantic reads it: also a whole float, a text, a flag."""
+    """Return a value as an integer by pydantic's rules, which take a whole float, a text or a flag too."""
     if type(value) is int:
         return value
     if isinstance(value, (bool, float)):
@@ -292,7 +296,7 @@ def _as_int(value: Any) -> int | None:
 
 
 def read_priority(value: Any) -> int:
-    """Return a body's `priority`, of 64 bits; 0 where it has none. Raises RequestError where it is no integer."""
+    """Return a body's `priority` within 64 bits; 0 if it has none. Raises RequestError if it is no integer."""
     if value is None:
         return 0
     number = _as_int(value)
@@ -302,7 +306,7 @@ def read_priority(value: Any) -> int:
 
 
 def _read_output_limits(fields: RoutingFields) -> tuple[int, int]:
-    """(most, fewest) tokens that all choices of a body can have; 0 where it sets no limit."""
+    """Return the most and the fewest tokens that all choices of a body can have; 0 for no limit."""
     max_tokens = _as_int(fields.max_completion_tokens)
     if max_tokens is None:
         max_tokens = _as_int(fields.max_tokens)
@@ -313,7 +317,7 @@ def _read_output_limits(fields: RoutingFields) -> tuple[int, int]:
 
 
 def read_form_fields(values: dict[str, str]) -> RoutingRequest:
-    """What routing reads of a form's text fields. Raises RequestError as `parse_routing_of_kind`."""
+    """Make the request of a form's text fields. Raises RequestError if its priority is no integer."""
     return RoutingRequest(
         kind="other",
         model=values.get("model"),
@@ -323,12 +327,12 @@ def read_form_fields(values: dict[str, str]) -> RoutingRequest:
 
 
 def _as_objects(value: Any) -> list[Message] | None:
-    """A list of objects, or None for anything else."""
+    """Return a list of objects; None for any other value."""
     return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else None
 
 
 def _as_prompt(value: Any) -> Prompt | None:
-    """One of the four prompt forms, judged by the first item; the tokenizing side checks the rest."""
+    """Return a prompt in one of its four forms, of which only the first item is checked; None for another value."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and (type(value[0]) is int or isinstance(value[0], (str, list))):
@@ -337,7 +341,7 @@ def _as_prompt(value: Any) -> Prompt | None:
 
 
 def has_media(messages: list[Message] | None) -> bool:
-    """Whether any of them has something other than text."""
+    """Whether a message has images or other media."""
     for message in messages or ():
         content = message.get("content")
         if isinstance(content, list):

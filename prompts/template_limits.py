@@ -1,10 +1,10 @@
-"""Chat templates that may be rendered where others wait: each is proven to end soon, or to be interrupted soon.
+"""Limits on the time and memory of a chat template, so that it can be rendered while other requests wait.
 
-A template is a program out of a checkpoint's folder. `add_limits` accepts one whose every operation takes time in
-proportion to its operands, and whose values cannot grow but by concatenation. Such a template is changed so that it
-looks at the clock in each turn of a loop and at each call of a macro, and so that what is put together is measured.
-Whatever is not on the lists below is a doubt, and a doubt is a no: that template is rendered in a process with a
-deadline (router/prompting/prompt_worker_pool.py).
+A template is a program from a checkpoint's folder. `add_limits` accepts a template if each of its operations takes time
+in proportion to its operands, and if its values grow by concatenation only. It then adds a check of the clock to each
+iteration of a loop and each call of a macro, and a check of the size to each concatenation. A template with anything
+that is not on the lists below is refused, and rendered by a process with a deadline
+(router/prompting/prompt_worker_pool.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jinja2.runtime
 from jinja2 import nodes
 
 TEXT_CHARS_MAX: Final = 1 << 18
-"""Of a value. What is rendered like this comes of a body of 64 KiB."""
+"""Most characters of a value; bodies that are rendered with limits have at most 64 KiB."""
 PROMPT_CHARS_MAX: Final = 1 << 22
 LIST_ITEMS_MAX: Final = 1024
-"""Of a list that a template puts together."""
+"""Most items of a list that a template makes."""
 CONCATENATED_NAMES_MAX: Final = 32
-"""Names in what is put together at once."""
+"""Most names in one concatenation."""
 _NUMBER_MAX: Final = 1_000_000
 _REPLACEMENT_CHARS_MAX: Final = 64
 
@@ -46,7 +46,7 @@ _SAFE_FILTERS = frozenset((
     "length", "list", "lower", "max", "min", "reverse", "sort", "string", "title", "trim", "unique", "upper",
 ))  # fmt: skip
 _SELECTING_FILTERS = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
-"""Filters that look at every item: by a test or a filter with constants."""
+"""Filters that apply a test, or a filter with constants, to every item."""
 _MAP_FILTERS = frozenset(("first", "int", "last", "length", "lower", "string", "tojson", "trim", "upper"))
 _SAFE_METHODS = frozenset((
     "capitalize", "count", "endswith", "find", "get", "index", "isdigit", "isspace", "items", "keys", "lower",
@@ -63,15 +63,15 @@ _ARGUMENTS_KEY: Final = "arguments"
 
 
 class RenderLimitError(jinja2.TemplateError):
-    """A template ran out of its time, or made more than it may."""
+    """A template took too much time, or made too large a value."""
 
 
 class RenderContext(jinja2.runtime.Context):
-    """One rendering, which may take some CPU time."""
+    """Context of one rendering with a limit on its CPU time."""
 
     seconds_max = math.inf
     deadline_s = math.inf
-    """When to look at its CPU time (`time.perf_counter`)."""
+    """Time (`time.perf_counter`) at which the CPU time is to be read, which is slower."""
     started_cpu_s = 0.0
 
     def set_time_limit(self, seconds_max: float) -> None:
@@ -82,17 +82,17 @@ class RenderContext(jinja2.runtime.Context):
 
 @jinja2.pass_context
 def is_in_time(context: RenderContext, _: object = None) -> bool:
-    """A test that is always true. Raises RenderLimitError where the rendering took its time."""
+    """Return true, as a Jinja test. Raises RenderLimitError if the rendering took too much CPU time."""
     now = time.perf_counter()
     if now > context.deadline_s:
         if time.thread_time() - context.started_cpu_s > context.seconds_max:
             raise RenderLimitError("the chat template takes too long")
-        context.deadline_s = now + context.seconds_max  # others had the processor
+        context.deadline_s = now + context.seconds_max  # other threads had the processor
     return True
 
 
 def check_size(value: Any) -> Any:
-    """A value that was put together. Raises RenderLimitError where it is too large."""
+    """Return a value that the template made. Raises RenderLimitError if it is too large."""
     value_type = type(value)
     if value_type is str:
         size_max = TEXT_CHARS_MAX
@@ -106,7 +106,7 @@ def check_size(value: Any) -> Any:
 
 
 def concat(parts: Iterable[str]) -> str:
-    """What a template or a macro writes. Raises RenderLimitError where that is too much."""
+    """Join the output of a template or a macro. Raises RenderLimitError if it is too large."""
     texts = list(parts)
     if sum(map(len, texts)) > PROMPT_CHARS_MAX:
         raise RenderLimitError("the chat template makes too much of the messages")
@@ -114,7 +114,7 @@ def concat(parts: Iterable[str]) -> str:
 
 
 def join(value: Iterable[Any], separator: str = "") -> str:
-    """`join` of texts, numbers and what else is written as it is."""
+    """Join values as texts, like Jinja's filter `join`. Raises RenderLimitError if the result is too large."""
     return concat(_interleave(map(str, value), separator))
 
 
@@ -126,7 +126,7 @@ def _interleave(texts: Iterator[str], separator: str) -> Iterator[str]:
 
 
 def install_limits(env: jinja2.Environment) -> None:
-    """Give an environment what bounded templates need."""
+    """Add to an environment the test and the filters that templates with limits use."""
     env.context_class = RenderContext
     env.concat = concat  # type: ignore[method-assign]
     env.tests["in_time"] = is_in_time
@@ -135,7 +135,7 @@ def install_limits(env: jinja2.Environment) -> None:
 
 
 def add_limits(tree: nodes.Template) -> nodes.Template | None:
-    """`tree`, changed so that it ends in time or raises RenderLimitError; None where that cannot be promised."""
+    """Add checks to a template, so that it ends in time or raises RenderLimitError; None if that is not certain."""
     try:
         _TerminationCheck(tree).check(tree)
     except (_UnsupportedTemplate, RecursionError):
@@ -147,10 +147,12 @@ def add_limits(tree: nodes.Template) -> nodes.Template | None:
 
 
 class _UnsupportedTemplate(Exception):
-    """The template is not of the kind."""
+    """The template is not certain to keep its limits."""
 
 
 class _TerminationCheck:
+    """Checks that a template consists of operations on the lists above."""
+
     def __init__(self, tree: nodes.Template) -> None:
         self._macro_names = {macro.name for macro in tree.find_all(nodes.Macro)}
         self._called_methods = {
@@ -165,7 +167,7 @@ class _TerminationCheck:
         self._nesting_levels = self._find_nesting_levels(tree)
 
     def check(self, node: nodes.Node) -> None:
-        """Raises _UnsupportedTemplate."""
+        """Raise _UnsupportedTemplate for an operation that is not on the lists."""
         node_type = type(node)
         if node_type is nodes.Const:
             self._check_const(node)  # type: ignore[arg-type]
@@ -204,24 +206,21 @@ class _TerminationCheck:
             return
         elif node_type not in _SAFE_NODES:
             raise _UnsupportedTemplate
-        is_concatenation = isinstance(node, (nodes.Add, nodes.Concat))
-        if (
-            is_concatenation
-            and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > CONCATENATED_NAMES_MAX
-        ):
-            raise _UnsupportedTemplate
+        if isinstance(node, (nodes.Add, nodes.Concat)):
+            name_count = sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call)))
+            if name_count > CONCATENATED_NAMES_MAX:
+                raise _UnsupportedTemplate
         for child in node.iter_child_nodes():
             self.check(child)
 
     def _check_name(self, name: object) -> None:
-        """What a template may call something of its own: not what the methods are called that it calls, which it could
-        hide there."""
+        """Raise _UnsupportedTemplate for a name that hides a method which the template calls."""
         is_method = name in _SAFE_METHODS or name in _MEASURED_METHODS
         if (is_method and name in self._called_methods) or name in _UNSAFE_METHODS:
             raise _UnsupportedTemplate
 
     def _is_counter(self, node: nodes.Node) -> bool:
-        """Whether it is an attribute of a namespace that only ever is a number."""
+        """Whether an expression is an attribute of a namespace which is always a number."""
         return (
             isinstance(node, nodes.Getattr)
             and isinstance(node.node, nodes.Name)
@@ -242,20 +241,7 @@ class _TerminationCheck:
         if name in _SAFE_FILTERS:
             return
         if name in _SELECTING_FILTERS:
-            if not all(_is_constant(arg) for arg in args) or any(pair.key != "attribute" for pair in node.kwargs):
-                raise _UnsupportedTemplate
-            attributes = [arg.value for arg in args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
-            for attribute in attributes:
-                _check_attribute(attribute)
-            if (
-                name == "map"
-                and not node.kwargs
-                and (len(args) != 1 or attributes[:1] == [] or attributes[0] not in _MAP_FILTERS)
-            ):
-                raise _UnsupportedTemplate
-            tests = args[:1] if name in ("select", "reject") else args[1:2] if name != "map" else []
-            if any(not isinstance(test, nodes.Const) or test.value not in _SAFE_TESTS for test in tests):
-                raise _UnsupportedTemplate
+            _check_selecting_filter(node, args)
         elif name == "join":
             if node.kwargs or not all(_is_short_constant(arg) for arg in args):
                 raise _UnsupportedTemplate
@@ -294,9 +280,11 @@ class _TerminationCheck:
     # Lists in lists ---------------------------------------------------------------------------------------------------
 
     def _find_nesting_levels(self, tree: nodes.Template) -> dict[str, int]:
-        """name -> 1 where it may stand for a list that the template made, 0 where it may only stand for what came with
-        the request, for a text, or for a list of items of those. Raises _UnsupportedTemplate where lists of such lists
-        could be made: a few statements would make one that is written out without end."""
+        """Return the level of each name: 1 if it may be a list that the template made, else 0.
+
+        Raises _UnsupportedTemplate if the template could make lists of such lists: a few statements can nest them so
+        deep that writing one out takes for ever.
+        """
         levels: dict[str, int] = {}
         self._nesting_levels = levels
         for _ in range(len(self._argument_names) + 64):
@@ -318,10 +306,10 @@ class _TerminationCheck:
             elif isinstance(target, nodes.Name) and target.name in self._namespace_names:
                 return
             else:
-                yield from ((name, level) for name in _target_names(target))
+                yield from ((name, level) for name in _list_target_names(target))
         elif isinstance(node, nodes.For):
             level = self._get_nesting_level(node.iter)
-            yield from ((name, level) for name in ("loop", *_target_names(node.target)))
+            yield from ((name, level) for name in ("loop", *_list_target_names(node.target)))
         elif isinstance(node, nodes.Macro):
             yield from ((_ARGUMENTS_KEY, self._get_nesting_level(value)) for value in node.defaults)
         elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
@@ -358,29 +346,46 @@ class _TerminationCheck:
         return max((self._get_nesting_level(child) for child in node.iter_child_nodes()), default=0)
 
     def _get_item_level(self, node: nodes.Node) -> int:
-        """The level of an item of a literal: literals in literals are as large as they are written, and no larger."""
+        """Return the level of an item of a literal; a literal in a literal adds none, as its size is fixed."""
         if isinstance(node, nodes.Pair):
             return self._get_item_level(node.value)
         level = self._get_nesting_level(node)
         return level - 1 if isinstance(node, _LITERAL_NODES) else level
 
 
+def _check_selecting_filter(node: nodes.Filter, args: list[nodes.Expr]) -> None:
+    """Raise _UnsupportedTemplate unless a filter applies a safe test or filter with constants to every item."""
+    if not all(_is_constant(arg) for arg in args) or any(pair.key != "attribute" for pair in node.kwargs):
+        raise _UnsupportedTemplate
+    texts = [arg.value for arg in args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
+    for text in texts:
+        _check_attribute(text)
+    if node.name == "map":
+        applies_filter = not node.kwargs
+        if applies_filter and (len(args) != 1 or not texts or texts[0] not in _MAP_FILTERS):
+            raise _UnsupportedTemplate
+        return
+    tests = args[:1] if node.name in ("select", "reject") else args[1:2]
+    if any(not isinstance(test, nodes.Const) or test.value not in _SAFE_TESTS for test in tests):
+        raise _UnsupportedTemplate
+
+
 def _find_namespaces(tree: nodes.Template) -> set[str]:
-    """Names that stand for namespaces and nothing else."""
+    """Return the names that are always namespaces."""
     namespaces, other_names = set[str](), set[str]()
     for assign in tree.find_all(nodes.Assign):
         call = assign.node
         is_space = isinstance(call, nodes.Call) and isinstance(call.node, nodes.Name) and call.node.name == "namespace"
-        (namespaces if is_space else other_names).update(_target_names(assign.target))
+        (namespaces if is_space else other_names).update(_list_target_names(assign.target))
     for loop in tree.find_all(nodes.For):
-        other_names.update(_target_names(loop.target))
+        other_names.update(_list_target_names(loop.target))
     for macro in tree.find_all(nodes.Macro):
         other_names.update(name.name for name in macro.args)
     return namespaces - other_names
 
 
 def _find_counters(tree: nodes.Template) -> set[str]:
-    """Names of attributes that hold numbers in every namespace that has them."""
+    """Return the names of attributes that are numbers in every namespace that has them."""
     numbers, others = set[str](), set[str]()
     for assign in tree.find_all(nodes.Assign):
         for target in (assign.target, *assign.target.find_all(nodes.NSRef)):
@@ -396,7 +401,7 @@ def _find_counters(tree: nodes.Template) -> set[str]:
     return numbers - others
 
 
-def _target_names(target: nodes.Node) -> list[str]:
+def _list_target_names(target: nodes.Node) -> list[str]:
     if isinstance(target, nodes.Name):
         return [target.name]
     return [name.name for name in target.find_all(nodes.Name)]
@@ -424,7 +429,7 @@ def _is_integer_above(node: nodes.Node, limit: int) -> bool:
 
 
 def _is_number(node: nodes.Node) -> bool:
-    """Of the left side of `%`, which would format a text."""
+    """Whether the left side of `%` is a number; `%` would format a text."""
     if isinstance(node, nodes.Getattr):
         return isinstance(node.node, nodes.Name) and node.node.name == "loop"
     if isinstance(node, (nodes.Sub, nodes.FloorDiv, nodes.Neg)):
@@ -436,7 +441,7 @@ def _is_number(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and isinstance(node.value, int)
 
 
-# The change -----------------------------------------------------------------------------------------------------------
+# Adding checks --------------------------------------------------------------------------------------------------------
 
 
 def _insert_checks(tree: nodes.Template) -> None:
@@ -454,7 +459,7 @@ def _make_deadline_check() -> nodes.Test:
 
 
 def _insert_size_checks(node: nodes.Node, *, inside_concatenation: bool = False) -> None:
-    """Have every value measured that is put together, once for all that is put together at once."""
+    """Add a check of the size around each operation that makes a larger value, once for nested concatenations."""
     for name, value in list(node.iter_fields()):
         if isinstance(value, nodes.Node):
             setattr(node, name, _add_size_check(value, inside_concatenation=inside_concatenation))

@@ -22,8 +22,8 @@ u64 fold(u64 a, u64 b) {
     return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
 }
 
-// Of some bytes behind others whose digest is `before`: sixteen at a time, each multiplied into those before; every second
-// sixteen by themselves, as a product takes longer than all else.
+// Digest of bytes that follow others with the digest `before`. Reads 16 bytes at a time into two digests by turns, because
+// a product takes longer than everything else.
 u32 digest32(const char* data, std::size_t size, u64 before) {
     constexpr u64 kOne = 0x9E3779B97F4A7C15ull, kTwo = 0xD1B54A32D192ED03ull;
     const auto next = [](const char* at, u64 digest) {
@@ -49,9 +49,9 @@ bool has_line(std::string_view text, std::string_view line) {
     return false;
 }
 
-// Of each message router/prompting/outline.py's five numbers. Those of role and text alone, without a mark and, where the
-// role's number is 0, a line that begins with the other, are made here; of the others by `other`. `roles`: role -> number, of
-// others 4.
+// The five numbers of each message, as router/prompting/outline.py describes them. `other` makes those of a message that is
+// more than a role and a text, whose text has the mark `mark`, or, if its role's number is 0, a line that begins with
+// `line`. `roles` maps roles to numbers; every other role is 4.
 nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::bytes line, nb::object other) {
     static PyObject *const kRole = PyUnicode_InternFromString("role"), *const kContent = PyUnicode_InternFromString("content");
     constexpr std::size_t kWords = 5;
@@ -95,7 +95,7 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
     return found;
 }
 
-// Of `[` and `{`, which differ in one bit: sixteen bytes at a time, in lanes that hold up to 255.
+// Count of `[` and `{`, which differ in one bit. Counts 16 bytes at a time, in lanes that hold up to 255.
 std::size_t count_openings(nb::bytes text, std::size_t end) {
     using Lanes [[gnu::vector_size(16)]] = u8;
     const char* data = text.c_str();
@@ -115,9 +115,9 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
     return found;
 }
 
-// Of the beginnings of these bytes before `end` that have `first` bytes, an eighth more, two eighths ..., twice as many, an
-// eighth of that more, and so on. The seed is secret. Behind the first kAll bytes a quarter of them counts: what differs
-// there differs all the way.
+// Digests of prefixes of a body up to `end`. The first has `first` bytes; each doubling of the length is divided into eight
+// steps. The seed is secret. After the first kAll bytes only a quarter of the bytes is read, because a difference there
+// usually shifts all bytes after it.
 std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_t end) {
     constexpr std::size_t kPiece = 64, kAll = 8192;
     if (first == 0 || first % (8 * kPiece) != 0) throw nb::value_error("first: expected a multiple of 512");
@@ -145,7 +145,7 @@ std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_
     return found;
 }
 
-// Of those digests the last ones that `among` has, `most` at most, the last first.
+// The `digests` of a body that are keys of `among`, at most `most`, the longest prefix first.
 nb::list digests_among(nb::bytes body, std::size_t first, u64 seed, nb::dict among, std::size_t most) {
     const std::vector<u64> found = digests(body, first, seed, ~std::size_t{0});
     nb::list kept;

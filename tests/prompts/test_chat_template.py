@@ -16,7 +16,7 @@ from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
-from prompts.chat_template import _make_environment, _with_reasoning, _without_nulls
+from prompts.chat_template import _add_reasoning_names, _drop_nulls, _make_environment
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
 chat_templates = importlib.util.module_from_spec(_spec)
@@ -52,7 +52,7 @@ def hf_render():
 
     def render(source, messages, **kwargs):
         if older:
-            messages = [_with_reasoning(_without_nulls(message)) for message in messages]
+            messages = [_add_reasoning_names(_drop_nulls(message)) for message in messages]
         return tok.apply_chat_template(messages, chat_template=source, tokenize=False, **kwargs)
 
     return render
