@@ -1,9 +1,9 @@
-"""Anthropic's Messages: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
+"""Anthropic's Messages API: checks of bodies, and their conversion to chats by vLLM's rules.
 
-`parse_messages` and `parse_count` refuse what vLLM refuses; unknown fields pass. `convert_to_chat` gives the fields of
-the chat that a worker renders: system texts joined (a coding agent's billing line left out), results of tools before
-the words that came with them, thinking as `reasoning`; a last message of the assistant is the beginning of the answer.
-Knows templates only by what two of these rules ask of them.
+`parse_messages` and `parse_count` refuse what vLLM refuses and ignore unknown fields. `convert_to_chat` joins system
+texts without a coding agent's billing line, puts results of tools before the text that came with them, and takes
+thinking as `reasoning`. A last message of the assistant is the start of the answer. Two of the rules depend on the chat
+template.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BLOCK_TYPES = (
     "text", "image", "document", "search_result", "tool_use", "tool_result", "tool_reference", "thinking",
     "redacted_thinking", "tool_addition", "tool_removal",
 )  # fmt: skip
-"""Beside those that tell of tools which Anthropic's servers ran."""
+"""Types of blocks, without those of tools that Anthropic's servers run."""
 _SERVER_TOOL_PREFIXES = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
-"""What the types of tools begin with that Anthropic's servers run."""
+"""Prefixes of the types of tools that Anthropic's servers run."""
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 ChoiceType = Literal["auto", "any", "tool", "none"]
@@ -48,7 +48,7 @@ ThinkingType = Literal["enabled", "disabled", "adaptive"]
 
 
 class MessageBlock(Struct, frozen=True, kw_only=True):
-    """A block of any type: which fields it needs depends on that; one without them says nothing."""
+    """A block of any type. A block without the fields of its type is ignored."""
 
     type: str
     text: str | None = None
@@ -131,9 +131,13 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     cache_salt: Salt | None = None
     kv_transfer_params: dict[str, Json] | None = None
     priority: Any = None
-    """Not Anthropic's: a worker may take it, so a router bounds it."""
+    """A field of workers, not of Anthropic, which a router bounds."""
 
 
+_CHAT_FIELDS = (
+    "max_tokens", "temperature", "top_k", "top_p", "stream", "cache_salt", "model", "kv_transfer_params",
+)  # fmt: skip
+"""Fields that mean the same in a chat."""
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
 
@@ -168,8 +172,8 @@ def _check_request(request: CountRequest) -> None:
         raise bad_value("mcp_servers", request.mcp_servers, expectation)
     if request.output_format is not None and request.output_config is not None and request.output_config.format:
         raise RequestError("output_format: expected only without output_config.format", param="output_format")
-    for message_index, tool in enumerate(request.tools or ()):
-        _check_tool(f"tools[{message_index}]", tool)
+    for tool_index, tool in enumerate(request.tools or ()):
+        _check_tool(f"tools[{tool_index}]", tool)
     for message_index, turn in enumerate(request.messages):
         for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             _check_block(f"messages[{message_index}].content[{block_index}]", turn.role, block)
@@ -215,10 +219,10 @@ def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
 
 
 def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: bool = False) -> dict[str, Any]:
-    """Fields of the chat request that this one stands for: all that its prompt depends on, and what is to be sampled.
+    """Return the fields of the chat request that is served for a body. Raises RequestError.
 
-    `template`: renders it; None where that is not here. `in_place`: system messages stay where they are, whatever the
-    template takes. Raises RequestError.
+    `template` renders the chat; None if it is unknown. `in_place` leaves system messages in their place, whatever the
+    template accepts.
     """
     merges_system = not in_place and (template is None or template.needs_system_first())
     messages = _convert_messages(request, merges_system)
@@ -231,11 +235,7 @@ def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_
         "tool_choice": "auto" if request.tools else None,
     }
     if request.tool_choice is not None:
-        choice_type = request.tool_choice.type
-        named_choice = {"type": "function", "function": {"name": request.tool_choice.name}}
-        fields["tool_choice"] = (
-            named_choice if choice_type == "tool" else "required" if choice_type == "any" else choice_type
-        )
+        fields["tool_choice"] = _convert_tool_choice(request.tool_choice)
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
     output_format = request.output_format
     if output_format is None and request.output_config is not None:
@@ -244,29 +244,26 @@ def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_
         schema = JsonSchemaFormat(name=output_format.type, schema=output_format.schema)
         fields["response_format"] = ResponseFormat(type=output_format.type, json_schema=schema)
     if isinstance(request, MessagesRequest):
-        for name in (
-            "max_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "stream",
-            "cache_salt",
-            "model",
-            "kv_transfer_params",
-        ):
-            fields[name] = getattr(request, name)
+        fields |= {name: getattr(request, name) for name in _CHAT_FIELDS}
         fields["stop"] = request.stop_sequences or None
     return fields
 
 
+def _convert_tool_choice(choice: ToolChoice) -> Any:
+    """Return a choice of tools as chats have it."""
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
 def depends_on_template(request: CountRequest) -> bool:
-    """Whether another template would be given another chat."""
+    """Whether a body becomes another chat for another template."""
     is_disabled = request.thinking is not None and request.thinking.type == "disabled"
     return is_disabled or any(turn.role == "system" for turn in request.messages)
 
 
 def find_media(request: CountRequest) -> tuple[str, str] | None:
-    """Return (place, `image` or `document`) of the first block that is no text; None where all is text."""
+    """Return the path and the kind (`image` or `document`) of the first block that is no text; None if all are text."""
     for message_index, turn in enumerate(request.messages):
         for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             inner_blocks = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
@@ -278,7 +275,7 @@ def find_media(request: CountRequest) -> tuple[str, str] | None:
 
 
 def _can_continue(message: Message) -> bool:
-    """Whether the assistant's last message is the beginning of the answer: one that ends with a text."""
+    """Whether the assistant's last message can be continued: it ends with a text."""
     content = message.get("content")
     if isinstance(content, list):
         content = content[-1].get("text")
@@ -309,7 +306,7 @@ def _convert_messages(request: CountRequest, merges_system: bool) -> list[Messag
 
 
 def _join_system_texts(content: str | list[MessageBlock]) -> str:
-    """Without what changes with every request."""
+    """Join the texts of a system message, without a billing line, which changes with every request."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING_LINE) else content
     texts = [block.text for block in content if block.type == "text" and block.text]
@@ -317,7 +314,7 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
 
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
-    """A turn's message, after the results of tools that it brings."""
+    """Append the messages of a turn: one for each result of a tool, then one for its other blocks."""
     content_parts: list[Message] = []
     tool_calls: list[Message] = []
     reasoning_texts: list[str] = []
@@ -353,7 +350,7 @@ def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) ->
 
 
 def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
-    """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
+    """Append the message of a tool's result, and its images in a user message, as templates expect no images there."""
     texts, media_parts, reference_parts = list[str](), list[Message](), list[Message]()
     for result_block in block.content if isinstance(block.content, list) else ():
         block_type = result_block.get("type")
@@ -387,7 +384,7 @@ def _read_block_text(block: dict[str, Any]) -> str:
 
 
 def _convert_tools(request: CountRequest) -> list[Message] | None:
-    """The tools in effect at the end of the conversation."""
+    """Return the tools in effect at the end of the conversation."""
     change_blocks = [
         block
         for turn in request.messages
@@ -416,7 +413,7 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
 
 
 def _get_changed_tool_name(change: dict[str, Any]) -> Any:
-    """The name of the tool that a block changes."""
+    """Return the name of the tool that a block adds or removes."""
     definition = change.get("definition")
     return definition.get("name") if isinstance(definition, dict) else change.get("name")
 
@@ -432,8 +429,10 @@ def _convert_function(tool: MessagesTool) -> Message:
 
 
 def _choose_reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
-    """Of thinking, as templates read it. Who does not want any gets the effort "none", or "low" where a template takes
-    that for one of the others."""
+    """Return the effort of thinking, as templates read it.
+
+    Disabled thinking is the effort "none", or "low" if the template does not tell "none" from other efforts.
+    """
     if request.thinking is not None and request.thinking.type == "disabled":
         return "none" if template is None or _distinguishes_no_effort(template) else "low"
     return None if request.output_config is None else request.output_config.effort
@@ -441,16 +440,14 @@ def _choose_reasoning_effort(request: CountRequest, template: ChatTemplate | Non
 
 @lru_cache(maxsize=64)
 def _distinguishes_no_effort(template: ChatTemplate) -> bool:
-    """Whether the effort "none" makes another prompt than every other one."""
+    """Whether the effort "none" makes another prompt than every other effort."""
+    prompt = _render_with_effort(template, "none")
+    return prompt is not None and all(_render_with_effort(template, effort) != prompt for effort in get_args(Effort))
 
-    def render_with_effort(effort: str) -> str | None:
-        chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
-        try:
-            return render_chat(template, chat)
-        except RequestError:
-            return None
 
-    prompt_without_effort = render_with_effort("none")
-    return prompt_without_effort is not None and all(
-        render_with_effort(effort) != prompt_without_effort for effort in get_args(Effort)
-    )
+def _render_with_effort(template: ChatTemplate, effort: str) -> str | None:
+    chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
+    try:
+        return render_chat(template, chat)
+    except RequestError:
+        return None

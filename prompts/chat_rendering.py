@@ -1,8 +1,8 @@
-"""From the messages of a request to what a chat template is given, by vLLM's rules, so that ids agree with its workers.
+"""Conversion of a request's messages to the input of a chat template, by vLLM's rules, so that token ids agree.
 
-Which keys of a message a template sees, whether content is a string or parts, tool calls with their arguments read,
-tools with their fields in vLLM's order. Media parts become a marker: the text before the first is all that token ids
-can say of such a prompt.
+The rules are which keys of a message a template gets, whether content is a string or parts, and that arguments of tool
+calls are objects and fields of tools are in vLLM's order. Media parts become a marker, and the prompt's text ends
+before the first of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from prompts.chat_template import ChatTemplate, ContentFormat, Message
 from prompts.schemas import TEXT_PARTS, is_media
 
 MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
-"""Private-use characters that no tokenizer and no sensible text holds; the prompt's text ends where it begins."""
+"""Private-use characters that no tokenizer and no sensible text has; the prompt's text ends before them."""
 BILLING_LINE: Final = "x-anthropic-billing-header"
-"""A line at the head of a coding agent's system text that changes with every request. vLLM drops it, so that the prompt
-behind it is found in the cache."""
+"""Start of the first line of a coding agent's system text, which changes with every request. vLLM drops the line, so
+that the rest of the prompt is found in the cache."""
 
 
 class ChatPrompt(Protocol):
-    """What rendering reads of a request: ChatRequest and RoutingRequest both have it."""
+    """Fields of a request that rendering reads, as both ChatRequest and RoutingRequest have them."""
 
     @property
     def messages(self) -> list[Message] | None: ...
@@ -45,7 +45,7 @@ class ChatPrompt(Protocol):
 
 
 def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
-    """The prompt's text, cut at the first media part. Raises RequestError where the template cannot render it."""
+    """Return the prompt's text up to the first media part. Raises RequestError if the template cannot render it."""
     continues_final_message = bool(request.continue_final_message)
     add_generation_prompt = (
         not continues_final_message if request.add_generation_prompt is None else request.add_generation_prompt
@@ -83,7 +83,7 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
     content = message.get("content")
     is_plain = len(message) == 2 and content_format == "string" and next(iter(message)) == "role"
     if is_plain and type(content) is str and not content.startswith(BILLING_LINE):
-        return message  # as most are: it would be made again as it is
+        return message  # most messages are such, and would be copied unchanged
     role = message.get("role", "user")
     if role == "system":
         content = _without_billing_line(content)
@@ -114,8 +114,10 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
 
 
 def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
-    """For a template that does not name the role: developers speak as the system, and all system texts become the first
-    message."""
+    """Give developer messages the role of the system, and join all system texts in the first message.
+
+    For templates without the role of a developer.
+    """
     renamed_messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
     ]
@@ -150,7 +152,7 @@ def _without_billing_line(content: Any) -> Any:
 
 
 def _is_non_text_part(part: Any) -> bool:
-    """Not plain text."""
+    """Whether a part is more than plain text."""
     if isinstance(part, dict):
         return str(part.get("type", "text")) not in TEXT_PARTS or _is_tool_reference(part)
     return not isinstance(part, str)
@@ -169,7 +171,7 @@ def _convert_content(content: Any, content_format: ContentFormat) -> str | list[
 
 
 def _is_tool_reference(part: Any) -> bool:
-    """A template that knows tools loaded later looks it up."""
+    """Whether a part refers to a tool, which templates with tools that are loaded later look up."""
     return isinstance(part, dict) and part.get("type") == "tool_reference"
 
 
@@ -183,8 +185,10 @@ def _read_part_text(part: Any) -> str:
 
 
 def _convert_tool_call(call: Any) -> Any:
-    """The call with its arguments as an object: templates write them with `tojson`. What is no object becomes an empty
-    one, or a conversation that holds it could never go on."""
+    """Return a tool call with its arguments as an object, because templates write them with `tojson`.
+
+    Arguments that are no object become an empty one, as the conversation could not continue otherwise.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -200,7 +204,7 @@ def _convert_tool_call(call: Any) -> Any:
 
 
 def _convert_tool(tool: Message) -> Message:
-    """A tool with vLLM's field order and explicit nulls, which templates that print it show."""
+    """Return a tool with fields in vLLM's order and explicit nulls, which templates may print."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool

@@ -50,7 +50,7 @@ CUSTOM_TOOL_SCHEMA = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a tool that takes free text is shown as."""
+"""Parameters that a model is shown for a tool which takes free text."""
 
 
 class Reasoning(Struct, frozen=True):
@@ -179,19 +179,19 @@ def _check_grammar(param: str, grammar: Item) -> None:
 
 
 class ClientTool(Struct, frozen=True):
-    """A tool as its client calls it; models are shown one name for both."""
+    """A tool by the names that its client uses; a model is shown the namespace and the name as one."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """It takes free text."""
+    """Whether the tool takes free text."""
     syntax: str | None = None
-    """`lark` or `regex`, where the text must match a grammar."""
+    """Grammar that the free text must match: `lark`, `regex` or none."""
     definition: str = ""
 
 
 def make_client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
-    """Return the tools by the names that a model is shown. No server here runs those of other types."""
+    """Return the tools that clients run, by the names that a model is shown."""
     tools_by_name: dict[str, ClientTool] = {}
     for tool in tools or ():
         if tool["type"] == "namespace":
@@ -218,17 +218,17 @@ _ITEM_NUMBER_CHARS = 4
 
 
 def make_item_id(prefix: str, response_id: str, number: int) -> str:
-    """Name an item of a response so that the name tells which response holds it."""
+    """Make the id of an item of a response, which contains the id of the response."""
     return f"{prefix}{response_id.partition('_')[2]}{number:0{_ITEM_NUMBER_CHARS}x}"
 
 
 def get_response_id_of_item(item_id: str) -> str:
-    """Return the name of the response that holds an item, where `item_id` named it."""
+    """Return the id of the response in the id of an item that `make_item_id` made."""
     return "resp_" + item_id.partition("_")[2][:-_ITEM_NUMBER_CHARS]
 
 
 def find_item_references(request: ResponsesRequest) -> dict[str, str]:
-    """Return the items that a body only names, and where. Raises RequestError."""
+    """Return the ids of items that a body refers to, and the paths of the references. Raises RequestError."""
     params_by_id: dict[str, str] = {}
     for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
         if item.get("type") == "item_reference":
@@ -245,8 +245,11 @@ def find_item_references(request: ResponsesRequest) -> dict[str, str]:
 def convert_to_chat(
     request: ResponsesRequest, previous_messages: list[Message] | None = None, items: Mapping[str, Item] | None = None
 ) -> dict[str, Any]:
-    """Fields of the chat request that this one stands for. `previous_messages`: the messages that the response it goes
-    on from was made of, and what that one said. `items`: those that it only names. Raises RequestError."""
+    """Return the fields of the chat request that is served for a body. Raises RequestError.
+
+    `previous_messages` are those of the response that the body continues, its answer included. `items` are the items to
+    which the body refers, by their ids.
+    """
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     messages += [message for message in previous_messages or () if message.get("role") != "system"]
     if isinstance(request.input, str):
@@ -277,24 +280,24 @@ def convert_to_chat(
 
 
 def _continues_last_message(request_input: str | list[Item]) -> bool:
-    """Whether the last message is one that its assistant has not finished."""
+    """Whether the last message is an unfinished one, to be continued."""
     last = request_input[-1] if isinstance(request_input, list) and request_input else {}
     return last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
 
 
 def find_skipped_item_types(request: ResponsesRequest) -> list[str]:
-    """Types of the items of which a model is shown nothing."""
+    """Return the types of the items that a model is not shown."""
     items = request.input if isinstance(request.input, list) else []
     return sorted({str(item["type"]) for item in items if _is_hosted_item(item) and _format_hosted_item(item) is None})
 
 
 class _ChatHistory:
-    """Messages made of items: what an assistant thought, said and called is one message again."""
+    """Converts items to messages; an assistant's reasoning, text and calls in a row become one message."""
 
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
         self._ends_with_hosted_call = False
-        """The last message says only what a server did, and the assistant's own words belong to it."""
+        """Whether the last message has only calls of a server's tools, so that the assistant's text is added to it."""
 
     def add(self, param: str, item: Item) -> None:
         """Add a message, or a part of the assistant's last one. Raises RequestError."""
@@ -350,7 +353,7 @@ class _ChatHistory:
             self._append({"role": "assistant", field: value})
 
     def _add_hosted_call(self, item_type: str, item: Item) -> None:
-        """What a server did is told by the assistant; what a client sent back for it by the user."""
+        """Add a call of a server's tool as text of the assistant, or a client's output for one as text of the user."""
         text, last_message = _format_hosted_item(item), self._messages[-1] if self._messages else {}
         if text is None:
             return
@@ -377,7 +380,7 @@ _READ_TYPES = (
 
 
 def _is_hosted_item(item: Item) -> bool:
-    """Whether it is of a type that only its provider's servers know, such as `web_search_call` or `compaction`."""
+    """Whether an item has a type that only its provider's servers know, such as `web_search_call` or `compaction`."""
     item_type = item.get("type")
     return isinstance(item_type, str) and item_type not in _READ_TYPES
 
@@ -399,7 +402,7 @@ def _read_reasoning_text(item: Item) -> str:
 
 
 def _read_assistant_content(param: str, content: Any) -> str | list[Any]:
-    """An assistant's words: one text, or several parts."""
+    """Return the content of an assistant's message: one text, or several parts."""
     if isinstance(content, str):
         return content
     parts = _check_parts(param, content) or []
@@ -444,7 +447,7 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
 
 
 def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
-    """A tool that a choice names, as chats name it."""
+    """Return the tool that a choice names, as chats name it."""
     tool_type, name = choice.get("type"), choice.get("name")
     if tool_type not in ("function", "custom"):
         expectation = '"function", "custom" or "allowed_tools": no server here runs other tools'
@@ -459,7 +462,7 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
 
 
 def _convert_tools(tools: list[Item]) -> list[Message]:
-    """Those that a model is shown: functions, free-text ones, and those of a namespace under its name."""
+    """Return the tools that a model is shown: functions, tools with free text, and those in a namespace."""
     chat_tools: list[Message] = []
     for tool in tools:
         namespace = tool["name"] if tool["type"] == "namespace" else None

@@ -1,9 +1,7 @@
-"""Chat and completion bodies, as OpenAI's and vLLM's clients send them: strict for the engine, lenient for a router.
+"""Chat and completion bodies, as OpenAI's and vLLM's clients send them, checked for the engine.
 
-Owns the field names, types, ranges and defaults (vLLM's), and the errors that name them. `parse_chat` and
-`parse_completion` refuse what an engine could not serve; unknown fields are ignored, as vLLM ignores them.
-`parse_routing` reads only what routing needs and refuses nothing but bytes that are not a JSON object: what else is
-wrong is for the worker to say. Refuses to know about tokens, templates and models.
+Owns the names, types, ranges and defaults of fields (vLLM's), and the errors that name them. `parse_chat` and
+`parse_completion` refuse what an engine could not serve, and ignore unknown fields, as vLLM does.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Json = Any
 Message = dict[str, Any]
 _SURROGATE_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
-"""Escapes that must be told apart to find half of a pair, which is the group `half`."""
+"""Escapes in JSON; the group `half` is half of a surrogate pair without the other half."""
 _ESCAPES_SEARCHED_MAX = 1_000_000
 _LIST_INDEX = re.compile(r"\[[^\[\]]*\]")
 
@@ -86,13 +84,13 @@ class ResponseFormat(Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     format: dict[str, Json] | None = None
-    """Of a structural tag; or, in its older form, the next two."""
+    """Format of a structural tag; its older form has `structures` and `triggers`."""
     structures: list[dict[str, Json]] | None = None
     triggers: list[str] | None = None
 
 
 class StructuredOutputs(Struct, frozen=True):
-    """vLLM's: what the answer must match, in one of the first six."""
+    """vLLM's constraints on an answer, of which one of the first six fields is given."""
 
     json: dict[str, Json] | str | None = None
     regex: str | None = None
@@ -106,7 +104,7 @@ class StructuredOutputs(Struct, frozen=True):
 
 
 class CommonRequest(Struct, kw_only=True, frozen=True):
-    """The fields that both endpoints share. None means "not given", as does an explicit null."""
+    """Fields of both endpoints. None means "not given", as does an explicit null."""
 
     model: str | None = None
     # OpenAI's sampling parameters
@@ -251,7 +249,7 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
 
 
 def _find_lone_surrogate(data: bytes) -> str | None:
-    """Half of a character of two \\u escapes, which some clients cut in two; None where there is none."""
+    """Describe the first half of a surrogate pair that some clients send alone; None if there is none."""
     for match in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_SEARCHED_MAX):
         if match["half"] is not None:
             text = match["half"].decode()
@@ -260,7 +258,7 @@ def _find_lone_surrogate(data: bytes) -> str | None:
 
 
 def _convert_whole_floats(value: Json) -> Json:
-    """The same with integers for floats that are whole (and exact). Raises RecursionError where it is nested deeply."""
+    """Replace whole, exact floats in a JSON value by integers. Raises RecursionError for deeply nested values."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= 2**53 else value
     if isinstance(value, list):
@@ -279,7 +277,7 @@ def _describe_utf8_error(data: bytes, error: UnicodeDecodeError) -> str:
 
 
 def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError:
-    """msgspec's "Expected `int`, got `str` - at `$.n`" with the value that was there."""
+    """Make an error of msgspec's message ("Expected `int`, got `str` - at `$.n`") that shows the wrong value."""
     expectation, _, path = message.partition(" - at ")
     is_key = path.startswith("`key` in ")
     path = path.removeprefix("`key` in ").strip("`")
@@ -303,7 +301,7 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
 
 
 def _find_enum_values(value_type: Any, field_path: list[str]) -> list[str]:
-    """What the field under these names may be."""
+    """Return the values that the field at a path may have, if it is an enumeration."""
     if isinstance(value_type, LiteralType) and not field_path:
         return [str(value) for value in value_type.values]
     if isinstance(value_type, UnionType):

@@ -1,9 +1,9 @@
-"""A checkpoint's tokenizer and chat template: text, messages and requests in, token ids out.
+"""A checkpoint's tokenizer and chat template: from text, messages and requests to token ids.
 
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat template's files and the eos ids of
-generation_config.json and config.json. Needs neither torch nor transformers, so a router can run it; ids equal those
-of transformers' `PreTrainedTokenizerFast` on the same files (so bos and eos come from tokenizer.json's post-processor,
-and a config's `add_bos_token` means nothing beside it). Thread-safe; the library's encoding releases the GIL.
+generation_config.json and config.json. Needs neither torch nor transformers. Ids equal those of transformers'
+`PreTrainedTokenizerFast` on the same files, so the post-processor of tokenizer.json adds bos and eos, and
+`add_bos_token` of a config has no effect. Thread-safe; encoding releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Tokenizer:
         self._hf_tokenizer = hf_tokenizer
         self._template = template
         self.named_tokens = named_tokens
-        """`bos_token`, `eos_token` ... as the config names them: token texts."""
+        """Name in the config (`bos_token`, `eos_token` ...) -> text of the token."""
         self.eos_token_ids = eos_token_ids
-        """Every id that ends a generation: the tokenizer's eos first, then generation_config's (else config's)."""
+        """Ids that end a generation: the tokenizer's eos first, then those of generation_config, else of config."""
         self.bos_token_id = self._named_token_id("bos_token")
         self.eos_token_id = self._named_token_id("eos_token")
         vocabulary = hf_tokenizer.get_vocab(with_added_tokens=True)
@@ -108,11 +108,11 @@ class Tokenizer:
         return find_cut_tokens(self._hf_tokenizer)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
+        """Return the text of ids. Bytes that are not (yet) UTF-8 become U+FFFD, unknown ids nothing."""
         return str(self._hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def render_chat_text(self, request: ChatPrompt) -> str:
-        """The prompt's text as the chat template writes it. Raises RequestError."""
+        """Return the prompt's text by the chat template. Raises RequestError."""
         if self._template is None:
             raise RequestError(
                 "this model has no chat template: start the server with --chat-template, or use /v1/completions",
@@ -121,15 +121,15 @@ class Tokenizer:
         return render_chat(self._template, request)
 
     def encode_chat(self, request: ChatPrompt) -> list[int]:
-        """Prompt ids of a chat; with media, those of the text before the first image. Raises RequestError."""
+        """Return the prompt ids of a chat, up to its first image. Raises RequestError."""
         return self.encode(self.render_chat_text(request), add_special_tokens=bool(request.add_special_tokens))
 
     def encode_completion(self, request: CompletionRequest | Any) -> list[list[int]]:
-        """Ids of each prompt of a completion request (or of its routing view). Token ids pass through, checked."""
+        """Return the ids of each prompt of a CompletionRequest or a RoutingRequest. Raises RequestError."""
         return self.encode_prompts(request.prompt, request.add_special_tokens is not False)
 
     def encode_prompts(self, prompt: Prompt | None, add_special_tokens: bool = True) -> list[list[int]]:
-        """Ids of each prompt in any of the four forms. Raises RequestError for ids outside the vocabulary."""
+        """Return the ids of each prompt in any of the four forms. Raises RequestError for an unknown token id."""
         if isinstance(prompt, str):
             return [self.encode(prompt, add_special_tokens)]
         if not isinstance(prompt, list) or not prompt:
@@ -152,7 +152,7 @@ class Tokenizer:
         return ids
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling (`Ġthe`), None for an id that has none."""
+        """Return the token of an id as the vocabulary spells it (`Ġthe`); None for an unknown id."""
         token: str | None = self._hf_tokenizer.id_to_token(token_id)
         return token
 
@@ -162,7 +162,7 @@ class Tokenizer:
 
     @property
     def hf_tokenizer(self) -> HfTokenizer:
-        """The library's tokenizer, for incremental decoding. Not to be changed."""
+        """The library's tokenizer, for incremental decoding. It must not be changed."""
         return self._hf_tokenizer
 
     @property
@@ -196,7 +196,7 @@ def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object; an absent file is an empty one."""
+    """Return the JSON object of a file; an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -216,7 +216,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_token_text(value: Any) -> str | None:
-    """A token in a config is a string, or an object with its content and flags."""
+    """Return the token of a config value, which is a string, or an object with content and flags."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
 
@@ -231,7 +231,7 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
 
 
 def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Add to `hf_tokenizer` the tokens that only the configs name; return the named ones."""
+    """Add the tokens of the configs that tokenizer.json lacks; return token texts by their names."""
     token_settings = dict(config)
     tokens_by_id = config.get("added_tokens_decoder")
     if not isinstance(tokens_by_id, dict):
@@ -262,7 +262,7 @@ def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict
 def _load_template(
     folder: Path, config: dict[str, Any], override: str | None, named_tokens: dict[str, str]
 ) -> ChatTemplate | None:
-    """`override`, else the checkpoint's own: chat_template.jinja, then tokenizer_config, then chat_template.json."""
+    """Return `override`, else the first template of chat_template.jinja, tokenizer_config, chat_template.json."""
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
     template_paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
@@ -312,12 +312,12 @@ def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[st
 
 
 def find_checkpoint_folder(name: str) -> Path | None:
-    """Find the files of a checkpoint on this machine. `name`: a folder, or a name in the Hugging Face cache."""
+    """Return the folder of a checkpoint on this machine. `name` is a folder, or a name in the Hugging Face cache."""
     try:
         path = Path(name).expanduser()
         if path.is_dir():
             return path
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody, a zero byte
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user's home, a zero byte
         return None
     home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
     repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"

@@ -1,8 +1,8 @@
-"""Fields by which routers and engines agree where KV lies, which worker computes, and whose request it is. Pure.
+"""Fields by which routers and engines agree which worker computes a request and where its KV is. Pure.
 
-A client that sets such a field makes a worker fetch KV from wherever it says, which can end the worker's process or
-poison its cache for everybody. So a router takes them out of what clients send, and out of what workers answer. Known
-are those of vLLM, SGLang, TensorRT-LLM and Dynamo.
+A client that sets such a field can make a worker fetch KV from any address, which may end the worker's process or
+poison its cache. So a router removes these fields from the requests of clients and from the answers of workers. The
+lists have the fields of vLLM, SGLang, TensorRT-LLM and Dynamo.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ WORKER_HEADERS: Final = frozenset((
     "x-dynamo-routing-mode",
 ))
 # fmt: on
-"""Headers that say the same."""
+"""Headers with the same meaning."""
 CONTAINER_FIELDS: Final = ("vllm_xargs", "nvext", "extra_body", "extra_args", "sampling_params", "agent_context")
-"""Objects in a body in which such fields may stand too."""
+"""Objects in a body that may contain such fields too."""
 _WORKER_FIELD_PREFIX: Final = "bootstrap_"
 _ADDRESS_MARKERS: Final = (b"_addr_",)
 
 
 def is_worker_field(name: str) -> bool:
-    """Whether a field is one of these."""
+    """Whether a name is that of such a field."""
     return name in WORKER_FIELDS or name.startswith(_WORKER_FIELD_PREFIX)
 
 
 def may_have_worker_fields(names: Iterable[str]) -> bool:
-    """Whether a body with these top-level fields has to be looked into."""
+    """Whether a body with these top-level fields may contain such fields."""
     return any(
         name in WORKER_FIELDS or name in CONTAINER_FIELDS or name.startswith(_WORKER_FIELD_PREFIX) for name in names
     )
 
 
 def without_worker_fields(value: Any, allowed_fields: Collection[str]) -> Any:
-    """Return a JSON value without these fields, wherever they stand in it, but for `allowed_fields`."""
+    """Return a JSON value without such fields at any depth, except `allowed_fields`."""
     if isinstance(value, dict):
         return {
             name: without_worker_fields(item, allowed_fields)
@@ -64,6 +64,8 @@ def without_worker_fields(value: Any, allowed_fields: Collection[str]) -> Any:
 
 
 def has_worker_address(request_id: bytes) -> bool:
-    """Whether a request's id tells its worker where KV lies, as vLLM's P2P connector reads it
-    (`___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`)."""
+    """Whether a request's id contains addresses of workers, as vLLM's P2P connector reads it.
+
+    Such an id is `___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`.
+    """
     return any(part in request_id for part in _ADDRESS_MARKERS)

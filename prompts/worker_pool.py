@@ -1,9 +1,9 @@
-"""Work on what clients send, in processes of its own: a body decides how long it takes to decode, to render and to
-encode, and how much memory, and Python's decoding holds the interpreter lock, so a thread would not do.
+"""Worker processes for bodies of clients, bounded in time and memory.
 
-Owns the processes: few, started when they are first needed, bounded in time and memory, ended and started again. Knows
-nothing of what is done in them. Invariants: a process has one body at a time; it ends when its socket closes, whatever
-the reason: no orphans. Pickles go only between our own processes.
+A body decides how long it takes to decode, render and encode, and how much memory. Decoding holds Python's interpreter
+lock, so that threads would not do. Processes are few, start when they are first needed, and are replaced when they take
+too long or too much. Invariants: a process has one body at a time, and ends when its socket closes. Pickles are
+exchanged only between our own processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from prompts.errors import RequestError
 
 T = TypeVar("T")
 WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of a module and its arguments: called in each process, once, for what all work there is given first."""
+"""Function of a module and its arguments. Each process calls it once; every task gets its result first."""
 
 AFFINITY_BYTES = 2048
+"""Bodies that agree in so many first bytes are given to the same process."""
 NICE = 5
-"""Who waits for a large body waits a little longer than everybody else."""
+"""Niceness of the processes: large bodies wait for small ones."""
 _BOOTSTRAP = (
     f"import os; os.nice({NICE}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from prompts.worker_pool import main; sys.exit(main(int(sys.argv[2])))"
@@ -40,11 +41,11 @@ _BOOTSTRAP = (
 
 
 class WorkerProcessError(Exception):
-    """The process died or was ended; the message says why."""
+    """A process died or was killed; the message says why."""
 
 
 class _TaskResult(NamedTuple):
-    """What a worker process sends back for a task."""
+    """Message of a worker process at the end of a task."""
 
     rejection: dict[str, Any] | None
     """Arguments of the RequestError that the task raised."""
@@ -53,13 +54,13 @@ class _TaskResult(NamedTuple):
 
 
 class WorkerProcess:
-    """Our side of one. It has one user at a time."""
+    """The parent's handle of a worker process, for one user at a time."""
 
     def __init__(self, setup: WorkerSetup, memory_bytes: int, executor: ThreadPoolExecutor) -> None:
         self.is_busy = False
         self.last_used_s = 0.0
         self.is_reusable = False
-        """For another body: it does not hold so much memory that a fresh one had better take over."""
+        """Whether the process has memory left for another body."""
         self.child: subprocess.Popen[bytes] | None = None
         self._setup_message = (memory_bytes, setup)
         self._executor = executor
@@ -67,9 +68,11 @@ class WorkerProcess:
         self._killed_children: list[subprocess.Popen[bytes]] = []
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What `work(set up, *arguments)` comes to there; `work` is a function of a module. Nobody waits here: what is
-        large goes to the process and comes back in a thread. Raises RequestError that it raised, or
-        WorkerProcessError."""
+        """Return the result of `work(setup_result, *arguments)` in the process; `work` is a function of a module.
+
+        A thread sends the arguments and receives the result, as they may be large. Raises the RequestError that `work`
+        raised, or WorkerProcessError.
+        """
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._executor, self._call, (work, arguments))
         try:
@@ -104,14 +107,14 @@ class WorkerProcess:
         pickle.dump(self._setup_message, self._stream)
 
     def _close_stream(self) -> None:
-        """Close the socket to a process that has ended; whoever reads from it has come to its end."""
+        """Close the socket to a process that has ended."""
         if self._stream is not None:
-            with contextlib.suppress(OSError):  # an order that was never sent on
+            with contextlib.suppress(OSError):  # a task in the buffer that was never sent
                 self._stream.close()
             self._stream = None
 
     def kill(self) -> None:
-        """Kill it; it is reaped later, as taking back gigabytes takes time."""
+        """Kill the process. It is reaped later, because freeing gigabytes takes time."""
         self._killed_children = [child for child in self._killed_children if child.poll() is None]
         if self.child is not None:
             self.child.kill()
@@ -119,7 +122,7 @@ class WorkerProcess:
             self.child = None
 
     def reap(self) -> None:
-        """End it and wait for that."""
+        """Kill the process and wait for its end."""
         self.kill()
         for child in self._killed_children:
             child.wait()
@@ -127,19 +130,20 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All of one server. `close` them."""
+    """The worker processes of one server. To be closed by `close`."""
 
     def __init__(self, setup: WorkerSetup, process_count: int, memory_bytes: int) -> None:
-        """`memory_bytes`: of one process."""
+        """`memory_bytes` is the most memory of one process."""
         self._executor = ThreadPoolExecutor(process_count, thread_name_prefix="worker-pool")
         self.processes = [WorkerProcess(setup, memory_bytes, self._executor) for _ in range(process_count)]
         self._waiters: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
         """Calls that wait for a process, by tenant, the next one first."""
 
     async def run(self, body_prefix: bytes, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
-        """What `work` comes to with the process that read others with the same beginning, where that one is free: it
-        has their text encoded. `tenant`: for whom; tenants take turns. Where work raises what is no RequestError, or is
-        cancelled, the process ends."""
+        """Return the result of `work` with a free process, first the one that had bodies with this prefix.
+
+        Tenants take turns. The process is killed if `work` is cancelled, or raises another error than RequestError.
+        """
         process = await self._acquire(body_prefix, tenant)
         is_reusable = False
         try:
@@ -184,7 +188,7 @@ class WorkerPool:
         process.is_busy = False
 
     def close_idle(self, idle_since_s: float) -> None:
-        """End those that had nothing to do since `idle_since_s` (of `time.monotonic`), and give their memory back."""
+        """Kill processes that were idle since `idle_since_s` (`time.monotonic`)."""
         for process in self.processes:
             if not process.is_busy and process.last_used_s < idle_since_s:
                 process.kill()
@@ -196,9 +200,9 @@ class WorkerPool:
 
 
 def main(fd: int) -> int:
-    """The process's whole life: do what it is told until the socket closes."""
+    """Run tasks in a worker process until the socket closes."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # they are the server's affair
+        signal.signal(signal_number, signal.SIG_IGN)  # the server handles them
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:
         try:
             memory_bytes, (setup, setup_arguments) = pickle.load(stream)
@@ -226,7 +230,7 @@ def _serve_task(stream: Any, setup_result: Any, memory_bytes: int) -> None:
 
 
 def _read_resident_bytes() -> int:
-    """Memory that this process has now; 0 where the system does not tell."""
+    """Return the resident memory of this process; 0 if the system does not say."""
     try:
         with open("/proc/self/statm") as statm_file:
             return int(statm_file.read().split()[1]) * resource.getpagesize()

@@ -1,1 +1,1 @@
-"""What a conversation brings that chats have no word for: documents, search results, tools that a provider ran."""
+"""Text for parts of a conversation that chats do not have: documents, search results, tools that a provider ran."""

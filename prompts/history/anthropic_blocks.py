@@ -1,8 +1,7 @@
-"""Blocks of Anthropic's Messages that OpenAI's chats have no word for, as the text that a model reads.
+"""Text for blocks of Anthropic's Messages that OpenAI's chats do not have.
 
-Documents and search results are texts with a title. Tools that Anthropic's servers ran (`server_tool_use`,
-`web_search_tool_result` ...) stand in the history of a conversation that began there: a model reads what was asked and
-what came back. Knows no requests and no templates. Pure.
+Documents and search results become texts with a title. Of tools that Anthropic's servers ran (`server_tool_use`,
+`web_search_tool_result` ...) in an earlier turn, a model reads the calls and their results. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from prompts.schemas import Message
 
 Block = dict[str, Any]
 MEDIA_PART: Message = {"type": "file", "file": {}}
-"""Part of a chat for a document that is no text."""
+"""Part of a chat for a document without text."""
 
 
 def is_hosted_block(block_type: str) -> bool:

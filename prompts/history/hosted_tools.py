@@ -1,7 +1,7 @@
-"""What a provider's servers did in an earlier turn, as text: searches, programs that ran, a history that was shortened.
+"""Text for what a provider's servers did in earlier turns: searches, programs that ran, a history that was shortened.
 
-No server here runs such tools, but a conversation may have begun where one does, and a model reads what was asked and
-what came back. Pure.
+Our engine runs no such tools, but a conversation may have begun at a server that does. The model then reads the calls
+and their results. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 def format_hosted_call(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """Return a line with what can be read of a block or an item; None where nothing can."""
+    """Return a line with the readable fields of a block or an item; None if it has none."""
     readable_fields = _readable_fields(fields)
     for name, value in readable_fields.items():
         if isinstance(value, dict):
