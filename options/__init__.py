@@ -1,10 +1,9 @@
-"""Configuration of the programs. The fields of config classes become settings of a TOML file, environment variables,
-flags and docs.
+"""Configuration of the programs: fields of config classes become settings of a file, variables, flags and docs.
 
 `options.entry` is the entry point of each program: it checks that the packages beside it are ours.
 """
 
-from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check_config
+from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Setting, check_config
 from options.load import LoadedConfig, load_config
 from options.values import ConfigError, Size
 
@@ -19,9 +18,9 @@ __all__ = [
     "Flag",
     "Key",
     "LoadedConfig",
-    "Option",
     "Schema",
     "Seconds",
+    "Setting",
     "Size",
     "check_config",
     "load_config",

@@ -1,4 +1,4 @@
-"""The command line of a configuration: its flags, `--config`, `--set`, and the command `config`."""
+"""Command line of a program: flags for its settings, `--config`, `--set`, and the command `config`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, Final, Literal, get_args, get_origin
 import click
 import msgspec
 
-from options.fields import SECRET, Option, Schema
+from options.fields import SECRET, Schema, Setting
 from options.load import LoadedConfig, load_config, read_file
 from options.values import ConfigError, split_annotated
 
 MAIN_HEADING: Final = "Options"
-"""The first heading of `--help`."""
+"""First heading of `--help`."""
 
 
 class SectionedOption(click.Option):
@@ -48,13 +48,13 @@ class SectionedCommand(click.Command):
 
 
 def add_flags(schema: Schema) -> Callable[[Any], Any]:
-    """Decorates a command that takes all of the program's settings: `load_from_command_line` reads its parameters."""
+    """Return a decorator that gives a command the flags of a program. `load_from_command_line` reads its parameters."""
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
     position_by_path = {path: position for position, path in enumerate(heading_by_path, start=1)}
     flag_options = [
-        _make_click_option(option, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
-        for path, option in schema.option_by_path.items()
-        if option.config_field.flag is not None
+        _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
+        for path, setting in schema.setting_by_path.items()
+        if setting.config_field.flag is not None
     ]
     config_option = click.option(
         "--config",
@@ -81,11 +81,10 @@ def add_flags(schema: Schema) -> Callable[[Any], Any]:
 
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
-    """Load the configuration from a command's parameters, the environment and the file they name. Raises
-    click.UsageError."""
+    """Load the configuration from a command's parameters, the environment and a file. Raises click.UsageError."""
     value_by_path = {
         path: parameters[_make_parameter_name(path)]
-        for path in schema.option_by_path
+        for path in schema.setting_by_path
         if _make_parameter_name(path) in parameters
     }
     given_value_by_path = {path: value for path, value in value_by_path.items() if value is not None and value != ()}
@@ -104,9 +103,9 @@ def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> Loaded
 
 
 def make_config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> click.Command:
-    """`config`: all settings as a list, or with --check those that the file, the environment and flags give.
+    """Return the command `config`, which prints all settings, or with --check the values that a start would have.
 
-    `finish`: what a start makes of them; it may raise ConfigError.
+    `finish`: returns the configuration as a start completes it; it may raise ConfigError.
     """
 
     @click.command(
@@ -140,32 +139,32 @@ _RANGE_PATTERN = re.compile(r"(?<!above )(?:from )?(?P<lowest>-?\d[\d.e]*) to (?
 
 
 def render_settings_list(schema: Schema) -> str:
-    """Markdown with one line for each setting: what docs/reference/settings.md holds."""
+    """Return docs/reference/settings.md: Markdown with one line for each setting."""
     lines = []
-    for option in _list_visible_options(schema):
-        setting_names = [option.path, *(option.flag_names if option.config_field.flag is not None else ())]
-        expected = _RANGE_PATTERN.sub(r"\g<lowest>..", _OMITTED_TEXT_PATTERN.sub("", option.expected))
-        details = [] if isinstance(option.default, bool) else [expected]
-        if option.default is not None and not option.config_field.is_section:
-            details.append(f"`{_format_toml_value(option.default)}`")
-        help_text = f"{option.config_field.help_text} {option.config_field.details}".strip()
+    for setting in _list_visible_settings(schema):
+        setting_names = [setting.path, *(setting.flag_names if setting.config_field.flag is not None else ())]
+        expected = _RANGE_PATTERN.sub(r"\g<lowest>..", _OMITTED_TEXT_PATTERN.sub("", setting.expected))
+        details = [] if isinstance(setting.default, bool) else [expected]
+        if setting.default is not None and not setting.config_field.is_section:
+            details.append(f"`{_format_toml_value(setting.default)}`")
+        help_text = f"{setting.config_field.help_text} {setting.config_field.details}".strip()
         lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
 
 def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
-    """A file that says the same, each line with its origin. Secrets are counted, not shown."""
+    """Return a configuration as a TOML file, each line with its origin. Values of secrets are left out."""
     lines: list[str] = []
     section, value_by_path = "", schema.collect_values(loaded_config.config)
-    visible_options = [option for option in _list_visible_options(schema) if not option.config_field.is_section]
-    for option in sorted(visible_options, key=lambda setting: setting.path.rpartition(".")[0]):
-        option_section, _, name = option.path.rpartition(".")
-        if option_section != section:
-            lines.append(f"\n[{option_section}]")
-            section = option_section
-        origin = loaded_config.origin_by_path.get(option.path, "default")
-        value = value_by_path[option.path]
-        if SECRET in option.config_field.annotation_marks and value:
+    visible_settings = [setting for setting in _list_visible_settings(schema) if not setting.config_field.is_section]
+    for setting in sorted(visible_settings, key=lambda setting: setting.path.rpartition(".")[0]):
+        setting_section, _, name = setting.path.rpartition(".")
+        if setting_section != section:
+            lines.append(f"\n[{setting_section}]")
+            section = setting_section
+        origin = loaded_config.origin_by_path.get(setting.path, "default")
+        value = value_by_path[setting.path]
+        if SECRET in setting.config_field.annotation_marks and value:
             lines.append(f"# {name} is set, and not shown  # {origin}")
         elif value is None:
             lines.append(f"# {name} is not set")
@@ -174,11 +173,11 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list_visible_options(schema: Schema) -> list[Option]:
+def _list_visible_settings(schema: Schema) -> list[Setting]:
     return [
-        option
-        for option in schema.option_by_path.values()
-        if not (option.config_field.flag and option.config_field.flag.is_hidden)
+        setting
+        for setting in schema.setting_by_path.values()
+        if not (setting.config_field.flag and setting.config_field.flag.is_hidden)
     ]
 
 
@@ -194,19 +193,19 @@ def _make_parameter_name(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _make_click_option(option: Option, heading: str, position: int | None) -> Any:
-    """The flag of a setting; `--help` leaves out one without a position, where the program has headings."""
-    flag, config_field = option.config_field.flag, option.config_field
+def _make_click_option(setting: Setting, heading: str, position: int | None) -> Any:
+    """Return the flag of a setting. `--help` shows it at `position` under `heading`, or hides it without a position."""
+    flag, config_field = setting.config_field.flag, setting.config_field
     assert flag is not None
     base_type, annotations = split_annotated(config_field.value_type)
-    default = option.default
+    default = setting.default
     help_text = config_field.help_text
     if default is not None and default != () and not config_field.is_section:
         help_text += f" [default: {('off', 'on')[default] if base_type is bool else default}]"
     is_repeatable = get_origin(base_type) is tuple
     if is_repeatable:
         help_text += " Repeatable."
-    declarations = (*option.flag_names, _make_parameter_name(option.path))
+    declarations = (*setting.flag_names, _make_parameter_name(setting.path))
     make = partial(
         click.option,
         *declarations,

@@ -1,4 +1,4 @@
-"""The way into a program: make sure that its packages are ours, then run its command line."""
+"""Entry points of the programs: check that the imported packages are this distribution's, then run a command line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 
 
 def find_import_problem(names: tuple[str, ...]) -> str | None:
-    """Describe the fault of the import path in one line; None where all packages `names` are those beside this one.
+    """Return what is wrong with the import path, in one line; None where all packages are those beside this one.
 
-    Other distributions may have packages of these names."""
+    Other distributions may have packages of these names.
+    """
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
         expected_path = packages_folder / name / "__init__.py"
@@ -39,13 +40,15 @@ def find_import_problem(names: tuple[str, ...]) -> str | None:
 
 
 def kv_subscriber() -> None:
-    """Console script. It needs no extra."""
+    """Run the console script `kv_subscriber`, which needs no extra."""
     run_program("kv_subscriber", "events.kv_subscriber", ("options", "events"), "blockcast")
 
 
 def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of `module`, which needs `packages` beside its own. Ends with a line where something is missing.
-    `distribution`: what to install then, where it is not the extra of this name."""
+    """Run `main` of a module, or exit with one line where a package is missing.
+
+    `packages`: packages of ours that it needs. `distribution`: name to install them; by default the extra `program`.
+    """
     problem = find_import_problem(packages)
     if problem is not None:
         sys.exit(f"{program}: {problem}")

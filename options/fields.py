@@ -1,4 +1,4 @@
-"""A configuration class, taken apart: one `Option` for each field that users may set.
+"""Settings of a configuration class: one `Setting` for each field that users may set.
 
 A configuration is a frozen dataclass (or msgspec struct) whose fields have defaults. A field that users may set is
 annotated with its type, its range, one line of help, and a second text where the reference says more than `--help`:
@@ -7,7 +7,7 @@ annotated with its type, its range, one line of help, and a second text where th
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
     core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.congestion_weight
 
-Only a section may have no help: then it is set by its fields, not as a whole.
+Only a section may have no help; it is then set by its fields, not as a whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import msgspec
 from options.values import ConfigError, describe_type, read_value, split_annotated
 
 ROOT = "<root>"
-"""A section without a name of its own."""
+"""Mark of a section without a name of its own."""
 SECRET = "<secret>"
-"""Never printed."""
+"""Mark of a setting that is never printed."""
 FILE, FOLDER = "<file>", "<folder>"
-"""A path that has to exist."""
+"""Marks of paths that have to exist."""
 _MARKS = (ROOT, SECRET, FILE, FOLDER)
 
 Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=1e9, title="SECONDS")]
@@ -35,7 +35,10 @@ Key = Annotated[str, msgspec.Meta(min_length=1, title="KEY")]
 
 
 class Flag:
-    """The field has a flag: `names`, or --its-name. `env`: an older variable that also sets it."""
+    """Mark of a field that has a flag: `names`, or else --field-name.
+
+    `env`: an older environment variable that sets the field too.
+    """
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
         self.names, self.metavar, self.older_variable, self.is_hidden = names, metavar, env, hidden
@@ -43,26 +46,28 @@ class Flag:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field as it is declared."""
+    """Declaration of a field of a configuration class."""
 
     name: str
     value_type: Any
-    """Its type, without None."""
+    """Type of the field, without None."""
     annotation_marks: tuple[str, ...]
+    """Those of ROOT, SECRET, FILE and FOLDER that the annotation has."""
     help_text: str
     """One sentence, for `--help` and for the reference."""
     details: str
     """Further sentences, for the reference alone."""
     flag: Flag | None
     is_section: bool
-    """A configuration of its own."""
+    """Whether the field's type is a configuration class itself."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """A field in its place."""
+class Setting:
+    """A field that users may set, under its path in the configuration."""
 
     path: str
+    """Names of its sections and its own, separated by dots."""
     config_field: ConfigField
     default: Any
 
@@ -82,42 +87,45 @@ class Option:
 
     @property
     def expected(self) -> str:
+        """Expected value in words, such as "a whole number from 0 to 65535"."""
         if self.config_field.is_section:
             return "a JSON object"
         path_kind = next((mark[1:-1] for mark in self.config_field.annotation_marks if mark in (FILE, FOLDER)), None)
         return f"a {path_kind}" if path_kind is not None else describe_type(self.config_field.value_type)
 
     def parse_value(self, label: str, value: Any) -> Any:
-        """Raises ConfigError."""
+        """Convert a value to the setting's type. Raises ConfigError, which names the setting by `label`."""
         return read_value(
             label, value, self.config_field.value_type, secret=SECRET in self.config_field.annotation_marks
         )
 
 
 class Schema:
-    """Everything a program can be told; its name begins the variables: BLOCKCAST_ROUTER_PORT."""
+    """All settings of a program. Environment variables begin with its name: BLOCKCAST_ROUTER_PORT."""
 
     def __init__(
         self, config_class: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
-        """`help_sections`: the headings of `--help`, in order, and the settings whose flags stand under each. A flag
-        that is under none is in the reference alone."""
+        """Collect the settings of `config_class`.
+
+        `help_sections`: heading of `--help` -> paths of the settings under it. Other flags are only in the reference.
+        """
         self.config_class, self.program = config_class, program
         self.help_sections = help_sections or {}
         self.variable_prefix = f"BLOCKCAST_{program.upper()}_"
-        self.option_by_path: dict[str, Option] = {}
+        self.setting_by_path: dict[str, Setting] = {}
         self.section_paths: set[str] = set()
         self._add_class(config_class, config_class(), "")
-        self.path_by_variable = {self.make_variable_name(path): path for path in self.option_by_path}
-        for path, option in self.option_by_path.items():
-            if option.config_field.flag is not None and option.config_field.flag.older_variable is not None:
-                self.path_by_variable[option.config_field.flag.older_variable] = path
+        self.path_by_variable = {self.make_variable_name(path): path for path in self.setting_by_path}
+        for path, setting in self.setting_by_path.items():
+            if setting.config_field.flag is not None and setting.config_field.flag.older_variable is not None:
+                self.path_by_variable[setting.config_field.flag.older_variable] = path
 
     def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
         for config_field in list_config_fields(config_class):
             path, default = prefix + config_field.name, getattr(defaults, config_field.name)
             if config_field.help_text:
-                self.option_by_path[path] = Option(path, config_field, default)
+                self.setting_by_path[path] = Setting(path, config_field, default)
             if config_field.is_section and ROOT in config_field.annotation_marks:
                 self._add_class(config_field.value_type, default, prefix)
             elif config_field.is_section:
@@ -128,8 +136,8 @@ class Schema:
         return self.variable_prefix + path.upper().replace(".", "_")
 
     def make_unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
-        """The error for a name that is not there, with the nearest one that is."""
-        setting_names = [*self.option_by_path] if setting_names is None else setting_names
+        """Return the error for an unknown name, with the nearest known one."""
+        setting_names = [*self.setting_by_path] if setting_names is None else setting_names
         path_by_last_word = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
         closest_names = difflib.get_close_matches(key, setting_names, 1) or difflib.get_close_matches(
             key.rpartition(".")[2], path_by_last_word, 1
@@ -138,11 +146,11 @@ class Schema:
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
     def collect_values(self, config: Any) -> dict[str, Any]:
-        """path -> what a configuration has there."""
+        """Return the values of a configuration by path."""
         return _collect_values(config, "")
 
     def build_config(self, value_by_path: dict[str, Any]) -> Any:
-        """The configuration in which these paths have these values. Raises ConfigError."""
+        """Make the configuration with these values and defaults elsewhere. Raises ConfigError."""
         return _build_config(self.config_class, value_by_path, "")
 
 
@@ -171,18 +179,18 @@ def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
 
 
 def check_config(config: Any, prefix: str = "") -> None:
-    """Whether every field is of its type and in its range, however `config` was made. Raises ConfigError."""
+    """Check that every field has its type and is in its range. Raises ConfigError."""
     for config_field in list_config_fields(type(config)):
         value = getattr(config, config_field.name)
         if config_field.is_section:
             check_config(value, prefix if ROOT in config_field.annotation_marks else f"{prefix}{config_field.name}.")
         elif value is not None:
-            option = Option(prefix + config_field.name, config_field, None)
-            option.parse_value(option.label, value)
+            setting = Setting(prefix + config_field.name, config_field, None)
+            setting.parse_value(setting.label, value)
 
 
 def list_config_fields(config_class: type) -> tuple[ConfigField, ...]:
-    """Its fields, in order."""
+    """Return the fields of a configuration class, in their order."""
     if config_class not in _config_fields_by_class:
         hints = get_type_hints(config_class, include_extras=True)
         names = getattr(config_class, "__struct_fields__", None) or [

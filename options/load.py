@@ -1,4 +1,4 @@
-"""Defaults, a file, the environment and flags laid over each other: the later wins, each value knows its origin."""
+"""Loading a configuration from defaults, a file, the environment and flags, of which the later win."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from options.fields import FILE, FOLDER, Option, Schema
+from options.fields import FILE, FOLDER, Schema, Setting
 from options.values import ConfigError, UntypedText
 
 _KUBERNETES_PATTERN = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -20,29 +20,32 @@ _KUBERNETES_PATTERN = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP
 
 @dataclass
 class LoadedConfig:
-    """A configuration and where its values came from; paths that are not in `origins` have their defaults."""
+    """A configuration and the origins of its values."""
 
     config: Any
     origin_by_path: dict[str, str]
+    """Origin of each value that is not a default: a file, a variable or a flag."""
 
 
 @dataclass
 class _ConfigLayers:
+    """Values that were set so far, by their paths."""
+
     schema: Schema
     value_by_path: dict[str, Any] = field(default_factory=dict)
     origin_by_path: dict[str, str] = field(default_factory=dict)
 
     def set_value(self, path: str, value: Any, label: str, origin: str) -> None:
-        """One value, or a whole section. `label`: what an error calls it. Raises ConfigError."""
-        option = self.schema.option_by_path.get(path)
+        """Set one value, or all values of a section. Raises ConfigError, which names the setting by `label`."""
+        setting = self.schema.setting_by_path.get(path)
         if path in self.schema.section_paths:
             self.origin_by_path[path] = origin
             for key, section_value in parse_section(label, value).items():
                 self.set_value(f"{path}.{key}", section_value, f"{label}.{key}", origin)
             return
-        if option is None:
+        if setting is None:
             raise self.schema.make_unknown_setting_error(label, path)
-        self.value_by_path[path] = check_path_exists(label, option, option.parse_value(label, value))
+        self.value_by_path[path] = check_path_exists(label, setting, setting.parse_value(label, value))
         self.origin_by_path[path] = origin
 
 
@@ -71,13 +74,13 @@ def load_config(
             raise ConfigError(f"--set {assignment}: expected KEY=VALUE")
         layers.set_value(path, UntypedText(value_text), f"--set {path}", "--set")
     for path, value in (flags or {}).items():
-        label = schema.option_by_path[path].label
+        label = schema.setting_by_path[path].label
         layers.set_value(path, UntypedText(value) if isinstance(value, str) else value, label, label)
     return LoadedConfig(schema.build_config(layers.value_by_path), layers.origin_by_path)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Read a TOML file. Raises ConfigError."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -85,19 +88,20 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Its leaves by path: an unknown table is told by its first key."""
+    """Yield the path and value of each setting and section of a table; of an unknown table, those of its keys."""
     for key, value in table.items():
         path = prefix + key
-        if isinstance(value, dict) and value and path not in schema.section_paths and path not in schema.option_by_path:
+        is_known = path in schema.section_paths or path in schema.setting_by_path
+        if isinstance(value, dict) and value and not is_known:
             yield from iter_leaves(schema, value, f"{path}.")
         else:
             yield path, value
 
 
 def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, path) of what is set and not empty, older names first.
+    """Yield the name and path of each variable that sets something, older names first.
 
-    Raises ConfigError for a name that looks like ours and is not.
+    Raises ConfigError for an unknown variable with the program's prefix.
     """
     for variable, value_text in sorted(
         environment.items(), key=lambda item: item[0].startswith(schema.variable_prefix)
@@ -116,7 +120,7 @@ def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[t
 
 
 def parse_section(label: str, value: Any) -> dict[str, Any]:
-    """A section as a table of a file or as JSON text."""
+    """Return a section as a table, from a file's table or from JSON text. Raises ConfigError."""
     if isinstance(value, UntypedText):
         try:
             value = json.loads(value)
@@ -127,8 +131,9 @@ def parse_section(label: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def check_path_exists(label: str, option: Option, value: Any) -> Any:
+def check_path_exists(label: str, setting: Setting, value: Any) -> Any:
+    """Return the value of a setting. Raises ConfigError where it is marked FILE or FOLDER and does not exist."""
     for mark, path_exists in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
-        if mark in option.config_field.annotation_marks and not path_exists(Path(value)):
+        if mark in setting.config_field.annotation_marks and not path_exists(Path(value)):
             raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")
     return value

@@ -1,4 +1,4 @@
-"""How both programs log: lines for people, or one JSON object a line, on stderr."""
+"""Logging to stderr, as text lines or as one JSON object a line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, logger, message, and the fields of `extra={"fields": {...}}`."""
+    """Formats a record as a JSON object: ts, level, logger, message, and the fields of `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, as_json: bool) -> None:
-    """Log to stderr; stdout carries only what a program says of itself: its address, a key."""
+    """Log to stderr. Stdout is only for a program's address and generated keys."""
     handler = logging.StreamHandler(sys.stderr)
     text_formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if as_json else text_formatter)

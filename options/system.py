@@ -1,4 +1,4 @@
-"""Limits of this process that every program raises at its start."""
+"""Limit of open files, which every program raises when it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def raise_file_limit() -> int:
-    """Take as many file descriptors as the hard limit allows; return how many these are."""
+    """Raise the limit of open files to the hard limit, and return the new limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit < hard_limit:
         with contextlib.suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""TLS contexts from files, for both programs: what is wrong with a file is told with the flag that named it."""
+"""TLS contexts from certificate files. Errors name the flag of the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from options.values import ConfigError
 def make_server_context(
     certificate_path: str | None, key_path: str | None, client_ca_path: str | None = None
 ) -> ssl.SSLContext | None:
-    """Make the TLS context of a listening address; None without a certificate. `client_ca_path`: authorities, one of
-    which must have signed a client's certificate. Raises ConfigError."""
+    """Make the TLS context of a listening address; None without a certificate. Raises ConfigError.
+
+    `client_ca_path`: certificates of authorities; clients need a certificate that one of them has signed.
+    """
     if (certificate_path is None) != (key_path is None):
         raise ConfigError("--tls-cert and --tls-key: expected both or neither")
     if certificate_path is None:
@@ -29,8 +31,11 @@ def make_server_context(
 def make_client_context(
     certificate_path: str | None, key_path: str | None, ca_path: str | None, flag_prefix: str
 ) -> ssl.SSLContext:
-    """Make the TLS context of outgoing connections: the system's authorities, or those of `ca` alone, and our
-    certificate where the other side requires one. The flags begin with `prefix`. Raises ConfigError."""
+    """Make the TLS context of outgoing connections. Raises ConfigError.
+
+    `certificate_path`: certificate for servers that require one. `ca_path`: trusted authorities; None: the system's.
+    `flag_prefix`: beginning of the flags' names in errors.
+    """
     context = ssl.create_default_context()
     if ca_path is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -47,7 +52,7 @@ def _load_certificate(
 ) -> None:
     try:  # a key with a passphrase would be asked for on a terminal
         context.load_cert_chain(certificate_path, key_path, password=lambda: "")
-    except OSError as error:  # ssl's own errors are
+    except OSError as error:  # SSLError is an OSError
         raise ConfigError(
             f"{flag} {certificate_path}, {key_flag} {key_path}: no certificate and its key: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""One value of a configuration: read from text (environment, flags) or from a file's own types, and what to say if not.
+"""Values of settings: conversion from text (environment, flags) or from the types of a file, and errors in words.
 
 Types are those that msgspec knows, with `msgspec.Meta` for ranges and `Size` for bytes.
 """
@@ -23,7 +23,7 @@ class Size:
     """Marks a number of bytes that may come with a unit: 512MiB, 4GB, 4g."""
 
     unit_bytes: int = 1
-    """Bytes that the plain number 1 stands for: 1 << 20 where the setting is in MiB."""
+    """Bytes of a number without a unit: 1 << 20 where the setting is in MiB."""
 
 
 _UNIT_LETTERS = "kmgt"
@@ -40,7 +40,7 @@ def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
-    """Parse a size as a multiple of `unit_bytes` bytes, rounded up; None for what is no size.
+    """Parse a size as a multiple of `unit_bytes` bytes, rounded up; return None for text that is no size.
 
     GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
     """
@@ -59,7 +59,7 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
 
 
 def parse_text(text: str, value_type: Any) -> Any:
-    """Parse a value from text. Raises ValueError or MsgspecError without words for a person."""
+    """Parse a value from text. Raises ValueError or MsgspecError, with messages that are not for users."""
     base_type, annotations = split_annotated(value_type)
     if get_origin(base_type) is tuple:
         item_type = get_args(base_type)[0]
@@ -77,7 +77,7 @@ def parse_text(text: str, value_type: Any) -> Any:
 
 
 def convert_value(value: Any, value_type: Any) -> Any:
-    """Convert a value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
+    """Convert a value from a file or a program. Raises ValueError or MsgspecError, with messages not for users."""
     size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
@@ -86,7 +86,7 @@ def convert_value(value: Any, value_type: Any) -> Any:
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("not finite")
         if isinstance(item, str):
-            item.encode()  # bytes of a variable that are no UTF-8
+            item.encode()  # raises UnicodeEncodeError for a variable that is not UTF-8
     return converted_value
 
 
@@ -138,22 +138,22 @@ def _format_number(value: float) -> str:
 def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False) -> Any:
     """Convert a value with `convert_value`, or an `UntypedText` with `parse_text`.
 
-    Raises ConfigError in full words; no secret is repeated.
+    Raises ConfigError with a message for users, which never contains a secret.
     """
     is_text = isinstance(value, UntypedText)
     try:
         return parse_text(str(value), value_type) if is_text else convert_value(value, value_type)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         base_type = split_annotated(value_type)[0]
-        if isinstance(value, tuple) and get_origin(base_type) is tuple:  # of a flag that may be repeated
-            for list_item in value:  # the one that is wrong is shown by itself
+        if isinstance(value, tuple) and get_origin(base_type) is tuple:  # values of a repeated flag
+            for list_item in value:  # show only the wrong one
                 read_value(label, list_item, get_args(base_type)[0], secret=secret)
         shown_value = "a value that is not shown here" if secret else shorten_repr(str(value) if is_text else value)
         raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(value_type)}") from None
 
 
 class UntypedText(str):
-    """A value from the environment or a flag: to be read by its setting's type."""
+    """Text from the environment or a flag, which is not yet converted to its setting's type."""
 
     __slots__ = ()
 

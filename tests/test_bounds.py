@@ -75,7 +75,7 @@ def test_a_bound_has_a_default_and_a_metric(
         file, _, name = location.partition(":")
         assert constants(ROOT / file)[name] == float(default)
     else:
-        assert float(SCHEMA.option_by_path[location].default) == float(default)
+        assert float(SCHEMA.setting_by_path[location].default) == float(default)
     if (counter_match := re.fullmatch(r"events_(\w+)_total", metric)) is not None:
         (names,) = re.findall(r"^\| `events_NAME_total` .*$", METRICS, re.MULTILINE)
         assert re.search(rf"\b{counter_match.group(1)}\b", names)
@@ -94,6 +94,6 @@ def test_no_bound_is_left_out() -> None:
                 f"{at}: in docs/security.md or tests/bounds.md, or said why not"
             )
     settings = {
-        path for path in SCHEMA.option_by_path if re.search(r"(bytes|headers|requests|tokens|connections)_max$", path)
+        path for path in SCHEMA.setting_by_path if re.search(r"(bytes|headers|requests|tokens|connections)_max$", path)
     }
     assert settings <= documented_locations

@@ -68,7 +68,7 @@ def test_flags_of_settings_stand_under_the_headings_of_their_program(
     for heading, paths in schema.help_sections.items():
         printed = " ".join(flags_by_heading[heading])
         for path in paths:
-            assert schema.option_by_path[path].label in printed
+            assert schema.setting_by_path[path].label in printed
         if heading != MAIN_HEADING:
             assert len(flags_by_heading[heading]) == len(paths)
 
@@ -77,16 +77,16 @@ def test_flags_of_settings_stand_under_the_headings_of_their_program(
 def test_a_setting_stands_under_one_heading_and_few_stand_first(schema: Schema) -> None:
     paths = [path for section in schema.help_sections.values() for path in section]
     assert len(paths) == len(set(paths))
-    assert all(schema.option_by_path[path].config_field.flag is not None for path in paths)
+    assert all(schema.setting_by_path[path].config_field.flag is not None for path in paths)
     assert len(schema.help_sections[MAIN_HEADING]) <= 9, "with --config these are ten"
 
 
 def test_a_flag_without_a_heading_works_and_is_in_the_reference() -> None:
     paths = {path for section in ROUTER.help_sections.values() for path in section}
     rare_flags = [
-        option.label
-        for path, option in ROUTER.option_by_path.items()
-        if option.config_field.flag is not None and path not in paths
+        setting.label
+        for path, setting in ROUTER.setting_by_path.items()
+        if setting.config_field.flag is not None and path not in paths
     ]
     assert rare_flags
     help_text = router_cli.commands["run"].get_help(click.Context(router_cli.commands["run"]))

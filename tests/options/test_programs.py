@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
-from options import SECRET, ConfigError, Option, Schema, load_config
-from options.command import _list_visible_options, render_settings_list
+from options import SECRET, ConfigError, Schema, Setting, load_config
+from options.command import _list_visible_settings, render_settings_list
 from options.load import read_file
 from options.values import UntypedText, split_annotated
 from router.app.cli import cli as router_cli
@@ -26,17 +26,18 @@ from router.app.config import SHADOW_SCHEMA as SHADOW
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md"
 CLIS = {"router": router_cli, "engine": engine_cli}
 EVERY = [
-    pytest.param(schema, option, id=f"{schema.program}-{option.path}")
+    pytest.param(schema, setting, id=f"{schema.program}-{setting.path}")
     for schema in (ROUTER, ENGINE)
-    for option in schema.option_by_path.values()
+    for setting in schema.setting_by_path.values()
 ]
 EVERY += [
-    pytest.param(schema, option, id=f"{name}-{path}")
+    pytest.param(schema, setting, id=f"{name}-{path}")
     for name, schema in (("epp", EPP), ("shadow", SHADOW))
-    for path, option in schema.option_by_path.items()
-    if path not in ROUTER.option_by_path
+    for path, setting in schema.setting_by_path.items()
+    if path not in ROUTER.setting_by_path
 ]
 LEAVES = [case for case in EVERY if not case.values[1].config_field.is_section]  # type: ignore[union-attr]
+FLAGS = [case for case in LEAVES if case.values[1].config_field.flag is not None]  # type: ignore[union-attr]
 
 
 def wrong(kind: Any) -> Iterator[Any]:
@@ -100,11 +101,11 @@ def run_config_check(program: str, *args: str, **environment: str) -> Result:
     return CliRunner().invoke(CLIS[program], ["config", "--check", *args], env=environment)
 
 
-@pytest.mark.parametrize(("schema", "option"), EVERY)
-def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, option: Option) -> None:
-    assert option.config_field.help_text
-    assert "\n" not in option.config_field.help_text
-    bare, marks = split_annotated(option.config_field.value_type)
+@pytest.mark.parametrize(("schema", "setting"), EVERY)
+def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, setting: Setting) -> None:
+    assert setting.config_field.help_text
+    assert "\n" not in setting.config_field.help_text
+    bare, marks = split_annotated(setting.config_field.value_type)
     for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
         item, item_marks = split_annotated(kind)
         if item in (int, float):
@@ -113,77 +114,75 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, opt
             assert any(meta.le is not None for meta in limits), "no largest value"
 
 
-@pytest.mark.parametrize(("schema", "option"), LEAVES)
-def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
-    for value in wrong(option.config_field.value_type):
-        with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as error_info:
-            load_config(schema, table=nest_value(option.path, value), file_name="f.toml")
-        if SECRET not in option.config_field.annotation_marks and not isinstance(value, dict):
+@pytest.mark.parametrize(("schema", "setting"), LEAVES)
+def test_a_wrong_value_is_refused_in_a_file(schema: Schema, setting: Setting) -> None:
+    for value in wrong(setting.config_field.value_type):
+        with pytest.raises(ConfigError, match=rf"^f\.toml: {setting.path}.*expected") as error_info:
+            load_config(schema, table=nest_value(setting.path, value), file_name="f.toml")
+        if SECRET not in setting.config_field.annotation_marks and not isinstance(value, dict):
             assert repr(value)[:50] in str(error_info.value)
 
 
-@pytest.mark.parametrize(("schema", "option"), LEAVES)
-def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, option: Option) -> None:
-    texts = [as_text(value) for value in wrong(option.config_field.value_type)]
+@pytest.mark.parametrize(("schema", "setting"), LEAVES)
+def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, setting: Setting) -> None:
+    texts = [as_text(value) for value in wrong(setting.config_field.value_type)]
     for text in texts:
-        if not text or _fits(option, text):
+        if not text or _fits(setting, text):
             continue
-        with pytest.raises(ConfigError, match=rf"^{schema.make_variable_name(option.path)}: got .*expected"):
-            load_config(schema, environment={schema.make_variable_name(option.path): text})
-        with pytest.raises(ConfigError, match=rf"^--set {option.path}: got .*expected"):
-            load_config(schema, settings=[f"{option.path}={text}"])
+        with pytest.raises(ConfigError, match=rf"^{schema.make_variable_name(setting.path)}: got .*expected"):
+            load_config(schema, environment={schema.make_variable_name(setting.path): text})
+        with pytest.raises(ConfigError, match=rf"^--set {setting.path}: got .*expected"):
+            load_config(schema, settings=[f"{setting.path}={text}"])
 
 
-@pytest.mark.parametrize(
-    ("schema", "option"), [case for case in LEAVES if case.values[1].config_field.flag is not None]
-)  # type: ignore[union-attr]
-def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
-    kind, _ = split_annotated(option.config_field.value_type)
+@pytest.mark.parametrize(("schema", "setting"), FLAGS)
+def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, setting: Setting) -> None:
+    kind, _ = split_annotated(setting.config_field.value_type)
     if kind is bool:
         return  # there is nothing that could be wrong
     if schema in (EPP, SHADOW):
         return  # `router config` does not take it
-    for value in wrong(option.config_field.value_type):
+    for value in wrong(setting.config_field.value_type):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
         text = as_text(items[0]) if items else None
-        if text is None or _fits(option, text) or (get_origin(kind) is tuple and _fits(option, f"[{text!r}]")):
+        if text is None or _fits(setting, text) or (get_origin(kind) is tuple and _fits(setting, f"[{text!r}]")):
             continue
         if get_origin(kind) is tuple and get_args(kind)[0] is str:
             continue  # any text
-        result = run_config_check(schema.program, option.label, text)
+        result = run_config_check(schema.program, setting.label, text)
         assert result.exit_code == 2, result.output
-        assert f"{option.label}: got " in result.output
+        assert f"{setting.label}: got " in result.output
         assert "Traceback" not in result.output
 
 
-def _fits(option: Option, text: str) -> bool:
+def _fits(setting: Setting, text: str) -> bool:
     """As text it is right after all: 1.5 where the file's "1.5" was wrong, a list's one word."""
     try:
-        option.parse_value("", UntypedText(text))
+        setting.parse_value("", UntypedText(text))
     except ConfigError:
         return False
     return True
 
 
-@pytest.mark.parametrize(("schema", "option"), LEAVES)
-def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) -> None:
+@pytest.mark.parametrize(("schema", "setting"), LEAVES)
+def test_what_is_right_comes_through_each_way(schema: Schema, setting: Setting) -> None:
     """The default, or an example, set anew: the value and its origin; a flag wins over a variable, it over a file."""
-    value = option.default if option.default not in (None, (), "") else _example(option)
+    value = setting.default if setting.default not in (None, (), "") else _example(setting)
     if value is None:
         return  # a file that would have to exist
     plain = list(value) if isinstance(value, tuple) else value
     text = msgspec.json.encode(plain).decode() if isinstance(value, (tuple, bool, int, float)) else str(value)
-    variable = schema.make_variable_name(option.path)
+    variable = schema.make_variable_name(setting.path)
     for sources, origin in (
-        ({"table": nest_value(option.path, plain), "file_name": "f"}, "f"),
-        ({"environment": {variable: text}, "table": nest_value(option.path, plain), "file_name": "f"}, variable),
-        ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
+        ({"table": nest_value(setting.path, plain), "file_name": "f"}, "f"),
+        ({"environment": {variable: text}, "table": nest_value(setting.path, plain), "file_name": "f"}, variable),
+        ({"settings": [f"{setting.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
         loaded_config = load_config(schema, **sources)  # type: ignore[arg-type]
-        actual = schema.collect_values(loaded_config.config)[option.path]
+        actual = schema.collect_values(loaded_config.config)[setting.path]
         assert actual == value
         assert "Text" not in {type(actual).__name__, *(type(item).__name__ for item in parts_of(actual))}
-        assert loaded_config.origin_by_path[option.path] == origin
+        assert loaded_config.origin_by_path[setting.path] == origin
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
@@ -191,11 +190,11 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def _example(option: Option) -> Any:
-    bare, marks = split_annotated(option.config_field.value_type)
-    if option.config_field.annotation_marks and option.config_field.annotation_marks != (SECRET,):
+def _example(setting: Setting) -> Any:
+    bare, marks = split_annotated(setting.config_field.value_type)
+    if setting.config_field.annotation_marks and setting.config_field.annotation_marks != (SECRET,):
         return None
-    if option.path.startswith("tls"):
+    if setting.path.startswith("tls"):
         return None
     if get_origin(bare) is tuple:
         item = split_annotated(get_args(bare)[0])
@@ -336,7 +335,7 @@ def test_the_page_holds_the_list(schema: Schema) -> None:
     text = PAGE.read_text()
     assert text == with_listing(text, schema)
     settings_list = render_settings_list(schema)
-    assert all(f"`{option.path}`" in settings_list for option in _list_visible_options(schema))
+    assert all(f"`{setting.path}`" in settings_list for setting in _list_visible_settings(schema))
 
 
 def test_the_page_s_file_is_one(tmp_path: Path) -> None:
@@ -349,12 +348,12 @@ def test_the_page_s_file_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
 def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
-    assert len({schema.make_variable_name(path) for path in schema.option_by_path}) == len(schema.option_by_path)
+    assert len({schema.make_variable_name(path) for path in schema.setting_by_path}) == len(schema.setting_by_path)
     names = [
         name
-        for option in schema.option_by_path.values()
-        if option.config_field.flag is not None
-        for name in option.flag_names
+        for setting in schema.setting_by_path.values()
+        if setting.config_field.flag is not None
+        for name in setting.flag_names
     ]
     assert len(names) == len(set(names))
 
