@@ -1,7 +1,7 @@
-"""The virtual clock: arrivals, engines and routers in one event loop, and what it measures. Pure.
+"""Event loop of a simulated fleet: arrivals, engines and routers on a virtual clock. Pure.
 
-A `Router` decides where a request goes; it sees first tokens and ends at once, and the caches' events after a delay. A
-request goes to one of several routers by its number. Time only moves from event to event; nothing here is random.
+A `Router` chooses a worker for each request. It sees first tokens and ends at once, and cache events after a delay.
+With several routers, the index of a request chooses the router. Nothing here is random.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from simulation.workload import SimRequest, Workload
 
 
 class Router:
-    """Base class of routing policies under test. Returned pairs are (request index, worker) to forward now."""
+    """Base class of routing policies under test.
+
+    Methods return (request index, worker number) of the requests to forward now.
+    """
 
     cluster: Cluster
 
@@ -34,17 +37,16 @@ class Router:
         return []
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
-        """Not looked at."""
+        """Handle the event that a worker stored blocks behind the block `parent`."""
 
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
-        """Not looked at."""
+        """Handle the event that a worker evicted blocks."""
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        """Called when blocks move to host memory (`down`) or back; a policy that ignores it still counts them as
-        cached."""
+        """Handle the event that blocks moved to host memory (`down`) or back."""
 
     def tick_s(self) -> float | None:
-        """Return the seconds after which `tick` should be called; None: not now."""
+        """Return the time until `tick` is to be called; None: no call is due."""
         return None
 
     def tick(self, now: float) -> list[tuple[int, int]]:
@@ -52,25 +54,28 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """Workers, caches and arrival rate of one simulated run."""
+class WorkerConfig:
+    """Speed and caches of one simulated worker."""
 
-    worker_count: int
-    cache_blocks: int | None
-    """Cache blocks of each worker; None: infinite."""
-    speed: float
-    """Arrival rate as a multiple of the trace's own."""
     step_times: StepTimes
+    cache_blocks: int | None
+    """Blocks of the KV cache; None: infinite."""
+    host_blocks: int = 0
+    """Blocks of host memory for evicted KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Workers and arrival rate of one simulated run."""
+
+    workers: Sequence[WorkerConfig]
+    speed: float = 1.0
+    """Arrival rate as a multiple of the trace's own."""
     event_delay_s: float = 0.02
+    """Time between a change of a cache and its event at the routers."""
     has_shared_cache: bool = False
     """Whether all workers share one cache of the summed size, which bounds what a policy can reach."""
-    slowdown_by_worker: dict[int, float] = field(default_factory=dict)
-    """Factor by which a worker is slower than `step_times`, by worker."""
-    per_worker: Sequence[tuple[StepTimes, int | None]] = ()
-    """Step times and cache blocks of each worker, where they differ; they replace `step_times` and `cache_blocks`."""
     limits: EngineLimits = field(default_factory=EngineLimits)
-    host_memory_ratio: float = 0.0
-    """Host memory under each worker's cache, as a multiple of the cache."""
 
 
 @dataclass(slots=True)
@@ -99,36 +104,28 @@ class SimulationResult:
 
 
 class Cluster:
-    """One simulated run. Open-loop requests come at their times; closed-loop ones follow the answer before them."""
+    """One simulated run. Open-loop requests arrive at their times, closed-loop ones after the previous answer."""
 
     def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
         self.config = config
         self.workload = workload
         self.routers = routers
-        total_cache_blocks = None if config.cache_blocks is None else config.cache_blocks * config.worker_count
-        host_blocks = int((config.cache_blocks or 0) * config.host_memory_ratio)
-        shared_cache = (
-            SimCache(total_cache_blocks, is_shared=True, host_capacity=host_blocks * config.worker_count)
-            if config.has_shared_cache
-            else None
-        )
+        shared_cache = _make_shared_cache(config.workers) if config.has_shared_cache else None
         self.workers = [
             SimWorker(
                 number,
-                config.per_worker[number][0]
-                if config.per_worker
-                else config.step_times.scale(config.slowdown_by_worker.get(number, 1.0)),
-                shared_cache or SimCache(self.get_cache_blocks(number), host_capacity=host_blocks),
+                worker.step_times,
+                shared_cache or SimCache(worker.cache_blocks, host_capacity=worker.host_blocks),
                 config.limits,
                 workload.block_size,
             )
-            for number in range(config.worker_count)
+            for number, worker in enumerate(config.workers)
         ]
         self.now = 0.0
         self.result = SimulationResult()
         self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
         self._schedule_count = 0
-        self._scheduled_wake_s_by_worker: list[float | None] = [None] * config.worker_count
+        self._scheduled_wake_s_by_worker: list[float | None] = [None] * len(self.workers)
         self._followers_by_request: dict[int, list[SimRequest]] = {}
         self._scheduled_tick_s_by_router: list[float | None] = [None] * len(routers)
         if not config.has_shared_cache:
@@ -139,17 +136,13 @@ class Cluster:
         for router in routers:
             router.attach(self)
 
-    def get_cache_blocks(self, worker_number: int) -> int | None:
-        """Return the cache blocks of a worker; None: infinite."""
-        return self.config.per_worker[worker_number][1] if self.config.per_worker else self.config.cache_blocks
-
     def schedule(self, time_s: float, action: Callable[[], None]) -> None:
-        """Call `action` at a time of the run; at equal times in the order of scheduling."""
+        """Call `action` at a time of the run. Actions at the same time run in the order of scheduling."""
         self._schedule_count += 1
         heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
-        """Run until every request was answered. `ttft_limit_s` ends a run in which requests wait absurdly long."""
+        """Run until every request is answered, or one has waited longer than `ttft_limit_s`."""
         for time_s, request in self.workload.iter_arrivals(self.config.speed):
             self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
@@ -157,7 +150,7 @@ class Cluster:
                 self._followers_by_request.setdefault(request.previous_index, []).append(request)
         result, action_heap, request_count = self.result, self._scheduled_actions, len(self.workload.requests)
         checked_count = 0
-        while action_heap and len(result.e2e_s_by_request) < request_count:  # routers may go on talking to each other
+        while action_heap and len(result.e2e_s_by_request) < request_count:  # routers may exchange messages for ever
             self.now, _, action = heapq.heappop(action_heap)
             action()
             if len(result.e2e_s_by_request) - checked_count >= 256:
@@ -169,10 +162,11 @@ class Cluster:
             f"{request_count - len(result.e2e_s_by_request)} requests were lost"
         )
         result.end_s = self.now
-        result.prefilled_tokens_by_worker = [worker.prefilled_tokens for worker in self.workers]
-        result.slot_wait_count = sum(worker.slot_wait_count for worker in self.workers)
-        result.avoidable_slot_wait_count = sum(worker.avoidable_slot_wait_count for worker in self.workers)
-        result.preemption_count = sum(worker.preemption_count for worker in self.workers)
+        counts = [worker.counts for worker in self.workers]
+        result.prefilled_tokens_by_worker = [count.prefilled_tokens for count in counts]
+        result.slot_wait_count = sum(count.slot_waits for count in counts)
+        result.avoidable_slot_wait_count = sum(count.avoidable_slot_waits for count in counts)
+        result.preemption_count = sum(count.preemptions for count in counts)
         return result
 
     def _compute_longest_wait_s(self) -> float:
@@ -218,16 +212,16 @@ class Cluster:
 
     def _wake(self, worker: SimWorker, wake_s: float) -> None:
         if worker.wake_s != wake_s:
-            return  # a stretch was cut: another wake-up is on its way
+            return  # the decode run was cut, and another wake-up is scheduled
         self._scheduled_wake_s_by_worker[worker.number] = None
         step_result = worker.advance(self.now)
         self._schedule_wake(worker)
         for sequence in step_result.first_token_sequences:
-            self._handle_first_token(worker, sequence)
+            self._record_first_token(worker, sequence)
         for sequence in step_result.finished_sequences:
-            self._handle_finished(worker, sequence)
+            self._record_finished(worker, sequence)
 
-    def _handle_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
+    def _record_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
         request_index = sequence.request.index
         self.result.ttft_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
         self.result.hit_tokens_by_request[request_index] = sequence.hit_blocks * sequence.request.block_size
@@ -235,7 +229,7 @@ class Cluster:
             request_index, lambda router: router.on_first_token(sequence.request, worker.number, self.now)
         )
 
-    def _handle_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
+    def _record_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
         request_index = sequence.request.index
         self.result.e2e_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
         cached_tokens = sequence.hit_blocks * sequence.request.block_size
@@ -245,7 +239,7 @@ class Cluster:
         for follower in self._followers_by_request.pop(request_index, ()):
             self.schedule(self.now + follower.arrival_s, partial(self._arrive, follower))
 
-    # Routers' clocks and ears ------------------------------------------------------------------------------------
+    # Ticks and events of routers ------------------------------------------------------------------------------------
     def _schedule_tick(self, router_index: int) -> None:
         if self._scheduled_tick_s_by_router[router_index] is not None:
             return
@@ -260,8 +254,17 @@ class Cluster:
         self._schedule_tick(router_index)
 
     def _publish(self, method: str, worker: int, *arguments: object) -> None:
+        """Call a method of every router after the delay of events."""
+
         def deliver() -> None:
             for router in self.routers:
                 getattr(router, method)(worker, *arguments, self.now)
 
         self.schedule(self.now + self.config.event_delay_s, deliver)
+
+
+def _make_shared_cache(workers: Sequence[WorkerConfig]) -> SimCache:
+    """Return a cache as large as those of all workers together."""
+    is_infinite = any(worker.cache_blocks is None for worker in workers)
+    capacity = None if is_infinite else sum(worker.cache_blocks or 0 for worker in workers)
+    return SimCache(capacity, is_shared=True, host_capacity=sum(worker.host_blocks for worker in workers))

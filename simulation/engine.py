@@ -1,14 +1,14 @@
-"""Simulated engine: a step loop (simulation/steps.py has its times) and a block cache with leaf-first LRU.
+"""Simulated engine: a step loop with the times of simulation/steps.py, and a block cache with leaf-first LRU.
 
-A step's token budget is filled with one token for each decoding request, then with chunks of prefill: first come first
-served, or the prompt with the least left first, as our engine does. There, prompt tokens computed since a request came
-count a tenth against newer requests (also tokens that could have been computed while a request waited for a slot): once
-ten times the length of a prompt was computed, no newer request goes before it.
+The token budget of a step goes to one token for each decoding request, then to chunks of prefill. Prompts are computed
+first come first served, or the prompt with the least remaining tokens first, as in our engine. With the latter, prompt
+tokens that were computed before a request came count a tenth for the request. So no newer request overtakes a prompt
+once ten times its length was computed.
 
-Blocks are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
-preempted when there are none left: it gives up its blocks and begins again, with its generated tokens as part of the
-prompt. Stretches without prefill are jumped over in closed form, so the cost of a run grows with requests, not with
-tokens.
+Blocks for prompt and output are reserved when a request begins, or taken as tokens come. In the latter case the
+youngest sequence is preempted when no block is free: it gives up its blocks and begins again, with its generated tokens
+as part of the prompt. Runs of steps without prefill are computed in closed form, so the cost of a simulation grows with
+requests, not with tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
 AGEING = 0.1
-"""Weight of a prompt token computed before a request came, in the order of waiting prompts; the engine's figure."""
+"""Weight of a prompt token computed before a request came, in the order of prompts; the same as the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +35,42 @@ class EngineLimits:
     max_sequences: int = 256
     """Most sequences that run at once (`max_num_seqs`)."""
     is_preemptive: bool = False
-    """Whether blocks are taken as tokens come, and the youngest sequence is preempted when there are none.
+    """Whether blocks are taken as tokens come, and the youngest sequence is preempted when no block is free.
 
-    Else the blocks of the whole request are reserved when it begins.
+    Otherwise the blocks of the whole request are reserved when it begins.
     """
     shortest_first: bool = False
-    """Whether the prompt with the fewest tokens left goes first, begun or not; else the one that came first."""
+    """Whether the prompt with the fewest remaining tokens is computed first, otherwise the oldest prompt."""
 
 
 class SimCache:
-    """Blocks of one worker, or of several where a bound shares them. `capacity` in blocks; None is infinite.
+    """Block cache of one worker, or of several that share it.
 
-    Invariant: len(reference_counts) + unnamed_blocks + len(idle_blocks) <= capacity. `reference_counts` has the
-    referenced blocks, `idle_blocks` is the LRU order of unreferenced ones, `unnamed_blocks` counts reserved pages
-    without a name yet. A shared cache may go over it, see `reserve`. `host_capacity` blocks of host memory take what is
-    evicted (`host_blocks`); a hit there moves back.
+    Invariant: referenced, unnamed and idle blocks together are at most `capacity`. A shared cache may exceed the
+    capacity, see `reserve`. Evicted blocks move to host memory of `host_capacity` blocks; a hit moves them back.
     """
 
     def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
         self.capacity = capacity
+        """Number of blocks; None: infinite."""
         self.host_capacity = host_capacity
         self.host_blocks: OrderedDict[int, None] = OrderedDict()
+        """Blocks in host memory, the least recently used first."""
         self.last_loaded_blocks = 0
-        """Blocks that the last `reserve` moved back from host memory."""
+        """Number of blocks that the last `reserve` moved back from host memory."""
         self.is_shared = is_shared
         self.reference_count_by_block: dict[int, int] = {}
         self.idle_blocks: OrderedDict[int, None] = OrderedDict()
+        """Blocks without references, the least recently used first."""
         self.unnamed_blocks = 0
+        """Number of reserved blocks that are not computed yet."""
         self.on_store: Callable[[list[int], int | None], None] | None = None
         self.on_remove: Callable[[list[int]], None] | None = None
         self.on_move: Callable[[list[int], bool], None] | None = None
-        """Called with the blocks that moved, and whether they went to the host."""
+        """Called with blocks that moved, and whether they moved to host memory."""
 
     def is_resident(self, block: int) -> bool:
-        """Return whether a block is resident, whatever blocks come before it."""
+        """Return whether a block is in device or host memory."""
         return block in self.reference_count_by_block or block in self.idle_blocks or block in self.host_blocks
 
     def count_cached_prefix(self, block_ids: list[int], max_blocks: int) -> int:
@@ -85,24 +87,23 @@ class SimCache:
 
     def compute_usage(self) -> float:
         """Return the share of the blocks that running requests hold."""
-        return (
-            0.0 if self.capacity is None else (len(self.reference_count_by_block) + self.unnamed_blocks) / self.capacity
-        )
+        return 0.0 if self.capacity is None else self.count_held_blocks() / self.capacity
+
+    def count_held_blocks(self) -> int:
+        """Count the blocks that running requests hold."""
+        return len(self.reference_count_by_block) + self.unnamed_blocks
 
     def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> bool:
-        """Take references on the first `hit_blocks` blocks and `block_count - hit_blocks` private blocks.
+        """Reference the first `hit_blocks` blocks and reserve `block_count - hit_blocks` unnamed ones.
 
-        Return False where there is no room. `force`: exceed the capacity rather than leave a worker idle while others
-        hold all blocks of a shared cache.
+        Return False where the capacity does not allow it. `force`: exceed the capacity, so that no worker is idle while
+        others hold all blocks of a shared cache.
         """
         reference_counts, idle_blocks = self.reference_count_by_block, self.idle_blocks
         new_block_count = block_count - hit_blocks
         if self.capacity is not None:
             newly_referenced = sum(1 for block in block_ids[:hit_blocks] if block not in reference_counts)
-            if (
-                len(reference_counts) + self.unnamed_blocks + newly_referenced + new_block_count > self.capacity
-                and not force
-            ):
+            if self.count_held_blocks() + newly_referenced + new_block_count > self.capacity and not force:
                 return False
         loaded_blocks: list[int] = []
         for block in block_ids[:hit_blocks]:
@@ -117,28 +118,28 @@ class SimCache:
         if loaded_blocks and self.on_move is not None:
             self.on_move(loaded_blocks, False)
         self.unnamed_blocks += new_block_count
-        self.trim()
+        self.evict_excess()
         return True
 
-    def trim(self) -> None:
-        """Evict blocks over the capacity."""
+    def evict_excess(self) -> None:
+        """Evict idle blocks while the cache is over its capacity."""
         if self.capacity is None:
             return
-        excess = min(
-            len(self.reference_count_by_block) + self.unnamed_blocks + len(self.idle_blocks) - self.capacity,
-            len(self.idle_blocks),
-        )
-        if excess > 0:
-            evicted_blocks = [self.idle_blocks.popitem(last=False)[0] for _ in range(excess)]
-            if self.host_capacity:
-                self.host_blocks.update(dict.fromkeys(evicted_blocks))
-                if self.on_move is not None:
-                    self.on_move(evicted_blocks, True)
-                evicted_blocks = [
-                    self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)
-                ]
-            if evicted_blocks and self.on_remove is not None:
-                self.on_remove(evicted_blocks)
+        excess = min(self.count_held_blocks() + len(self.idle_blocks) - self.capacity, len(self.idle_blocks))
+        if excess <= 0:
+            return
+        evicted_blocks = [self.idle_blocks.popitem(last=False)[0] for _ in range(excess)]
+        if self.host_capacity:
+            evicted_blocks = self._store_in_host(evicted_blocks)
+        if evicted_blocks and self.on_remove is not None:
+            self.on_remove(evicted_blocks)
+
+    def _store_in_host(self, blocks: list[int]) -> list[int]:
+        """Move blocks to host memory; return those that host memory evicts for them."""
+        self.host_blocks.update(dict.fromkeys(blocks))
+        if self.on_move is not None:
+            self.on_move(blocks, True)
+        return [self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)]
 
     def _load_from_host(self, block: int, loaded_blocks: list[int]) -> None:
         del self.host_blocks[block]
@@ -146,10 +147,7 @@ class SimCache:
         loaded_blocks.append(block)
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
-        """Give the private blocks [start, end) their names, as they are computed.
-
-        A name that is resident already is shared.
-        """
+        """Name the blocks [start, end), which a request has computed; a block that is resident already is shared."""
         new_blocks: list[int] = []
         loaded_blocks: list[int] = []
         for block in block_ids[start_block:end_block]:
@@ -171,7 +169,7 @@ class SimCache:
             self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
 
     def release(self, block_ids: list[int], private_blocks: int) -> None:
-        """Release the references of a request that ended, deepest first, so that leaves are the older."""
+        """Release the blocks of a request that ended, the last first, so that leaves are evicted first."""
         reference_counts = self.reference_count_by_block
         for block in reversed(block_ids):
             reference_counts[block] -= 1
@@ -183,7 +181,7 @@ class SimCache:
 
 @dataclass(slots=True)
 class SimSequence:
-    """State of a request inside an engine."""
+    """State of a request in a simulated engine."""
 
     request: SimRequest
     routed_at_s: float
@@ -192,24 +190,24 @@ class SimSequence:
     remaining_tokens: int = 0
     """Tokens to generate after the prefill."""
     computed_tokens: int = 0
-    """Computed tokens of the prefill; while the request waits, the cached ones when it came."""
+    """Computed tokens of the prefill; while the request waits, its cached tokens when it came."""
     computed_before_arrival: int = 0
-    """Prompt tokens that the engine had computed when the request came, or could have."""
+    """Prompt tokens that the engine had computed, or could have computed, when the request came."""
     hit_blocks: int = 0
     registered_blocks: int = 0
     reserved_blocks: int = 0
     blocks_to_load: int = 0
     """Blocks that the next step brings back from host memory."""
     admission_order: int = 0
-    """Number of the admission, in order."""
+    """Number of sequences that were admitted before, plus one."""
     finish_step: int = 0
     is_prefilled: bool = False
     has_first_token: bool = False
     """Whether the first token was seen."""
     best_alternative_s: float | None = None
-    """Least seconds of prefill at a worker with a free slot, where this one had none when the request was sent.
+    """Least prefill seconds at another worker with a free slot, if this worker had none when the request was sent.
 
-    None where there was a free slot, or none anywhere.
+    None where this worker had a free slot or no worker had one.
     """
 
     def __post_init__(self) -> None:
@@ -228,6 +226,18 @@ class StepResult:
 
     first_token_sequences: list[SimSequence] = field(default_factory=list)
     finished_sequences: list[SimSequence] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Counters of a simulated engine."""
+
+    prefilled_tokens: int = 0
+    slot_waits: int = 0
+    """Requests that waited for a sequence slot."""
+    avoidable_slot_waits: int = 0
+    """Requests that waited longer for a slot than their prefill at another worker would have taken."""
+    preemptions: int = 0
 
 
 class SimWorker:
@@ -250,10 +260,13 @@ class SimWorker:
         self.wake_s: float | None = None
         self._chunks: list[tuple[SimSequence, int]] = []
         self._decode_run: tuple[float, int] | None = None
-        """Start and planned steps of a run of decode-only steps; `decoding_context_tokens` is that of its start."""
+        """Start time and planned steps of a run of decode-only steps, or None.
+
+        During the run `decoding_context_tokens` stays as at its start.
+        """
         self._admission_count = 0
         self._generated_blocks = 0
-        """Blocks that running sequences took since they began, counted in the cache's `unnamed_blocks`."""
+        """Blocks of generated tokens, which the cache counts in `unnamed_blocks`."""
         self._generated_tokens = 0
         """Tokens that running sequences have generated since they began."""
         self._last_slot_wait_s = -1.0
@@ -262,10 +275,7 @@ class SimWorker:
         """Prompt tokens that steps have computed, or could have computed while a request waited for a slot."""
         self._unused_prefill_tokens = 0
         """Prompt tokens that each step of the decode run could have computed for requests that wait for a slot."""
-        self.prefilled_tokens = 0
-        self.slot_wait_count = 0
-        self.avoidable_slot_wait_count = 0
-        self.preemption_count = 0
+        self.counts = WorkerCounts()
 
     @property
     def running_sequence_count(self) -> int:
@@ -277,7 +287,7 @@ class SimWorker:
         return self.running_sequence_count + len(self.waiting_sequences)
 
     def compute_missing_prefill_s(self, sequence: SimSequence) -> float:
-        """Return the seconds to prefill what neither the cache nor another request here brings."""
+        """Return the time to prefill the tokens that neither the cache nor a request here has."""
         block_ids, max_blocks = sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
         matching_blocks = self.cache.count_cached_prefix(block_ids, max_blocks)
         for other_sequence in itertools.chain(self.prefilling_sequences, self.waiting_sequences):
@@ -285,11 +295,10 @@ class SimWorker:
             comparable_blocks = min(len(other_block_ids), max_blocks)
             while (
                 matching_blocks < comparable_blocks and other_block_ids[matching_blocks] == block_ids[matching_blocks]
-            ):  # an id names all before it
+            ):
                 matching_blocks += 1
-        return self.step_times.compute_prefill_s(
-            sequence.request.prompt_tokens - matching_blocks * self.block_size, matching_blocks * self.block_size
-        )
+        matching_tokens = matching_blocks * self.block_size
+        return self.step_times.compute_prefill_s(sequence.request.prompt_tokens - matching_tokens, matching_tokens)
 
     def submit(self, sequence: SimSequence, now: float) -> None:
         """Enqueue a request that arrives."""
@@ -325,23 +334,21 @@ class SimWorker:
         return step_result
 
     def list_generated_tokens(self, now: float) -> list[tuple[SimSequence, int]]:
-        """List the decoding sequences with the tokens generated so far."""
+        """Return each decoding sequence with the number of its generated tokens."""
         step_count = self.step_count
         if self._decode_run is not None:
             start_s, planned_steps = self._decode_run
-            finished_steps = (
-                self.step_times.count_started_steps(
-                    now - start_s, len(self.decoding_heap), self.decoding_context_tokens
-                )
-                - 1
+            started_steps = self.step_times.count_started_steps(
+                now - start_s, len(self.decoding_heap), self.decoding_context_tokens
             )
-            step_count += min(finished_steps, planned_steps)
+            step_count += min(started_steps - 1, planned_steps)
         return [
             (sequence, sequence.request.output_tokens - max(sequence.finish_step - step_count, 0))
             for _, _, sequence in self.decoding_heap
         ]
 
     def _enqueue(self, sequence: SimSequence) -> None:
+        """Add a sequence to the waiting ones, in their order."""
         if not self.limits.shortest_first:
             self.waiting_sequences.append(sequence)
             return
@@ -355,45 +362,24 @@ class SimWorker:
 
     # Steps -------------------------------------------------------------------------------------------------------
     def _start_step(self, now: float) -> None:
-        step_times = self.step_times
+        """Plan the next step, or run of decode-only steps, and set `wake_s` to its end."""
         if self.limits.is_preemptive:
             self._count_generated_blocks()
-        token_budget = step_times.step_tokens - len(self.decoding_heap)
-        chunks = self._chunks
-        prefilling_sequences = self.prefilling_sequences
-        if self.limits.shortest_first:
-            prefilling_sequences = sorted(prefilling_sequences, key=lambda sequence: sequence.queue_key)
-        for sequence in prefilling_sequences:
-            if self.limits.shortest_first:
-                token_budget = self._admit_waiting(token_budget, now, sequence.queue_key)
-            if token_budget <= 0:
-                break
-            chunk_tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
-            chunks.append((sequence, chunk_tokens))
-            token_budget -= chunk_tokens
-        self._admit_waiting(token_budget, now)
+        self._plan_chunks(now)
         decoding_count = len(self.decoding_heap)
         has_full_batch = bool(self.waiting_sequences) and self.running_sequence_count >= self.limits.max_sequences
-        self._unused_prefill_tokens = max(step_times.step_tokens - decoding_count, 0) if has_full_batch else 0
-        if chunks:
-            self._prefill_capacity_used += max(
-                sum(chunk_tokens for _, chunk_tokens in chunks), self._unused_prefill_tokens
-            )
-            step_s = step_times.compute_decode_s(decoding_count, self.decoding_context_tokens)
-            for sequence, chunk_tokens in chunks:
-                step_s += step_times.compute_prefill_s(chunk_tokens, sequence.computed_tokens)
-                step_s += step_times.load_s_per_token * self.block_size * sequence.blocks_to_load
-                sequence.blocks_to_load = 0
-                self.prefilled_tokens += chunk_tokens
-            self.wake_s = now + step_s
+        self._unused_prefill_tokens = max(self.step_times.step_tokens - decoding_count, 0) if has_full_batch else 0
+        if self._chunks:
+            chunk_tokens = sum(tokens for _, tokens in self._chunks)
+            self._prefill_capacity_used += max(chunk_tokens, self._unused_prefill_tokens)
+            self.wake_s = now + self._compute_prefill_step_s()
         elif decoding_count:
             planned_steps = self.decoding_heap[0][0] - self.step_count
             if self.limits.is_preemptive and self.cache.capacity is not None:
-                planned_steps = min(
-                    planned_steps, max(1, self._count_free_blocks() * self.block_size // decoding_count)
-                )
+                steps_with_room = self._count_free_blocks() * self.block_size // decoding_count
+                planned_steps = min(planned_steps, max(1, steps_with_room))
             self._decode_run = (now, planned_steps)
-            self.wake_s = now + step_times.compute_decode_run_s(
+            self.wake_s = now + self.step_times.compute_decode_run_s(
                 planned_steps, decoding_count, self.decoding_context_tokens
             )
         else:
@@ -402,8 +388,39 @@ class SimWorker:
             )
             self.wake_s = None
 
+    def _plan_chunks(self, now: float) -> None:
+        """Fill the token budget of a step with chunks of begun prompts, then of waiting ones."""
+        token_budget = self.step_times.step_tokens - len(self.decoding_heap)
+        prefilling_sequences = self.prefilling_sequences
+        if self.limits.shortest_first:
+            prefilling_sequences = sorted(prefilling_sequences, key=lambda sequence: sequence.queue_key)
+        for sequence in prefilling_sequences:
+            if self.limits.shortest_first:
+                token_budget = self._admit_waiting(token_budget, now, sequence.queue_key)
+            if token_budget <= 0:
+                break
+            token_budget -= self._add_chunk(sequence, token_budget)
+        self._admit_waiting(token_budget, now)
+
+    def _add_chunk(self, sequence: SimSequence, token_budget: int) -> int:
+        """Add a chunk of a prompt to the step; return its tokens."""
+        chunk_tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
+        self._chunks.append((sequence, chunk_tokens))
+        return chunk_tokens
+
+    def _compute_prefill_step_s(self) -> float:
+        """Return the time of a step with the planned chunks, and count what it computes and loads."""
+        step_times = self.step_times
+        step_s = step_times.compute_decode_s(len(self.decoding_heap), self.decoding_context_tokens)
+        for sequence, chunk_tokens in self._chunks:
+            step_s += step_times.compute_prefill_s(chunk_tokens, sequence.computed_tokens)
+            step_s += step_times.load_s_per_token * self.block_size * sequence.blocks_to_load
+            sequence.blocks_to_load = 0
+            self.counts.prefilled_tokens += chunk_tokens
+        return step_s
+
     def _admit_waiting(self, token_budget: int, now: float, max_queue_key: float = math.inf) -> int:
-        """Begin waiting requests while there is room and their turn is earlier; return the rest of the budget."""
+        """Begin waiting requests before `max_queue_key` while there is room; return the rest of the budget."""
         while token_budget > 0 and self.waiting_sequences and self.waiting_sequences[0].queue_key < max_queue_key:
             sequence = self.waiting_sequences[0]
             if self.running_sequence_count >= self.limits.max_sequences:
@@ -413,33 +430,31 @@ class SimWorker:
                 break
             self.waiting_sequences.popleft()
             if not sequence.has_first_token and sequence.routed_at_s <= self._last_slot_wait_s:
-                self.slot_wait_count += 1
-                if sequence.best_alternative_s is not None:
-                    prefill_here_s = self.step_times.compute_prefill_s(
-                        sequence.prefill_tokens - sequence.computed_tokens, sequence.computed_tokens
-                    )
-                    self.avoidable_slot_wait_count += (
-                        now - sequence.routed_at_s > sequence.best_alternative_s - prefill_here_s
-                    )
+                self._count_slot_wait(sequence, now)
             self.prefilling_sequences.append(sequence)
-            chunk_tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
-            self._chunks.append((sequence, chunk_tokens))
-            token_budget -= chunk_tokens
+            token_budget -= self._add_chunk(sequence, token_budget)
         return token_budget
 
+    def _count_slot_wait(self, sequence: SimSequence, now: float) -> None:
+        """Count a request that waited for a slot, and whether another worker would have been faster."""
+        self.counts.slot_waits += 1
+        if sequence.best_alternative_s is not None:
+            prefill_here_s = self.step_times.compute_prefill_s(
+                sequence.prefill_tokens - sequence.computed_tokens, sequence.computed_tokens
+            )
+            alternative_s = sequence.best_alternative_s - prefill_here_s
+            self.counts.avoidable_slot_waits += now - sequence.routed_at_s > alternative_s
+
     def _cut_decode_run(self, now: float) -> None:
-        """Cut a run of decode-only steps: a new request joins at the end of the running step."""
+        """End a run of decode-only steps after its running step, so that a new request can join."""
         assert self._decode_run is not None
         start_s, _ = self._decode_run
         started_steps = self._count_started_steps(now)
         self._decode_run = (start_s, started_steps)
-        self.wake_s = max(
-            now,
-            start_s
-            + self.step_times.compute_decode_run_s(
-                started_steps, len(self.decoding_heap), self.decoding_context_tokens
-            ),
+        run_s = self.step_times.compute_decode_run_s(
+            started_steps, len(self.decoding_heap), self.decoding_context_tokens
         )
+        self.wake_s = max(now, start_s + run_s)
 
     def _count_started_steps(self, now: float) -> int:
         """Count the steps of the decode run that have started."""
@@ -451,6 +466,7 @@ class SimWorker:
         )
 
     def _admit(self, sequence: SimSequence) -> bool:
+        """Reserve the blocks of a waiting sequence; return False where the cache has no room."""
         hit_blocks = self.cache.count_cached_prefix(
             sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
         )
@@ -459,17 +475,10 @@ class SimWorker:
             if self.limits.is_preemptive
             else sequence.prefill_tokens + sequence.remaining_tokens
         )
-        needed_blocks = (
-            -(-reserved_tokens // self.block_size) + self.limits.is_preemptive
-        )  # one ahead, for the first tokens it says
+        first_output_blocks = int(self.limits.is_preemptive)
+        needed_blocks = -(-reserved_tokens // self.block_size) + first_output_blocks
         must_fit = self.cache.is_shared and not self.running_sequence_count
-        watermark_blocks = (self.cache.capacity or 0) // 100  # as vLLM's watermark: else what begins is soon preempted
-        if (
-            self.limits.is_preemptive
-            and self.running_sequence_count
-            and watermark_blocks
-            and self._count_free_blocks() < needed_blocks - hit_blocks + watermark_blocks
-        ):
+        if self.running_sequence_count and self._would_pass_watermark(needed_blocks - hit_blocks):
             return False
         if not self.cache.reserve(sequence.request.block_ids, hit_blocks, needed_blocks, force=must_fit):
             return False
@@ -485,6 +494,7 @@ class SimWorker:
         return True
 
     def _finish_chunk(self, sequence: SimSequence, chunk_tokens: int, step_result: StepResult) -> None:
+        """Apply a computed chunk of a prompt: name its blocks and, after the last chunk, begin to decode."""
         sequence.computed_tokens += chunk_tokens
         full_blocks = min(sequence.computed_tokens, sequence.request.prompt_tokens) // self.block_size
         if full_blocks > sequence.registered_blocks:
@@ -504,50 +514,60 @@ class SimWorker:
             self._generated_tokens += 1
 
     def _finish_decodes(self, step_result: StepResult) -> None:
+        """Finish the sequences with their last token in this step."""
         while self.decoding_heap and self.decoding_heap[0][0] <= self.step_count:
             sequence = heapq.heappop(self.decoding_heap)[2]
             self._stop_decoding(sequence, sequence.remaining_tokens)
             self._finish(sequence, step_result)
 
     def _stop_decoding(self, sequence: SimSequence, generated_tokens: int) -> None:
-        """Take a sequence with this many generated tokens out of the decoding ones."""
+        """Subtract a sequence that no longer decodes from the token counts."""
         self.decoding_context_tokens -= sequence.prefill_tokens + generated_tokens
         self._generated_tokens -= generated_tokens
         if self.limits.is_preemptive:
             self._set_generated_blocks(self._generated_tokens // self.block_size)
 
     def _finish(self, sequence: SimSequence, step_result: StepResult) -> None:
+        """End a sequence; its blocks stay in the cache without references."""
         final_block_ids = sequence.request.final_block_ids
         missing_blocks = len(final_block_ids) - sequence.reserved_blocks
-        if missing_blocks > 0:  # of a request whose pages came as it spoke
+        if missing_blocks > 0:  # blocks of generated tokens, which were not reserved
             self.cache.unnamed_blocks += missing_blocks
             sequence.reserved_blocks += missing_blocks
         self.cache.register(final_block_ids, sequence.registered_blocks, len(final_block_ids))
         self.cache.release(final_block_ids, sequence.reserved_blocks - len(final_block_ids))
         step_result.finished_sequences.append(sequence)
 
-    # Memory that grows -------------------------------------------------------------------------------------------
+    # Preemption -----------------------------------------------------------------------------------------------
     def _count_free_blocks(self) -> int:
         """Count the blocks that running sequences can still take."""
         cache = self.cache
         assert cache.capacity is not None
-        return cache.capacity - len(cache.reference_count_by_block) - cache.unnamed_blocks
+        return cache.capacity - cache.count_held_blocks()
+
+    def _would_pass_watermark(self, new_blocks: int) -> bool:
+        """Return whether so few blocks would stay free that a sequence would soon be preempted, as in vLLM."""
+        watermark_blocks = (self.cache.capacity or 0) // 100
+        if not self.limits.is_preemptive or not watermark_blocks:
+            return False
+        return self._count_free_blocks() < new_blocks + watermark_blocks
 
     def _set_generated_blocks(self, block_count: int) -> None:
         self.cache.unnamed_blocks += block_count - self._generated_blocks
         self._generated_blocks = block_count
 
     def _count_generated_blocks(self) -> None:
-        """Count the blocks of generated tokens; preempt the youngest while the next step has none."""
+        """Count the blocks of generated tokens; preempt the youngest sequences until the next step has blocks."""
         self._set_generated_blocks(self._generated_tokens // self.block_size)
         if self.cache.capacity is None:
             return
         while len(self.decoding_heap) > 1 and self._count_free_blocks() * self.block_size < len(self.decoding_heap):
             self._preempt(max(self.decoding_heap, key=lambda entry: entry[1])[2])
-        self.cache.trim()
+        self.cache.evict_excess()
 
     def _preempt(self, sequence: SimSequence) -> None:
-        self.preemption_count += 1
+        """Release the blocks of a decoding sequence and have it wait to be computed again."""
+        self.counts.preemptions += 1
         generated_tokens = sequence.remaining_tokens - (sequence.finish_step - self.step_count)
         self.decoding_heap.remove((sequence.finish_step, sequence.admission_order, sequence))
         heapq.heapify(self.decoding_heap)

@@ -29,7 +29,7 @@ class Residency(Router):
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
-        self.count = cluster.config.worker_count
+        self.count = len(cluster.workers)
         self.resident: list[set[int]] = [set() for _ in range(self.count)]
         self.host_blocks: list[set[int]] = [set() for _ in range(self.count)]
         """Of these, in host memory."""
@@ -170,7 +170,7 @@ class SglangTree(Residency):
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
         self.trees: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self.count)]
-        self.tree_max = cluster.config.cache_blocks
+        self.tree_max = cluster.config.workers[0].cache_blocks
 
     def choose(self, request: SimRequest, now: float) -> int:
         worker = self._select_worker(request)

@@ -20,7 +20,7 @@ from router.decide.target import Target
 from router.decide.working_set import WorkingSets
 from router.shadow.core_router import CoreRouter
 from routing_sim import peers
-from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult
+from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.traces import Workload
@@ -148,16 +148,11 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
     blocks = options.cache_blocks or max(
         round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1
     )
-    return ClusterConfig(
-        worker_count=setting.workers,
-        cache_blocks=blocks,
-        host_memory_ratio=options.host_memory,
-        speed=speed,
-        step_times=options.service,
-        event_delay_s=options.event_delay_s,
-        slowdown_by_worker=options.slow_workers,
-        limits=options.limits,
-    )
+    workers = [
+        WorkerConfig(options.service.scale(options.slow_workers.get(i, 1.0)), blocks, int(blocks * options.host_memory))
+        for i in range(setting.workers)
+    ]
+    return ClusterConfig(workers, speed, options.event_delay_s, limits=options.limits)
 
 
 def run(
@@ -174,7 +169,10 @@ def run(
     config = cluster_config(setting, workload, speed, options)
     routers: list[Router]
     if policy in BOUNDS:
-        config = replace(config, has_shared_cache=True, cache_blocks=None if policy == "INF" else config.cache_blocks)
+        config = replace(config, has_shared_cache=True)
+        if policy == "INF":
+            infinite_workers = [replace(worker, cache_blocks=None, host_blocks=0) for worker in config.workers]
+            config = replace(config, workers=infinite_workers)
         routers = [peers.LeastWork()]
     else:
         make = factory or {**POLICIES, **EXTRA}[policy]

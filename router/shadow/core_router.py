@@ -68,27 +68,26 @@ class CoreRouter(Router):
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
-        inner = make_index(seed=self._seed + 1)
-        self.core = RouterCore(BlockScaled(inner, cluster.workload.block_size), self._config, seed=self._seed)
-        for i in range(cluster.config.worker_count):
-            blocks = cluster.get_cache_blocks(i)
+        inner, block_size = make_index(seed=self._seed + 1), cluster.workload.block_size
+        self.core = RouterCore(BlockScaled(inner, block_size), self._config, seed=self._seed)
+        for i, worker in enumerate(cluster.config.workers):
             spec = WorkerSpec(
                 worker_id=str(i),
                 url=f"http://{i}",
                 models=(ServedModel(MODEL, MODEL),),
-                cache_tokens=None if blocks is None else blocks * cluster.workload.block_size,
-                host_tokens=int((blocks or 0) * cluster.config.host_memory_ratio) * cluster.workload.block_size,
+                cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
+                host_tokens=worker.host_blocks * block_size,
                 is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
             )
             self.core.add_worker(spec, 0.0)
-        self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.worker_count)]
+        self.holders = [self.core.workers[str(i)].holders[0] for i in range(len(cluster.workers))]
         self.siblings = [r for r in cluster.routers if isinstance(r, CoreRouter) and r is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._knows_constants:
-            for worker in cluster.workers:
-                service = asdict(worker.step_times)
+            for sim_worker in cluster.workers:
+                service = asdict(sim_worker.step_times)
                 del service["load_s_per_token"]
-                self.core.tracker.targets[str(worker.number)].set_service_model(ServiceModel(**service))
+                self.core.tracker.targets[str(sim_worker.number)].set_service_model(ServiceModel(**service))
         cluster.schedule(PROGRESS_S, self._progress)
         if self.siblings:
             cluster.schedule(0.0, self._heartbeat)
@@ -124,7 +123,7 @@ class CoreRouter(Router):
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
-        event = BlockRemoved(list(ids), "CPU" if self.cluster.config.host_memory_ratio else "GPU")
+        event = BlockRemoved(list(ids), "CPU" if self.cluster.config.workers[worker].host_blocks else "GPU")
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:

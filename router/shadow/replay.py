@@ -21,7 +21,7 @@ from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
 from router.shadow.observed_request import ObservedRequest, find_predecessors
-from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult
+from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
@@ -163,11 +163,7 @@ def compare(
         None if e.cache_tokens is None else max(e.cache_tokens // block, longest_request_blocks) for e in engines
     ]
     cluster = ClusterConfig(
-        worker_count=len(engines),
-        cache_blocks=None,
-        speed=1.0,
-        step_times=StepTimes(),
-        per_worker=[(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
+        [WorkerConfig(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
         limits=EngineLimits(
             min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
             is_preemptive=True,
@@ -181,13 +177,13 @@ def compare(
         decode_ratio = _measure_decode_ratio(observed_requests, today_result)
         if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
             break
-        cluster = replace(
-            cluster,
-            per_worker=[(_scale_decode(step_times, decode_ratio), blocks) for step_times, blocks in cluster.per_worker],
-        )
+        workers = [
+            replace(worker, step_times=_scale_decode(worker.step_times, decode_ratio)) for worker in cluster.workers
+        ]
+        cluster = replace(cluster, workers=workers)
         placement = RecordedPlacement(worker_indices)
         today_result = Cluster(cluster, workload, [placement]).run()
-    steps = {engine.name: step_times for engine, (step_times, _) in zip(engines, cluster.per_worker)}
+    steps = {engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)}
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
     today_totals = _sum_simulated_totals(today_result, workload, indices)
     router_totals = _sum_simulated_totals(router_result, workload, indices)

@@ -171,7 +171,7 @@ def test_it_takes_the_time_of_the_offline_simulator(
         requests.append(request)
     times = StepTimes()
     limits = EngineLimits(seats, shortest_first=order == "shortest")
-    config = cluster.ClusterConfig(worker_count=1, cache_blocks=None, speed=1.0, step_times=times, limits=limits)
+    config = cluster.ClusterConfig([cluster.WorkerConfig(times, None)], limits=limits)
     offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     clock = Clock()
     first, end = run(engine(clock, times, order=order, seats=seats), clock, arrivals)

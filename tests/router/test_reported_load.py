@@ -296,7 +296,7 @@ def play(
 
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, is_preemptive=True)
-    config = sim.cluster.ClusterConfig(worker_count=8, cache_blocks=6250, speed=1.0, step_times=service, limits=limits)
+    config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(service, 6250)] * 8, limits=limits)
     router = ReportingRouter(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()

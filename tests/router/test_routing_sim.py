@@ -107,7 +107,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         sim_request.final_block_ids = ids[: length // 512]
         requests.append(sim_request)
     service = StepTimes()
-    config = cluster.ClusterConfig(worker_count=1, cache_blocks=None, speed=1.0, step_times=service)
+    config = cluster.ClusterConfig([cluster.WorkerConfig(service, None)])
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     first, end = naive_times(arrivals, service)
     for i, (at, _, _) in enumerate(arrivals):
@@ -165,9 +165,7 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
         sim_request.final_block_ids = ids[:8]
         requests.append(sim_request)
     service = StepTimes(load_s_per_token=1e-6)
-    config = sim.cluster.ClusterConfig(
-        worker_count=1, cache_blocks=10, speed=1.0, step_times=service, host_memory_ratio=2.0
-    )
+    config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(service, 10, host_blocks=20)])
     result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
     computed_ttft_s, loaded_ttft_s = result.ttft_s_by_request[0], result.ttft_s_by_request[2]
     assert result.hit_tokens_by_request[2] == 8 * 512
@@ -176,9 +174,9 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
     assert loaded_ttft_s < 0.3 * computed_ttft_s
 
 
-def attach_policy(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
-    settings = {"worker_count": workers, "cache_blocks": 1000, "speed": 1.0, "step_times": StepTimes(), **config}
-    sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
+def attach_policy(sim: Any, policy: Any, workers: int = 2) -> Any:
+    config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(StepTimes(), 1000)] * workers)
+    sim.cluster.Cluster(config, sim.workload.Workload("t", [], ""), [policy])
     return policy
 
 
@@ -412,9 +410,8 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
 
     workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016, prompts=prompts)
     config = sim.cluster.ClusterConfig(
-        worker_count=9, cache_blocks=6000, speed=1.0, step_times=sim.runs.StepTimes(),
-        limits=sim.engine.EngineLimits(256, is_preemptive=True),
-    )  # fmt: skip
+        [sim.cluster.WorkerConfig(StepTimes(), 6000)] * 9, limits=sim.engine.EngineLimits(256, is_preemptive=True)
+    )
     cluster = sim.cluster.Cluster(config, workload, [Joining(CoreConfig())])
     result = cluster.run()
     new_sessions = [r for r in workload.requests if r.previous_index is None and joins_s + 60.0 <= r.arrival_s <= end_s]
@@ -488,12 +485,11 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
     requests = [request(sim, 0, ids, out=answer), request(sim, 1, [*ids, 99], at=0.5, out=4)]
     service = StepTimes(0.0001, 1e12, 0.01, 0.0, 0.0, 8192)
     limits = sim.engine.EngineLimits(1, is_preemptive=True)
-    config = sim.cluster.ClusterConfig(worker_count=2, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
+    worker = sim.cluster.WorkerConfig(service, 100)
+    config = sim.cluster.ClusterConfig([worker] * 2, limits=limits)
     result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
     assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, vain)
-    one_worker_config = sim.cluster.ClusterConfig(
-        worker_count=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits
-    )
+    one_worker_config = sim.cluster.ClusterConfig([worker], limits=limits)
     result = sim.cluster.Cluster(one_worker_config, sim.workload.Workload("seats", requests, ""), [First()]).run()
     assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, 0), "nobody else has a seat"
 
