@@ -86,7 +86,7 @@ def simulate_workloads(arguments: argparse.Namespace) -> dict[str, dict[str, flo
         after, _ = run("blockcast", setting, workload, speed, options)
         for policy in arguments.policy or ["round_robin", "least_requests"]:
             today, _ = run(policy, setting, workload, speed, options)
-            blocks = cluster_config(setting, workload, speed, options).cache_blocks
+            blocks = cluster_config(setting, workload, speed, options).workers[0].cache_blocks
             rows |= compare_run(f"{workload.name}, {policy}", workload, today, after, arguments.workers, blocks)
     return rows
 

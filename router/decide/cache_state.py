@@ -213,7 +213,9 @@ class CacheState:
             target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
         )
         assert target.load.running_chunk_counts is not None
-        duplicates = self._running_chunks.enter(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        duplicates = self._running_chunks.add_prompt(
+            keys, target.load.running_chunk_counts, self._running_chunk_targets
+        )
         self._add_duplicate_chunks(target, duplicates)
         return running_prompt
 
@@ -226,7 +228,9 @@ class CacheState:
         """
         target, keys = running_prompt.target, running_prompt.chunk_keys
         assert target.load.running_chunk_counts is not None
-        duplicates = self._running_chunks.leave(keys, target.load.running_chunk_counts, self._running_chunk_targets)
+        duplicates = self._running_chunks.remove_prompt(
+            keys, target.load.running_chunk_counts, self._running_chunk_targets
+        )
         self._add_duplicate_chunks(target, -duplicates)
         if ended_session is not None:
             self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
@@ -251,7 +255,7 @@ class CacheState:
         copy, this request is one of k + 1.
         """
         keys = prompt.get_chunk_keys(self._chunk_tokens)
-        chunk_count = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
+        chunk_count = self._running_chunks.count_leading(keys, SHARED_RUNNING_MIN)
         if not chunk_count:
             return 0, 0.0
         last_key = keys[chunk_count - 1]

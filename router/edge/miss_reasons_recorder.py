@@ -55,7 +55,11 @@ class MissReasonsRecorder:
     ) -> None:
         core, metrics = proxy.core, proxy.metrics
         self.analyzer = MissAnalyzer(
-            config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
+            config,
+            core.index.count_common_tokens,
+            metrics.cache_miss_requests,
+            metrics.cache_miss_tokens,
+            metrics.reused_tokens,
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = FactsAdapter(core, prompt_reader.tokenizer_of)
@@ -237,7 +241,9 @@ class MissReasonsRecorder:
         """What is known of a request that begins now. `prompt_ids`: its prompt, as the index takes it."""
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
-        removed = self._core.index.gone(prompt_ids, route.scope, find_first_missing_token(decision), block_tokens)
+        removed = self._core.index.find_lost_blocks(
+            prompt_ids, route.scope, find_first_missing_token(decision), block_tokens
+        )
         removed_prefix = (
             None if removed is None else RemovedPrefix(removed[0], self._find_worker_id(removed[1]), removed[2])
         )

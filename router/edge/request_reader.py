@@ -174,7 +174,7 @@ class RequestReader:
         conversation.model, conversation.first_message_digest = body.target.base_model, body.digest_first_message()
         shares_token_ids = route.token_ids is conversation.token_ids
         prompt_query = self._core.get_prompt_query(route.request_id)
-        memory = None if prompt_query is None else self._core.index.remember(prompt_query.prepared_ids)
+        memory = None if prompt_query is None else self._core.index.make_memory(prompt_query.prepared_ids)
         if memory is not None:
             shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if shares_token_ids else 0
             conversation.prompt_memory = memory

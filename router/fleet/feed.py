@@ -458,7 +458,7 @@ class IndexFeed:
             if len(apply.payload) <= UNSLICED_BYTES_MAX:
                 self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
                 return None
-            task = self._index.begin(stream.holder, apply.payload, time.monotonic())
+            task = self._index.begin_ingest(stream.holder, apply.payload, time.monotonic())
             if task.step():
                 return lambda: self._continue_ingest(stream, apply, task)
             self._record_applied(stream, apply, task.report)

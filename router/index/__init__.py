@@ -1,7 +1,7 @@
-"""The prefix index: which worker holds which prefix, exactly. `make_index` gives it, `protocol` says what it does.
+"""The prefix index: exactly which worker has which prefix cached. `make_index` makes one, `protocol` describes it.
 
-It is C++ (router/index/native): the meaning of events is in holder.hpp, the arithmetic of a usable prefix in match.cpp.
-tests/contracts/reference is the same in plain Python, which the tests compare it with.
+The index is written in C++ (router/index/native): holder.hpp applies events, match.cpp computes usable prefixes. Tests
+compare it with the same index in plain Python, tests/contracts/reference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from router.index.protocol import PrefixIndex
 
 
 def make_index(seed: int | None = None) -> PrefixIndex:
-    """Make an empty index. `seed`: of its digests; random where it is None."""
+    """Make an empty index. `seed`: seed of its digests; None: random."""
     try:
         from router.index._native import Index
     except ImportError as error:

@@ -1,8 +1,7 @@
 """Values and interface of the prefix index. No I/O, no clock, no algorithm.
 
-The index that `make_index` makes answers with C++ objects that have the same fields. A **holder** is one publisher
-stream: a worker, or one data-parallel rank of it. A **scope** separates prompts that can never share KV although their
-token ids are equal.
+The index of `make_index` returns C++ objects with the same fields. A **holder** is one publisher stream: a worker, or
+one data-parallel rank of it. A **scope** separates prompts that cannot share KV although their token ids are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SILENT_AFTER_STORES = 8
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Properties besides the token ids that decide whether a cached block can be reused."""
+    """Properties of a prompt besides its token ids that decide whether a cached block can be reused."""
 
     model: str
     salt: str | None = None
@@ -80,18 +79,17 @@ class IndexStats:
 
 
 class PreparedPrompt(Protocol):
-    """Token ids that several calls are about, as `PrefixIndex.prepare` made them. What one call computes of them, the
-    next ones find."""
+    """Prompt for several calls, made by `PrefixIndex.prepare`. Later calls reuse what earlier ones computed."""
 
     def __len__(self) -> int: ...
 
 
 class PromptMemory(Protocol):
-    """Computed digests of a prompt, for others that begin like it. Never changed; the ids are borrowed."""
+    """Computed digests of a prompt, for prompts that begin like it. Immutable; the token ids are borrowed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, with 4 for each of the ids."""
+        """Size in bytes, with 4 for each token id."""
 
 
 class Tally(Protocol):
@@ -100,13 +98,13 @@ class Tally(Protocol):
     A key stands for all of the prompt before it, so the keys that a prompt shares with others are its first ones.
     """
 
-    def enter(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
+    def add_prompt(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
         """Count a prompt that begins to run on a target; return how many of its keys ran there before.
 
         `target`: tally of the prompts on that target. `targets`: number of targets for each key.
         """
 
-    def leave(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
+    def remove_prompt(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
         """Count a prompt that ended; return how many of its keys still run on its target.
 
         Raises IndexError for a key that no prompt has.
@@ -115,8 +113,8 @@ class Tally(Protocol):
     def count(self, key: int) -> int:
         """Return how many prompts have a key."""
 
-    def leading(self, keys: Sequence[int], least: int) -> int:
-        """Return the number of leading keys that at least `least` prompts have."""
+    def count_leading(self, keys: Sequence[int], min_count: int) -> int:
+        """Return the number of leading keys that at least `min_count` prompts have."""
 
     def counts(self) -> dict[int, int]:
         """Return the number of prompts by key; for tests."""
@@ -130,140 +128,143 @@ class IngestTask(Protocol):
         """Changes made so far."""
 
     def step(self) -> bool:
-        """Apply the next slice, some milliseconds of work; return False where it was the last. KeyError as in
-        PrefixIndex."""
+        """Apply the next slice, some milliseconds of work; return whether more slices follow.
+
+        Raises KeyError as PrefixIndex does.
+        """
 
 
 class DumpTask(Protocol):
     """Dump of a holder's content, in slices."""
 
     def step(self) -> list[bytes] | None:
-        """Return the payloads of the next slice, a few milliseconds of work; None behind the last.
+        """Return the payloads of the next slice, a few milliseconds of work; None after the last.
 
-        KeyError as in PrefixIndex, and where the holder has changed since the first slice.
+        Raises KeyError as PrefixIndex, and where the holder has changed since the first slice.
         """
 
 
 Tokens = Sequence[int] | bytes | PreparedPrompt
-"""Prompt as an index takes it. Bytes: little-endian uint32, 4 bytes a token."""
+"""Token ids of a prompt. Bytes are little-endian uint32, 4 bytes a token."""
 
 
 class PrefixIndex(Protocol):
     """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers.
 
-    Methods that take a HolderId raise KeyError where it was never given out or is removed.
+    Methods that take a HolderId raise KeyError for an unknown or removed holder.
     """
 
     @property
     def seed(self) -> int:
-        """Seed of the prefix digests: 64 bits, random per process unless given. Routers that exchange dumps share
-        it."""
+        """Seed of the prefix digests, 64 bits. Routers that exchange dumps have the same seed."""
 
     def add_holder(self, name: str, model: str) -> HolderId: ...
 
     def remove_holder(self, holder: HolderId) -> None:
-        """Forget the holder, what it announced and its pins."""
+        """Forget a holder, its blocks and its pins."""
 
     def clear(self, holder: HolderId) -> None:
-        """Forget everything the holder announced (restart, unrepaired gap). Pins and declared groups stay."""
+        """Forget the blocks of a holder after a restart or a gap. Pins and declared groups stay."""
 
     def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, object]]) -> None:
         """Declare a holder's groups, as `GET /kv_cache/groups` lists them; replaces the last call's.
 
-        Each is {group_idx, kind, block_size, sliding_window}. A declared group counts from the start: until it
-        announces a checkpoint nothing is usable. One that stays silent while full attention has events is ignored after
-        SILENT_AFTER_STORES of them.
+        Each is {group_idx, kind, block_size, sliding_window}. Nothing is usable until every declared group has
+        announced a checkpoint. A group without events is ignored after SILENT_AFTER_STORES stores of full attention.
         """
 
     def set_reannounces(self, holder: HolderId, reannounces: bool) -> None:
-        """Set whether the holder repeats hits as stores (`kv_cache_report_mode=full`): presence is then a set, not a
-        count.
+        """Set whether a holder repeats hits as stores (`kv_cache_report_mode=full`).
 
-        Not to be guessed from the stream: a repeated store and a second copy look the same there.
+        Repeated stores of a block then count once. A stream does not show whether a store is a repetition or a second
+        copy.
         """
 
     def ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestReport:
-        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised; of a
-        payload that cannot be read to its end nothing is applied. `now_s`: when what it removes left, for `gone`.
+        """Decode the payload of an event batch and apply it.
 
-        What readers see is the state between two batches, or between two slices of a very large one.
+        A malformed event is reported and skipped. A payload that cannot be read to its end is not applied at all.
+        `now_s`: time of the removals, for `find_lost_blocks`. Readers see the state between two batches, or between
+        two slices of a very large one.
         """
 
-    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestTask:
-        """Ingest a payload in slices, so that the caller can do other work between them. Nothing is applied before
-        `step`.
+    def begin_ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestTask:
+        """Return a task that applies a payload in slices, so that the caller can do other work between them.
 
-        Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
+        Names of blocks are resolved within a slice; a block that a later slice spells out waits for that slice.
         """
 
     def tally(self) -> Tally:
         """Make an empty tally."""
 
     def prepare(
-        self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None, alike: int | None = None
+        self,
+        token_ids: Sequence[int] | bytes,
+        similar_prompt: PromptMemory | None = None,
+        common_tokens: int | None = None,
     ) -> PreparedPrompt:
-        """Prepare a prompt for several calls.
+        """Prepare a prompt for several calls. The token ids may be borrowed and must not change meanwhile.
 
-        The ids may be borrowed: they must not change meanwhile. `like`: of a prompt that may begin alike; as far as its
-        ids are found to be the same, nothing is computed again. `alike`: how many of the first ones are, where the
-        caller knows. Raises ValueError as `match` does.
+        `similar_prompt`: digests of a prompt that may begin alike, which are not computed again. `common_tokens`:
+        number of first token ids in common with it; None: compare them. Raises ValueError as `match` does.
         """
 
-    def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
-        """Return what calls have computed of a prompt so far; None where its ids were copied."""
+    def make_memory(self, prompt: PreparedPrompt) -> PromptMemory | None:
+        """Return the digests of a prompt that were computed so far; None where its token ids were copied."""
 
-    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
-        """Count the first ids that two prompts have in common."""
+    def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+        """Count the first token ids that two prompts have in common."""
 
     def match(
-        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
+        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, max_rivals: int = 1
     ) -> list[Match]:
-        """Return the usable prefix of every holder of `scope.model`; holders without a block of the prompt are left
-        out.
+        """Return the usable prefixes of a prompt, for the holders of `scope.model` that have a block of it.
 
-        `order`: holders, the preferred first. Then only those of them that fewer than `keep` earlier ones reach or
-        exceed in `pinned_tokens`, in that order. Raises ValueError for ids outside [0, 2^32), ragged bytes, `keep`
-        0.
+        `order`: holders, the preferred first. The result then has only the holders that fewer than `max_rivals` earlier
+        ones reach or exceed in `pinned_tokens`, in that order. Raises ValueError for token ids outside [0, 2^32), for
+        bytes that are no multiple of 4, and for `max_rivals` 0.
         """
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        """Return the digests of the prefixes that end at each multiple of `chunk_tokens`, up to len - 1.
+        """Return the digests of the prefixes that end at multiples of `chunk_tokens`, without the last token.
 
-        The last token of a prompt is always computed. Equal for equal prefixes in one index, on any holder.
+        Equal prefixes have equal digests in one index.
         """
 
     def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
-        """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned.
+        """Count a prompt as cached on a holder until it is unpinned, up to where the holder will be able to resume.
 
-        On a holder with state groups (or sliding windows announced sparsely) that is only the planned checkpoint, the
-        last block boundary <= len(prompt) - 1.
+        A holder with state groups, or with sparse sliding windows, resumes only at the last block boundary at or before
+        len(prompt) - 1.
         """
 
-    def gone(self, token_ids: Tokens, scope: Scope, start: int, step: int) -> tuple[int, HolderId, float] | None:
-        """Return the part of a prompt behind `start` that a holder lost: (its end, holder of its first block, time of
-        loss).
+    def find_lost_blocks(
+        self, token_ids: Tokens, scope: Scope, start: int, step: int
+    ) -> tuple[int, HolderId, float] | None:
+        """Return the end of the part of a prompt after `start` that was lost lately, the holder and the time.
 
-        In blocks of `step` tokens. None where that block is not among those that left last; of windows nothing is
-        remembered. A hint: of 262,144 blocks, two that hash alike keep the newer.
+        Blocks have `step` tokens; holder and time are those of the first block. None where that block was not lost
+        lately, or is of a sliding window. The answer is a hint: 262,144 losses are stored by a hash, and a collision
+        overwrites the older one.
         """
 
     def unpin(self, pin: PinId) -> None:
-        """End a pin. Nothing happens where it ended before or its holder was removed."""
+        """End a pin. Nothing happens where the pin has ended or its holder was removed."""
 
     def stats(self) -> IndexStats: ...
 
     def groups(self, holder: HolderId) -> list[dict[str, object]]:
-        """Return [{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events.
+        """Return [{group_idx, kind, block_size, sliding_window, blocks, silent}] from metadata and events.
 
-        `blocks` counts names held, `silent` is True where the group is declared, has had no event and is ignored.
+        `blocks`: number of cached blocks. `silent`: the group is declared, had no event and is ignored.
         """
 
     def held_tokens(self, holder: HolderId) -> int:
-        """Return the tokens of the holder's blocks, of the group that holds most."""
+        """Return the tokens of a holder's blocks, in its group with the most tokens."""
 
     def begin_dump(self, holder: HolderId) -> DumpTask:
-        """Begin a dump of a holder as payloads that `ingest` of an index with the same seed takes (snapshot for a
-        peer).
+        """Begin a dump of a holder, as payloads for `ingest` of another index with the same seed.
 
-        Digests, not tokens: an index with another seed reports them as malformed. Parked events are not in it.
+        The payloads have digests instead of tokens; an index with another seed reports them as malformed. Parked events
+        are left out.
         """

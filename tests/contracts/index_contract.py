@@ -90,7 +90,11 @@ def check_shared_beginnings(make: MakeIndex) -> None:
     index, long = make(), list(range(5000))
     for other in ([], [1], long[:1], long, long[:512], long[:1025], [*long[:1024], 0], [*long[:4999], 7, 8]):
         shared_count = next((i for i, (a, b) in enumerate(zip(long, other)) if a != b), len(other))
-        assert index.shared(array("I", long), array("I", other)) == index.shared(other, long) == shared_count
+        assert (
+            index.count_common_tokens(array("I", long), array("I", other))
+            == index.count_common_tokens(other, long)
+            == shared_count
+        )
 
 
 def check_at_most_prompt_minus_one(make: MakeIndex) -> None:
@@ -127,25 +131,25 @@ def check_what_is_gone_is_remembered(make: MakeIndex) -> None:
     other = index.add_holder("v", "m")
     index.ingest(holder, batch(store_prompt(8)), 1.0)
     index.ingest(other, batch(store_prompt(3)), 1.0)
-    assert index.gone(PROMPT, SCOPE, 0, 16) is None
+    assert index.find_lost_blocks(PROMPT, SCOPE, 0, 16) is None
     index.ingest(holder, batch(remove_event(8, 7)), 2.0)
     index.ingest(holder, batch(remove_event(6, 5, 3)), 3.5)
-    assert index.gone(PROMPT, SCOPE, 64, 16) == (128, holder, 3.5)
-    assert index.gone(PROMPT, SCOPE, 32, 16) == (48, holder, 3.5), "the fourth block is still there"
-    assert index.gone(PROMPT, SCOPE, 96, 16) == (128, holder, 2.0)
-    assert index.gone(PROMPT, Scope("m", salt="s"), 64, 16) is None
-    assert index.gone(PROMPT[:120], SCOPE, 64, 16) == (112, holder, 3.5)
+    assert index.find_lost_blocks(PROMPT, SCOPE, 64, 16) == (128, holder, 3.5)
+    assert index.find_lost_blocks(PROMPT, SCOPE, 32, 16) == (48, holder, 3.5), "the fourth block is still there"
+    assert index.find_lost_blocks(PROMPT, SCOPE, 96, 16) == (128, holder, 2.0)
+    assert index.find_lost_blocks(PROMPT, Scope("m", salt="s"), 64, 16) is None
+    assert index.find_lost_blocks(PROMPT[:120], SCOPE, 64, 16) == (112, holder, 3.5)
     index.ingest(other, batch(remove_event(3)), 4.0)
-    assert index.gone(index.prepare(PROMPT), SCOPE, 32, 16) == (48, other, 4.0), "the last one to have it"
+    assert index.find_lost_blocks(index.prepare(PROMPT), SCOPE, 32, 16) == (48, other, 4.0), "the last one to have it"
     with pytest.raises(ValueError, match="step is 0"):
-        index.gone(PROMPT, SCOPE, 0, 0)
+        index.find_lost_blocks(PROMPT, SCOPE, 0, 0)
 
 
 def check_what_leaves_a_window_is_not_gone(make: MakeIndex) -> None:
     index, holder = one_holder(make)
     index.ingest(holder, batch(in_group(store_prompt(4), 0, "sliding_window", 32)), 1.0)
     index.ingest(holder, batch(remove_event(1, 2, group=0)), 2.0)
-    assert index.gone(PROMPT, SCOPE, 0, 16) is None
+    assert index.find_lost_blocks(PROMPT, SCOPE, 0, 16) is None
 
 
 def check_two_names_of_one_block(make: MakeIndex) -> None:
@@ -978,8 +982,8 @@ def check_an_order_leaves_out_who_is_beaten(make: MakeIndex) -> None:
             index.ingest(holder, batch(store_prompt(blocks)))
     index.pin(holders[0], PROMPT[:65], SCOPE)
 
-    def unbeaten(order: Sequence[int], keep: int) -> list[tuple[int, int]]:
-        matches = index.match(PROMPT, SCOPE, [holders[i] for i in order], keep)
+    def unbeaten(order: Sequence[int], max_rivals: int) -> list[tuple[int, int]]:
+        matches = index.match(PROMPT, SCOPE, [holders[i] for i in order], max_rivals)
         return [(holders.index(match.holder), match.pinned_tokens) for match in matches]
 
     assert unbeaten([2, 1, 3, 4, 5, 0], 1) == [(1, 16), (3, 32), (5, 48), (0, 64)]
@@ -988,7 +992,7 @@ def check_an_order_leaves_out_who_is_beaten(make: MakeIndex) -> None:
     assert unbeaten([0, 1, 2, 3, 4, 5], 3) == [(0, 64), (1, 16), (3, 32), (4, 32), (5, 48)]
     assert unbeaten([5, 3], 1) == [(5, 48)], "others are not asked about"
     assert unbeaten([], 1) == []
-    with pytest.raises(ValueError, match="keep"):
+    with pytest.raises(ValueError, match="max_rivals"):
         unbeaten([1], 0)
 
 

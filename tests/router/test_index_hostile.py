@@ -339,14 +339,14 @@ def test_a_large_payload_is_applied_in_slices() -> None:
     """So that the lock, and the thread that feeds all streams, is free in between."""
     index, holder = one_holder()
     payload = batch(*[["x"]] * 200_000, *[stored_event([number], size=16) for number in range(20_000)])
-    ingesting = index.begin(holder, payload)
+    ingesting = index.begin_ingest(holder, payload)
     steps = 1
     while ingesting.step():
         steps += 1
     assert 10 <= steps <= 50
     assert (ingesting.report.unknown_events, ingesting.report.stored) == (200_000, 20_000)
     other, twin = one_holder()
-    assert not other.begin(twin, batch(stored_event([1]))).step(), "an ordinary batch is one slice"
+    assert not other.begin_ingest(twin, batch(stored_event([1]))).step(), "an ordinary batch is one slice"
 
 
 @pytest.mark.parametrize("fault", ["cut", "no msgpack", "bytes behind", "rank"])
@@ -372,7 +372,7 @@ def test_a_payload_that_cannot_be_read_to_its_end_is_skipped_as_a_whole(fault: s
 
 def test_a_holder_that_is_removed_between_two_slices() -> None:
     index, holder = one_holder()
-    ingesting = index.begin(holder, batch(*[["x"]] * 200_000))
+    ingesting = index.begin_ingest(holder, batch(*[["x"]] * 200_000))
     assert ingesting.step()
     index.remove_holder(holder)
     with pytest.raises(KeyError):

@@ -191,7 +191,7 @@ def test_native_equals_the_reference(
         pair[0].check_invariants()
     for prompt in [*tried_prompts, *(tuple(bits >> i & 1 for i in range(8)) for bits in range(256))]:
         _same_matches(pair, prompt)
-        assert pair[0].gone(prompt, SCOPE, 0, 1) == pair[1].gone(prompt, SCOPE, 0, 1)
+        assert pair[0].find_lost_blocks(prompt, SCOPE, 0, 1) == pair[1].find_lost_blocks(prompt, SCOPE, 0, 1)
     for holder in holders[0]:
         assert pair[0].groups(holder) == pair[1].groups(holder)
         twins = (ReferenceIndex(seed), make_index(seed))

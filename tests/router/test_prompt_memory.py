@@ -54,12 +54,12 @@ def test_it_is_as_if_nothing_was_remembered(
     for chunk in chunks:
         index.chunk_keys(prompt, before, chunk)
     index.match(prompt, before)
-    memory = index.remember(prompt)
+    memory = index.make_memory(prompt)
     assert memory is not None
     assert memory.nbytes <= 4 * first + 8 * (first + 1)
     for chunk in reversed(chunks):
         like = index.prepare(
-            other, memory, None if known_share is None else int(known_share * index.shared(ids, other))
+            other, memory, None if known_share is None else int(known_share * index.count_common_tokens(ids, other))
         )
         assert index.chunk_keys(like, after, chunk) == index.chunk_keys(other, after, chunk)
         matches, plain = index.match(like, after), index.match(index.prepare(other), after)
@@ -73,15 +73,15 @@ def test_it_is_as_if_nothing_was_remembered(
 
 def test_ids_that_were_copied_are_not_remembered() -> None:
     index = make_index(seed=3)
-    assert index.remember(index.prepare([1, 2, 3])) is None
-    assert index.remember(index.prepare(array("I"))) is not None
+    assert index.make_memory(index.prepare([1, 2, 3])) is None
+    assert index.make_memory(index.prepare(array("I"))) is not None
 
 
 def test_the_ids_outlive_whoever_had_them() -> None:
     index = make_index(seed=3)
     prompt = index.prepare(array("I", LONG))
     keys = index.chunk_keys(prompt, SCOPES[0], 16)
-    memory = index.remember(prompt)
+    memory = index.make_memory(prompt)
     del prompt
     second_prompt = index.prepare(array("I", [*LONG, 1]), memory)
     del memory

@@ -24,15 +24,15 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
         if adds or not key_lists:
             keys = [conversation * 1_000_003 + i for i in range(chunks)]
             key_lists.append(keys)
-            assert tally.enter(keys, *native[1:]) == naive[0].enter(keys, *naive[1:])
+            assert tally.add_prompt(keys, *native[1:]) == naive[0].add_prompt(keys, *naive[1:])
         else:
             keys = key_lists.pop(conversation % len(key_lists))
-            assert tally.leave(keys, *native[1:]) == naive[0].leave(keys, *naive[1:])
+            assert tally.remove_prompt(keys, *native[1:]) == naive[0].remove_prompt(keys, *naive[1:])
         for native_tally, naive_tally in zip(native, naive):
-            assert native_tally.leading(keys, least) == naive_tally.leading(keys, least)
+            assert native_tally.count_leading(keys, least) == naive_tally.count_leading(keys, least)
             assert native_tally.counts() == naive_tally.counts()
     for keys in key_lists:
-        tally.leave(keys, *native[1:])
+        tally.remove_prompt(keys, *native[1:])
     assert [native_tally.counts() for native_tally in native] == [{}, {}, {}]
 
 
@@ -46,10 +46,10 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
         if adds or not running:
             running.append(([conversation * 1_000_003 + i for i in range(chunks)], place))
             keys = running[-1][0]
-            counts = [all[0].enter(keys, all[2 + place], all[1]) for all in (native, naive)]
+            counts = [all[0].add_prompt(keys, all[2 + place], all[1]) for all in (native, naive)]
         else:
             keys, place = running.pop(conversation % len(running))
-            counts = [all[0].leave(keys, all[2 + place], all[1]) for all in (native, naive)]
+            counts = [all[0].remove_prompt(keys, all[2 + place], all[1]) for all in (native, naive)]
         assert counts[0] == counts[1]
         assert [tally.counts() for tally in native] == [tally.counts() for tally in naive]
 
@@ -57,8 +57,8 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
 def test_what_was_never_counted_cannot_be_taken() -> None:
     index = make_index(seed=1)
     tally, resident_tally, place_tally = index.tally(), index.tally(), index.tally()
-    assert tally.enter([2**64 - 1, 0], resident_tally, place_tally) == 0
+    assert tally.add_prompt([2**64 - 1, 0], resident_tally, place_tally) == 0
     with pytest.raises(IndexError):
-        tally.leave([7], resident_tally, place_tally)
+        tally.remove_prompt([7], resident_tally, place_tally)
     assert tally.counts() == resident_tally.counts() == place_tally.counts() == {2**64 - 1: 1, 0: 1}
     assert tally.count(7) == 0

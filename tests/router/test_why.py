@@ -104,7 +104,9 @@ class Fleet:
         decision = placement.decision
         prompt = self.prompt(route, routing_request)
         facts = FactsAdapter(self.core, lambda _: self.tokenizer)
-        removal = self.core.index.gone(prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK)
+        removal = self.core.index.find_lost_blocks(
+            prompt.token_ids, route.scope, find_first_missing_token(decision), BLOCK
+        )
         removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
         known = Placement(decision, removed_prefix, BLOCK, self.now, 0.0)
         if compare:

@@ -253,46 +253,46 @@ std::vector<u64> holders_of(nb::handle source) {
     return holders;
 }
 
-// Of holders in the caller's order of preference: the matches (by holder, ascending) that fewer than `keep` earlier holders
-// reach or exceed.
-std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector<u64>& order, std::size_t keep) {
-    if (keep == 0) throw nb::value_error("keep is 0: expected at least 1");
+// Select the matches that fewer than `max_rivals` holders earlier in `order` reach or exceed, in that order. `matches` is
+// sorted by holder.
+std::vector<Match> select_unbeaten(const std::vector<Match>& matches, const std::vector<u64>& order, std::size_t max_rivals) {
+    if (max_rivals == 0) throw nb::value_error("max_rivals is 0: expected at least 1");
     if (matches.empty()) return {};
-    const u64 least = matches.front().holder, span = matches.back().holder - least + 1;
-    std::vector<const Match*> at;  // by holder, where their numbers lie close together, as nearly always
+    const u64 first_holder = matches.front().holder, span = matches.back().holder - first_holder + 1;
+    std::vector<const Match*> match_by_offset;  // filled where holder numbers are dense, as nearly always
     if (span <= 16 * matches.size()) {
-        at.resize(span);
-        for (const Match& match : matches) at[match.holder - least] = &match;
+        match_by_offset.resize(span);
+        for (const Match& match : matches) match_by_offset[match.holder - first_holder] = &match;
     }
     const auto find = [&](u64 holder) -> const Match* {
-        if (holder < least || holder - least >= span) return nullptr;
-        if (!at.empty()) return at[holder - least];
+        if (holder < first_holder || holder - first_holder >= span) return nullptr;
+        if (!match_by_offset.empty()) return match_by_offset[holder - first_holder];
         const auto found = std::lower_bound(matches.begin(), matches.end(), holder,
                                             [](const Match& match, u64 wanted) { return match.holder < wanted; });
         return found->holder == holder ? &*found : nullptr;
     };
-    std::vector<Match> kept;
-    std::vector<u64> longest;  // of those so far, `keep` at most: a heap, the shortest in front
+    std::vector<Match> unbeaten;
+    std::vector<u64> longest;  // min-heap of the longest prefixes so far, at most `max_rivals`
     for (const u64 holder : order) {
         const Match* found = find(holder);
         const u64 tokens = found == nullptr ? 0 : found->pinned_tokens;
-        if (longest.size() == keep) {
+        if (longest.size() == max_rivals) {
             if (tokens <= longest.front()) continue;
             std::pop_heap(longest.begin(), longest.end(), std::greater<>());
             longest.pop_back();
         }
         longest.push_back(tokens);
         std::push_heap(longest.begin(), longest.end(), std::greater<>());
-        if (found != nullptr) kept.push_back(*found);
+        if (found != nullptr) unbeaten.push_back(*found);
     }
-    return kept;
+    return unbeaten;
 }
 
-nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t keep) {
+nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t max_rivals) {
     const PromptArgument prompt(token_ids);
     const auto scope = scope_of(index, of);
     std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope->view()); });
-    if (!order.is_none()) matches = unbeaten(matches, holders_of(order), keep);
+    if (!order.is_none()) matches = select_unbeaten(matches, holders_of(order), max_rivals);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
     return out;
@@ -396,10 +396,10 @@ NB_MODULE(_native, module) {
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
     nb::class_<Tally>(module, "Tally")
-        .def("enter", &Tally::enter, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
-        .def("leave", &Tally::leave, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
+        .def("add_prompt", &Tally::add_prompt, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
+        .def("remove_prompt", &Tally::remove_prompt, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
         .def("count", &Tally::count, nb::arg("key"))
-        .def("leading", &Tally::leading, nb::arg("keys"), nb::arg("least"))
+        .def("count_leading", &Tally::count_leading, nb::arg("keys"), nb::arg("min_count"))
         .def("counts", [](const Tally& tally) {
             nb::dict counts;
             tally.each([&](u64 key, u64 count) { counts[nb::int_(key)] = nb::int_(count); });
@@ -431,7 +431,6 @@ NB_MODULE(_native, module) {
     nb::class_<Index>(module, "Index")
         .def(nb::init<u64>(), nb::arg("seed"))
         .def_prop_ro("seed", [](const Index& index) { return index.digester().seed(); })
-        .def_prop_ro("fingerprint", [](const Index& index) { return index.digester().fingerprint(); })
         .def("add_holder", &Index::add_holder, nb::arg("name"), nb::arg("model"), nb::call_guard<nb::gil_scoped_release>())
         .def("remove_holder", &Index::remove_holder, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
         .def("clear", &Index::clear, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
@@ -444,27 +443,27 @@ NB_MODULE(_native, module) {
                  return index.ingest(holder, static_cast<const u8*>(payload.data()), payload.size(), now_s);
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0)
-        .def("begin", [](Index& index, u64 holder, nb::bytes payload, double now_s) {
+        .def("begin_ingest", [](Index& index, u64 holder, nb::bytes payload, double now_s) {
                  return new Ingesting(index, holder, payload, now_s);
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("tally", [](const Index&) { return new Tally(); })
         .def("prepare",
-             [](Index&, nb::handle token_ids, const PromptMemory* like, std::optional<std::size_t> alike) {
+             [](Index&, nb::handle token_ids, const PromptMemory* similar, std::optional<std::size_t> common_tokens) {
                  auto prompt = std::make_unique<Prompt>(token_ids);
-                 if (like == nullptr) return prompt.release();
-                 const std::size_t most = std::min(prompt->ids.size(), like->ids.size());
-                 const std::size_t shared = alike ? std::min(*alike, most) : prompt->ids.shared(like->ids);
-                 prompt->memo.resume(like->memo, shared, prompt->ids.size());
+                 if (similar == nullptr) return prompt.release();
+                 const std::size_t shorter = std::min(prompt->ids.size(), similar->ids.size());
+                 const std::size_t common = common_tokens ? std::min(*common_tokens, shorter) : prompt->ids.shared(similar->ids);
+                 prompt->memo.resume(similar->memo, common, prompt->ids.size());
                  return prompt.release();
              },
-             nb::arg("token_ids"), nb::arg("like") = nb::none(), nb::arg("alike") = nb::none())
-        .def("remember",
+             nb::arg("token_ids"), nb::arg("similar_prompt") = nb::none(), nb::arg("common_tokens") = nb::none())
+        .def("make_memory",
              [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new PromptMemory(prompt); },
              nb::arg("prompt"))
-        .def("shared", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
+        .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))
-        .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
+        .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("max_rivals") = 1)
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const PromptArgument prompt(token_ids);
@@ -480,7 +479,7 @@ NB_MODULE(_native, module) {
                  return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope->view(), chunk); });
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
-        .def("gone",
+        .def("find_lost_blocks",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
                  const PromptArgument prompt(token_ids);
                  const auto scope = scope_of(index, of);

@@ -165,7 +165,7 @@ class Tally {
 public:
     // Count a prompt that begins to run on a target: here, in the target's tally, and in `targets` for keys that are new on
     // that target. Returns how many of the prompt's keys were on the target before.
-    u64 enter(const std::vector<u64>& keys, Tally& target, Tally& targets) {
+    u64 add_prompt(const std::vector<u64>& keys, Tally& target, Tally& targets) {
         add(keys, 0);
         const u64 present = target.add(keys, 0);
         targets.add(keys, present);
@@ -173,7 +173,7 @@ public:
     }
     // Count a prompt that ended. Returns how many of the prompt's keys are still on the target. Throws std::out_of_range for a
     // key that no prompt has.
-    u64 leave(const std::vector<u64>& keys, Tally& target, Tally& targets) {
+    u64 remove_prompt(const std::vector<u64>& keys, Tally& target, Tally& targets) {
         subtract(keys, 0);
         const u64 remaining = target.subtract(keys, 0);
         targets.subtract(keys, remaining);
@@ -181,10 +181,10 @@ public:
     }
 
     u64 count(u64 key) const { return slots_[find(key)].count; }
-    // Number of leading keys that at least `least` prompts have.
-    u64 leading(const std::vector<u64>& keys, u64 least) const {
+    // Number of leading keys that at least `min_count` prompts have.
+    u64 count_leading(const std::vector<u64>& keys, u64 min_count) const {
         std::size_t i = 0;
-        while (i < keys.size() && count(keys[i]) >= least) ++i;
+        while (i < keys.size() && count(keys[i]) >= min_count) ++i;
         return i;
     }
     template <class Visit>

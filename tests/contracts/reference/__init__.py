@@ -101,7 +101,7 @@ class ReferenceIndex:
         with self._lock:
             self._get(holder).reannounces = reannounces
 
-    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestStep:
+    def begin_ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestStep:
         return IngestStep(self, holder, payload, now_s)
 
     def ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestReport:
@@ -142,28 +142,33 @@ class ReferenceIndex:
         return NaiveTally()
 
     def prepare(
-        self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None, alike: int | None = None
+        self,
+        token_ids: Sequence[int] | bytes,
+        similar_prompt: PromptMemory | None = None,
+        common_tokens: int | None = None,
     ) -> PreparedPrompt:
         return as_token_list(token_ids)
 
-    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+    def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
 
-    def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
+    def make_memory(self, prompt: PreparedPrompt) -> PromptMemory | None:
         return None
 
     def match(
-        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
+        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, max_rivals: int = 1
     ) -> list[Match]:
         matches = self._match(token_ids, scope)
         if order is None:
             return matches
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: expected at least 1")
+        if max_rivals < 1:
+            raise ValueError(f"max_rivals is {max_rivals}: expected at least 1")
         match_by_holder = {match.holder: match for match in matches}
         tokens = [match_by_holder[holder].pinned_tokens if holder in match_by_holder else 0 for holder in order]
         better_counts = [sum(other_tokens >= tokens[i] for other_tokens in tokens[:i]) for i in range(len(tokens))]
-        return [match_by_holder[holder] for i, holder in enumerate(order) if tokens[i] and better_counts[i] < keep]
+        return [
+            match_by_holder[holder] for i, holder in enumerate(order) if tokens[i] and better_counts[i] < max_rivals
+        ]
 
     def _match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         with self._lock:
@@ -179,7 +184,9 @@ class ReferenceIndex:
             raise ValueError(f"chunk is {chunk_tokens}: expected at least 1")
         return self._digester.prefixes(as_token_list(token_ids), scope)[chunk_tokens:-1:chunk_tokens]
 
-    def gone(self, token_ids: Tokens, scope: Scope, start: int, step: int) -> tuple[int, HolderId, float] | None:
+    def find_lost_blocks(
+        self, token_ids: Tokens, scope: Scope, start: int, step: int
+    ) -> tuple[int, HolderId, float] | None:
         if step < 1:
             raise ValueError(f"step is {step}: expected at least 1")
         with self._lock:

@@ -22,13 +22,13 @@ class NaiveTally:
         self._counts = +self._counts
         return sum(key in self._counts for key in keys[start:])
 
-    def enter(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
+    def add_prompt(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
         self._add(keys)
         before = target._add(keys)
         targets._add(keys, before)
         return before
 
-    def leave(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
+    def remove_prompt(self, keys: Sequence[int], target: NaiveTally, targets: NaiveTally) -> int:
         self._subtract(keys)
         remaining_count = target._subtract(keys)
         targets._subtract(keys, remaining_count)
@@ -37,8 +37,8 @@ class NaiveTally:
     def count(self, key: int) -> int:
         return self._counts[key]
 
-    def leading(self, keys: Sequence[int], least: int) -> int:
-        return next((i for i, key in enumerate(keys) if self._counts[key] < least), len(keys))
+    def count_leading(self, keys: Sequence[int], min_count: int) -> int:
+        return next((i for i, key in enumerate(keys) if self._counts[key] < min_count), len(keys))
 
     def counts(self) -> dict[int, int]:
         return dict(self._counts)

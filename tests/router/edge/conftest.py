@@ -76,13 +76,15 @@ class EmptyIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(self, token_ids: Sequence[int], like: None = None, alike: None = None) -> Sequence[int]:
+    def prepare(
+        self, token_ids: Sequence[int], similar_prompt: None = None, common_tokens: None = None
+    ) -> Sequence[int]:
         return token_ids
 
-    def remember(self, prompt: Sequence[int]) -> None:
+    def make_memory(self, prompt: Sequence[int]) -> None:
         return None
 
-    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+    def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
 
     def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
@@ -96,7 +98,7 @@ class EmptyIndex:
         self.pins.add(pin)
         return PinId(pin)
 
-    def gone(self, token_ids: Sequence[int], scope: Scope, start: int, step: int) -> None:
+    def find_lost_blocks(self, token_ids: Sequence[int], scope: Scope, start: int, step: int) -> None:
         return None
 
     def unpin(self, pin: PinId) -> None:
