@@ -1,7 +1,7 @@
-"""Simulated engines: step times, the cache and the queue of an engine on a virtual clock, and the requests they play.
+"""Simulated engines on a virtual clock: step times, cache, queue, and workloads of requests.
 
-`engine serve --simulate` sleeps by the step times, `router shadow` and benchmarks/routing.py play whole fleets. Pure:
-time is an argument. Imports neither a program nor torch.
+`engine serve --simulate` uses the step times; `router shadow` and benchmarks/routing.py simulate fleets. Time is an
+argument. The room imports neither a program nor torch.
 """
 
 DISTRIBUTION = "blockcast"

@@ -1,7 +1,7 @@
-"""Simulation spec: step times, cache size and answers, from JSON, a file, or `GPU:MODEL`.
+"""Specification of a simulated engine: step times, cache size and answers, from JSON, a file, or `GPU:MODEL`.
 
-A preset is arithmetic on published numbers, not a measurement: weights and KV are read at 80 % of a GPU's bandwidth,
-products are made at 50 % of its dense bf16 rate. `benchmarks/step_times.py` learns a spec from a real engine.
+A preset is computed from published numbers, not measured: weights and KV are read at 80 % of a GPU's bandwidth, and
+products run at 50 % of its dense bf16 rate. `benchmarks/step_times.py` learns a specification from a real engine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 
 MAX_TEXT_CHARS = 4096
-"""Longest scripted answer in characters: the grammar of a much longer one is too slow to follow."""
+"""Longest scripted answer in characters; the grammar of a much longer one would be slow."""
 
 BANDWIDTH_SHARE, COMPUTE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.9
 STEP_OVERHEAD_S = 1e-3
 """Seconds of a step besides the device's work: scheduling, launching, sampling."""
 SEQUENCE_OVERHEAD_S = 10e-6
 """Seconds of each sequence in a step, besides the device's work."""
-
-
 FIRST_TOOL = "*"
+"""Name in a script for the first tool of a request."""
 
 
 class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answer at one turn of the conversation: a call, a text, or without both words without meaning."""
+    """Answer at one turn of the conversation: a tool call, a text, or without both a random text."""
 
     call: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Name of the called tool; FIRST_TOOL: the first one of the request."""

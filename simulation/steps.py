@@ -1,7 +1,6 @@
-"""Times and bounds of an engine's steps: the one service model of every simulation.
+"""Times of an engine's steps, for every simulation: `engine serve --simulate`, `router shadow`, benchmarks/routing.py.
 
-`engine serve --simulate` sleeps by it, `router shadow` and benchmarks/routing.py count by it. Standard library only: no
-torch, no clock.
+The module needs only the standard library: no torch, no clock.
 
 One step computes at most `step_tokens` tokens: one for each decoding sequence, the rest chunks of prefill.
 """
@@ -46,10 +45,8 @@ class StepTimes:
 
     def count_started_steps(self, elapsed_s: float, sequence_count: int, context_tokens: int) -> int:
         """Count the steps of a decode run that have begun after so many seconds, at least one."""
-        first_step_s, growth = (
-            self.compute_decode_s(sequence_count, context_tokens),
-            self.decode_context_s * sequence_count / 2.0,
-        )
+        first_step_s = self.compute_decode_s(sequence_count, context_tokens)
+        growth = self.decode_context_s * sequence_count / 2.0
         linear = first_step_s - growth
         step_count = elapsed_s / first_step_s
         if growth > 0.0:

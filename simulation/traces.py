@@ -1,8 +1,8 @@
-"""Request traces: readers of the two public formats, sampling, load scaling, block bookkeeping.
+"""Request traces: readers of two public formats, and generated workloads.
 
-Everything counts in trace blocks of `TRACE_BLOCK_SIZE` tokens. A block id names a whole prefix (ids are unique to the
-tokens before), as in the traces. Output blocks become known when a later request continues its predecessor: they are
-assigned here, once, so that every policy sees the same.
+Blocks have `TRACE_BLOCK_SIZE` tokens. As in the traces, a block id stands for a whole prefix. The ids of output blocks
+are known where a later request continues the conversation. `link_requests` assigns them once, so that every policy sees
+the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulation.workload import TRACE_BLOCK_SIZE, SimRequest, Workload
 
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
-    """Read a trace in either format, told by its first line. Raises ValueError naming what is missing."""
+    """Read a trace; its first line decides between the formats. Raises ValueError where the line fits neither."""
     open_trace = gzip.open if path.suffix == ".gz" else open
     with open_trace(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines if line.strip()]
@@ -47,7 +47,7 @@ def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) 
                 block_ids=record["hash_ids"][: -(-record["input_length"] // TRACE_BLOCK_SIZE)],
             )
         )
-    # Many requests share one millisecond stamp of a 3 s grid in the trace: spread them evenly to the next stamp.
+    # The trace has time stamps on a grid of 3 s: spread simultaneous requests evenly up to the next stamp.
     timestamps = sorted({request.arrival_s for request in requests})
     next_timestamp_by_timestamp = dict(zip(timestamps, [*timestamps[1:], timestamps[-1] + 3.0]))
     requests_by_timestamp: dict[float, list[SimRequest]] = {}
@@ -62,9 +62,9 @@ def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) 
 
 
 def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
-    """Read agent sessions, closed loop: a request follows the answer before it after the think time, at most 60 s.
+    """Read agent sessions: a request follows the previous answer after its think time, at most 60 s.
 
-    Cut to 60 requests of at most 131,072 tokens a session; sessions start at random, one second apart on average at
+    A session is cut to 60 requests of at most 131,072 tokens. Sessions start at random, on average one a second at
     speed 1.
     """
     rng = random.Random(seed)
@@ -105,9 +105,9 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
 
 
 def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Workload:
-    """Generate tool use: 40 tools with long, shared, skewed prompts, open loop, Poisson.
+    """Generate conversations that begin with the long prompt of one of 40 tools, some of which are used far more often.
 
-    Each prompt is followed by a short unique question and one or two follow-up turns.
+    Conversations arrive as a Poisson process. Each has one to three turns with short unique questions.
     """
     rng = random.Random(seed)
     next_id = 1
@@ -134,7 +134,7 @@ def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Work
                     len(requests), len(requests), arrival_s, prompt_tokens, rng.randint(20, 400), list(block_ids), None
                 )
             )
-            block_ids[-1] = next_id  # the next turn fills the partial block: another content, another name
+            block_ids[-1] = next_id  # the next turn fills the partial block, which gets another id
             next_id += 1
             arrival_s += rng.uniform(5.0, 40.0)
     requests.sort(key=lambda request: request.arrival_s)
@@ -144,9 +144,9 @@ def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Work
 
 
 def link_requests(workload: Workload) -> Workload:
-    """Name output blocks by the first later request that continues its predecessor; link sessions; count blocks."""
+    """Find the conversations of a trace: set output block ids, sessions and the working set of a workload."""
     request_by_last_block: dict[int, SimRequest] = {}
-    """last full block id of a prompt -> the request it ended"""
+    """id of a prompt's last full block -> request"""
     for request in workload.requests:
         request.final_block_ids = request.block_ids[: request.full_block_count]
     for request in workload.requests:
@@ -178,10 +178,10 @@ def link_requests(workload: Workload) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Sizes and rate of questions under shared system prompts."""
+    """Sizes and arrival rate of questions behind shared system prompts."""
 
     system_prompt_count: int = 1
-    """Number of system prompts, all asked equally often."""
+    """Number of system prompts, all equally frequent."""
     system_tokens: int = 1000
     question_tokens: int = 50
     output_tokens: int = 1000
@@ -189,7 +189,7 @@ class ChatShape:
     requests_per_s: float = 20.0
     """Arrival rate after the sequential requests."""
     sequential_request_count: int = 0
-    """Number of requests at the start that come one after the other, each when the last has ended."""
+    """Number of first requests that each wait for the answer of the previous one."""
     request_count: int = 6000
     block_size: int = 32
 

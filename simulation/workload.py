@@ -1,7 +1,6 @@
 """Simulated requests: their blocks, arrival times and answer lengths. Pure values.
 
-A block id names a whole prefix (ids are unique to the tokens before). Output blocks become known when a later request
-continues its predecessor: they are assigned once, so that every placement sees the same.
+A block id stands for a whole prefix: ids are equal only where all tokens before are.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TRACE_BLOCK_SIZE = 512
-"""Tokens of a simulated cache block of a trace: Mooncake's. Traces of 64-token blocks are coarsened exactly, by every
-eighth id."""
+"""Tokens of a block in Mooncake's traces. Traces with blocks of 64 tokens use every eighth id."""
 
 
 @dataclass(slots=True)
@@ -25,12 +23,11 @@ class SimRequest:
     output_tokens: int
     block_ids: list[int]
     previous_index: int | None = None
-    """Index of the request that this one follows, `arrival_s` seconds (think time) after its answer; None in an open
-    loop."""
+    """Index of the request that this one follows, `arrival_s` after its answer; None: `arrival_s` is absolute."""
     block_size: int = TRACE_BLOCK_SIZE
     """Tokens of a block."""
     final_block_ids: list[int] = field(default_factory=list)
-    """Full blocks of prompt and output, as far as a later request shows the names of the output's."""
+    """Full blocks of prompt and output, as far as a later request shows the ids of output blocks."""
 
     @property
     def full_block_count(self) -> int:
@@ -39,7 +36,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Workload:
-    """Trace, ready to be scaled. `speed` multiplies the arrival rate of open-loop requests."""
+    """Requests of one trace."""
 
     name: str
     requests: list[SimRequest]
@@ -52,7 +49,7 @@ class Workload:
         return self.requests[0].block_size if self.requests else TRACE_BLOCK_SIZE
 
     def iter_arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
-        """Yield (time, request) of each request that waits for no other."""
+        """Yield (arrival time, request) of the requests that follow no other, `speed` times as fast as in the trace."""
         for request in self.requests:
             if request.previous_index is None:
                 yield request.arrival_s / speed, request

@@ -128,7 +128,9 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.are_sessions_named = rng, 0.0, rng.random() < 0.5
-        self.analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
+        self.analyzers = BothAnalyzers(
+            MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.count_common_tokens
+        )
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.running_requests: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
@@ -193,7 +195,7 @@ def test_both_say_the_same() -> None:
 
 
 def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
-    analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1), INDEX.shared)
+    analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1), INDEX.count_common_tokens)
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
@@ -208,7 +210,7 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
 
 
 def test_a_block_without_tokens_is_refused() -> None:
-    analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
+    analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.count_common_tokens)
     terms = make_terms("a", 0, 0, 0.0)
     decision = Decision("r", "a", None, 0, 3, 0, 0.0, terms, 0.0)
     prompt = AnalyzedPrompt("r", make_route(array("I", [1, 2, 3]), SCOPES[0], "s"), array("I", [1, 2, 3]), None)
@@ -218,7 +220,7 @@ def test_a_block_without_tokens_is_refused() -> None:
 
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
-    analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
+    analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.count_common_tokens)
     terms = make_terms("a", 0, 0, 0.0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
         decision = Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0)

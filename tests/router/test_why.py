@@ -66,7 +66,7 @@ class Fleet:
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
-        self.analyzer = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
+        self.analyzer = BothAnalyzers(MissReasonsConfig(), self.core.index.count_common_tokens)
         self.block_names_by_worker: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0
 

@@ -1,7 +1,6 @@
-// Keys of token prefixes: one number for "these tokens, in this scope", whatever blocks an engine cuts them into. Rabin's
-// fingerprint over the prime field of 2^61 - 1 with a base drawn at random per process: two different prefixes of L tokens
-// share a key with probability at most (L + 1) / 2^61, and a collision can only send a request to a worker that has to
-// compute it. Owns the arithmetic. Refuses to know blocks, holders and events.
+// Keys of token prefixes: one number for tokens in a scope, independent of block lengths. It is Rabin's fingerprint over the
+// prime field of 2^61 - 1 with a base drawn at random per process. Two different prefixes of L tokens have the same key with
+// probability at most (L + 1) / 2^61, and a collision only sends a request to a worker that has to compute it.
 #pragma once
 
 #include <array>
@@ -30,7 +29,7 @@ inline u64 reduce(u128 x) {
     return sum >= kPrime ? sum - kPrime : sum;
 }
 
-// What is mixed in just before the token at an absolute position.
+// Media key that is mixed in just before the token at an absolute position.
 struct Media {
     u64 position;
     u64 key;
@@ -51,8 +50,8 @@ public:
     u64 seed() const { return seed_; }
     u64 fingerprint() const { return fingerprint_; }
 
-    // Digest after `count` more tokens. Sixteen at a time: their products are independent, so only one reduction in
-    // sixteen tokens waits for the one before. The sum stays below 2^122 + 16 * 2^93.
+    // Return the digest after `count` more tokens. Sixteen products at a time are independent, so only one reduction in
+    // sixteen tokens waits for the previous one. The sum stays below 2^122 + 16 * 2^93.
     u64 extend(u64 digest, const u32* tokens, std::size_t count) const {
         while (count > 0) {
             const std::size_t n = count < kStride ? count : kStride;
@@ -65,7 +64,7 @@ public:
         return digest;
     }
 
-    // The same with media keys; `position` is that of the first token, `media` ascends by position.
+    // Return the digest after more tokens and media keys. `position`: of the first token; `media` ascends by position.
     u64 extend(u64 digest, const u32* tokens, std::size_t count, u64 position, const Media* media,
                std::size_t media_count) const {
         std::size_t done = 0;
@@ -80,11 +79,11 @@ public:
         return extend(digest, tokens + done, count - done);
     }
 
-    // Field element of a list of optional texts.
+    // Return the digest of a list of optional texts.
     u64 text(std::initializer_list<Text> parts) const {
         return text(parts.size(), parts);
     }
-    // The same from what some parts before gave (for the first of them: how many there are in all).
+    // Return that digest, continued from the digest of the first texts; before the first, it is the number of texts.
     u64 text(u64 before, std::initializer_list<Text> parts) const {
         for (const Text& part : parts) before = part ? append(before, kText, *part) : step(before, kNone);
         return before;

@@ -1,5 +1,5 @@
-// Event batches from bytes, as events/codec.py reads them: arrays and maps of every vLLM version, SGLang's variants, and the
-// router's own BlockDigests. Owns the checks between bytes and index. Refuses to know holders.
+// Decoding of event batches, as in events/codec.py: arrays and maps of every vLLM version, SGLang's variants, and the router's
+// own BlockDigests. All checks of untrusted bytes are here.
 #pragma once
 
 #include <cstring>
@@ -13,12 +13,12 @@
 
 namespace blockcast {
 
-// One extra key of one block, without the LoRA name that vLLM repeats on every block.
+// Extra key of one block, without the LoRA name that vLLM repeats for every block.
 struct ExtraKey {
     u32 block;
     bool positioned;      // (identifier, offset from the block's start): a media item
     std::int64_t offset;
-    u64 media, opaque;    // what it adds to the digest as media, or as a key without a known position
+    u64 media, opaque;    // its part of the digest as media, or as a key without a position
     bool is_text;
     std::string_view text;
 };
@@ -34,18 +34,18 @@ struct Stored {
     u64 parent = 0, ancestor = 0;
     u32 block_size = 0;
     u32 tier = 0;
-    Text lora;  // the adapter's name, also where only its number was sent
+    Text lora;  // name of the adapter; made from its number where only that was sent
     Text salt;  // event-level salt (SGLang)
     std::optional<std::int64_t> group;
     Text kind;
     std::optional<u64> window;
 
-    bool bare() const { return tokens.count == 0; }  // names only: copies of blocks that somebody has spelt out
+    bool bare() const { return tokens.count == 0; }  // names without tokens: copies of known blocks
     bool dense() const { return names.count > 0 && !bare() && tokens.count == names.count * block_size; }
 };
 
 struct Removed {
-    Slice names, copies;  // in the Batch; `copies`: how many are left of each name, where the event says
+    Slice names, copies;  // in the Batch; `copies`: remaining copies of each name, if the event has them
     u32 tier = 0;
     std::optional<std::int64_t> group;
 };
@@ -54,7 +54,7 @@ struct DigestRow {
     u64 name, key, end, length, copies;
 };
 
-// A chunk of another index's dump.
+// Part of a dump of another index.
 struct Digests {
     u64 fingerprint = 0;
     std::optional<std::int64_t> group;
@@ -67,16 +67,16 @@ struct Digests {
 
 struct Event {
     enum class Kind { Stored, Removed, Cleared, Digests } kind;
-    std::size_t index;  // into the vector of its kind; of Cleared: 1 + the tier that is cleared, 0 for all
+    std::size_t index;  // index into the vector of its kind; for Cleared: 1 + cleared tier, or 0 for all tiers
 };
 
-// Bounds of one event and of one payload. What is beyond them is malformed.
+// Bounds of one event and of one payload; larger ones are malformed.
 constexpr std::size_t kNamesMax = 1u << 16, kTokensMax = 1u << 22, kExtrasMax = 1u << 16, kEventsMax = 1u << 20;
-constexpr u64 kCopiesTold = 1u << 20;       // of one name, in a dump
+constexpr u64 kCopiesTold = 1u << 20;       // copies of one name in a dump
 constexpr std::size_t kKindMax = 64;        // bytes
 constexpr std::size_t kMalformedKept = 16;  // messages; all are counted
 
-// One payload, decoded. Reused from payload to payload, so that steady state allocates nothing.
+// One decoded payload. It is reused for the next one, so that decoding seldom allocates.
 struct Batch {
     std::vector<Event> events;
     std::vector<Stored> stored;
@@ -85,8 +85,8 @@ struct Batch {
     std::vector<u64> names;
     std::vector<u32> tokens, skipped, copies;
     std::vector<ExtraKey> extras;
-    std::vector<std::string> texts;  // what views of made-up texts point to
-    std::vector<std::string> malformed;  // the first ones
+    std::vector<std::string> texts;  // texts that are not in the payload, for views
+    std::vector<std::string> malformed;  // messages for the first malformed events
     std::size_t malformed_events = 0, unknown = 0;
 
     void report(std::string what) {
@@ -96,29 +96,28 @@ struct Batch {
     void clear();
 };
 
-// Told the names of an event as soon as they are read: somebody may want to ask for memory that they will need.
+// Called with the names of an event as soon as they are read, so that their memory can be prefetched.
 struct NamesRead {
     void (*told)(const void* whom, const u64* names, std::size_t count) = nullptr;
     const void* whom = nullptr;
 };
 
-// How far a payload has been read.
+// Position up to which a payload has been read.
 struct Cursor {
     std::size_t at = 0;                          // bytes
     std::size_t event = 0, events = 0, parts = 0;  // the next one, of how many
-    bool whole = false;  // its end has been seen: what is read may be applied
+    bool whole = false;  // the payload's end was read, so that its events may be applied
     bool done = false;
 };
 
-// Fills `batch` (cleared first) with the next slice of the payload: whole events, some milliseconds of work, nearly always
-// all there are. An event that cannot be read is a message in `batch.malformed`, and costs only itself. A payload that cannot be
-// read to its end is one message and nothing else: where it is more than a slice, the first ones look for its end and give
-// nothing.
+// Fill `batch` with the next slice of a payload: whole events for some milliseconds of work, nearly always the whole payload.
+// A malformed event adds a message to `batch.malformed` and is skipped. A payload that cannot be read to its end gives one
+// message and no events; of a payload with several slices, the first calls search its end and give no events.
 void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read = {});
 
 u32 tier_of(Text medium);
 
-// -- fields: their names in maps, their places in arrays, the values that several have --
+// -- fields: names in maps, positions in arrays, values of several kinds --
 
 constexpr std::size_t kBlockSizeMax = (1u << 24) - 1;
 
@@ -179,7 +178,7 @@ inline Text optional_str(Reader& reader) {
     return reader.text();
 }
 
-// Reads one field of a BlockDigests event; true where it was `blocks`.
+// Read one field of a BlockDigests event; returns whether it was `blocks`.
 bool digests_field(Reader& reader, std::string_view name, Digests& digests);
 
 }  // namespace blockcast

@@ -1,9 +1,10 @@
-// What one publisher stream says it holds. Owns names, groups and parked runs of one holder, and with them the meaning of
-// events. Refuses to know prompts and other holders.
+// Blocks of one holder, by the events of its stream. `Holder` owns names, groups and parked runs and applies events to
+// them. It knows no prompts and no other holders.
 //
-// Invariants: a name is known while at least one (group, tier) holds a copy of it; a run is parked while neither its parent
-// nor its own first name is known, at most kParkedBlocksMax blocks and kParkedBytesMax bytes (the oldest run goes), for kParkedBatchesMax batches.
-// tests/contracts/reference/holder.py says the same in Python; the tests compare the two.
+// Invariants: a name is known while at least one (group, tier) has a copy of it. A run of blocks is parked while neither its
+// parent nor its own first name is known, for at most kParkedBatchesMax batches; parked runs have at most kParkedBlocksMax
+// blocks and kParkedBytesMax bytes, and the oldest is dropped first.
+// tests/contracts/reference/holder.py is the same in Python, and tests compare the two.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@ namespace blockcast {
 constexpr u64 kSilentAfterStores = 8;
 constexpr std::size_t kParkedBlocksMax = 8192, kParkedBytesMax = std::size_t{64} << 20;
 constexpr u64 kParkedBatchesMax = 10000;
-constexpr std::size_t kHolderNamesMax = std::size_t{1} << 24;  // of one holder; more are not taken
-constexpr std::size_t kLengthsMax = 32;                        // block lengths of all its groups
+constexpr std::size_t kHolderNamesMax = std::size_t{1} << 24;  // further names of a holder are refused
+constexpr std::size_t kLengthsMax = 32;                        // different block lengths of a holder
 constexpr std::size_t kGroupsMax = (kSlotMax + 1) / kTiers;
 
 enum class Role : u8 { Full, Window, Chunk, State, Ignored };
@@ -37,28 +38,28 @@ struct Group {
     std::optional<std::string> kind;
     std::optional<u64> block_size, window;
     bool declared = false, heard = false, sparse = false;
-    std::vector<std::pair<u32, u64>> lengths;  // (block length, names held), ascending, no zero
+    std::vector<std::pair<u32, u64>> lengths;  // (block length, number of names), ascending by length
 
     Role role() const { return role_; }
     bool teaches() const { return teaches_; }
-    void reclassify();  // after every change of kind or window
-    // More or fewer names of a length. True where the length appeared or vanished.
+    void reclassify();  // call it after every change of kind or window
+    // Change the number of names with a block length; returns whether the length is new or vanished.
     bool count(u32 length, int by);
     u64 names() const;
-    u64 tokens() const;  // of the blocks they name
+    u64 tokens() const;  // total length of the blocks
 
 private:
     Role role_ = Role::Full;
     bool teaches_ = true;
 };
 
-// Where a known name stands.
+// Prefix that a known name stands for: its key, and its end in tokens.
 struct NamePosition {
     u64 key = 0;
     u64 end = 0;
 };
 
-// A name in one slot, inline; or, for a name in several slots, the head of a list.
+// A name with its node and copies in one slot, or the head of a list of Links for a name in several slots.
 struct NameEntry {
     u64 name;
     u32 node;  // 0 = empty entry
@@ -77,16 +78,17 @@ struct NameTraits {
 using Links = Pool<Link>;
 using Names = SegmentedTable<NameEntry, NameTraits>;
 
+// Blocks that wait for their parent or for the first of their names.
 struct ParkedRun {
     u32 slot = 0;
     std::vector<u64> names;
     std::vector<bool> waits;
-    std::size_t waiting = 0;  // of them
+    std::size_t waiting = 0;  // number of true values in `waits`
     u32 length = 0;
     u64 awaits = 0;
-    bool is_run = false;  // else a single sparse name
+    bool is_run = false;  // whether the blocks follow each other; otherwise it is a single sparse name
     std::vector<u32> tokens;
-    std::vector<ExtraKey> extras;  // their texts are not kept: a parked run does not start a prompt
+    std::vector<ExtraKey> extras;  // without texts, as a parked run does not begin a prompt
     u64 batch = 0;
 };
 
@@ -96,14 +98,14 @@ public:
     std::size_t bytes() const { return bytes_; }
     void clear();
     void park(ParkedRun run);
-    // One run that waits for the name, the oldest first.
+    // Take out the oldest run that waits for a name.
     std::optional<ParkedRun> release(u64 name);
     bool cancel(u32 slot, u64 name);
-    // All that waits to stand on a tier.
+    // Drop all runs of a tier.
     void clear_tier(u32 tier);
-    // Drops the oldest run if it has waited for too long; how many blocks that were.
+    // Drop the oldest run if it has waited too long; returns its blocks.
     std::size_t expire_one(u64 batch);
-    // Drops the oldest run if there are too many; how many blocks that were.
+    // Drop the oldest run if there are too many blocks; returns its blocks.
     std::size_t evict_one();
     bool empty() const { return runs_.empty(); }
 
@@ -111,9 +113,9 @@ private:
     ParkedRun take(std::map<u64, ParkedRun>::iterator at);
     static std::size_t bytes_of(const ParkedRun& run);
 
-    std::map<u64, ParkedRun> runs_;                          // by serial: oldest first
-    std::set<std::pair<u64, u64>> awaited_;                  // (name, serial)
-    std::set<std::tuple<u32, u64, u64, std::size_t>> names_;  // (slot, name, serial, index in the run): what waits
+    std::map<u64, ParkedRun> runs_;                          // by serial number, the oldest first
+    std::set<std::pair<u64, u64>> awaited_;                  // (awaited name, serial number)
+    std::set<std::tuple<u32, u64, u64, std::size_t>> names_;  // (slot, parked name, serial number, index in the run)
     std::size_t blocks_ = 0, bytes_ = 0;
     u64 serial_ = 0;
 };
@@ -122,33 +124,33 @@ struct Report {
     u64 stored = 0, removed = 0, cleared = 0, parked = 0, unknown_removals = 0, unknown_copies = 0, unknown_events = 0;
     u64 refused = 0;    // blocks beyond a bound
     u64 malformed_events = 0;
-    std::vector<std::string> malformed;  // the first ones
+    std::vector<std::string> malformed;  // messages for the first malformed events
 };
 
-// What the holders of one model share.
+// Data that the holders of one model share.
 struct Model {
     std::string name;
-    u64 start = 0;               // digest of a list of three texts after the first, its name
-    std::map<u32, u64> lengths;  // block lengths in use: how many (holder, group) use each
+    u64 start = 0;               // digest of (name, salt, lora) after the name, the first of the three texts
+    std::map<u32, u64> lengths;  // block length -> number of (holder, group) that use it
 };
 
-// Names and links of a holder's past life, waiting to be taken out of the nodes bit by bit.
+// Names and links of a cleared holder, which are removed from the nodes in small steps.
 struct PendingCleanup {
     Names names;
     Links links;
     Seat seat = 0;
 };
 
-// A batch of one BlockDigests (event_digests.cpp).
+// Return the payload of a batch with one BlockDigests event (event_digests.cpp).
 std::string write_digests(u64 fingerprint, const Group& group, u32 tier, const std::vector<DigestRow>& rows);
 constexpr std::size_t kDumpedAtOnce = 4096;  // rows
 
-// The writer's hold on the index through much work. Readers (requests, on the event loop) wait for nobody longer than
-// kTurnBlocks blocks take: a writer that has changed so many gives the lock up once and takes it again. What it holds then
-// is a beginning of its batch; other writers of names wait all the same (Index::ingest_mutex_).
+// Exclusive lock of a writer, which is released and taken again after every kTurnBlocks changed blocks, so that readers
+// (requests, on the event loop) never wait longer. Readers may then see part of a batch. Other writers of names wait for
+// the whole batch (Index::ingest_mutex_).
 constexpr std::size_t kTurnBlocks = 4096;  // a millisecond or two
 
-// The most blocks that a thread changed under one hold; for tests.
+// Most blocks that this thread has changed without releasing the lock; for tests.
 inline thread_local std::size_t longest_turn = 0;
 
 class LockSlice {
@@ -177,19 +179,19 @@ private:
 class Holder;
 constexpr std::size_t kForgottenAtOnce = 1024;  // names
 
-// Who sits on which seat. A holder that forgets many names takes a fresh seat at once; what stands under the old one
-// means nothing any more and is cleared away in small steps, so that forgetting a million blocks is no pause. Every name
-// stored pays for two old ones: whoever stores and forgets in turn does not fill the index with old seats.
+// Bit numbers (seats) of holders in the nodes. A holder that forgets many names takes a new seat at once. Bits of the old
+// seat are ignored and cleared in small steps, so that forgetting a million blocks causes no pause. Each stored name clears
+// two old ones, so that old seats cannot fill the index.
 class Seats {
 public:
     explicit Seats(Nodes& nodes) : nodes_(nodes) {}
 
     Seat take(Holder* owner);
     void retire(PendingCleanup estate);
-    // One small step of clearing away; false where nothing is left to do.
+    // Do one small step of cleanup; returns false where nothing is left.
     bool settle_some();
     bool drain_some(PendingCleanup& estate);
-    // As many steps as clear about `names` away; a part of a step is kept for the next call.
+    // Clean up about `names` names; the rest of a step is left to the next call.
     void settle(std::size_t names) {
         for (owed_ = estates_.empty() ? 0 : owed_ + names; owed_ >= kNamesAStep; owed_ -= kNamesAStep) settle_some();
     }
@@ -199,14 +201,14 @@ public:
 
 private:
     Nodes& nodes_;
-    static constexpr std::size_t kNamesAStep = 450;  // in a segment, on average
+    static constexpr std::size_t kNamesAStep = 450;  // average number of names in a segment
     std::size_t owed_ = 0;
     std::vector<Holder*> owners_;
     std::vector<Seat> free_;
     std::vector<PendingCleanup> estates_;
 };
 
-// Places of the names that a batch spells out, by name. A flat table that is reused: an entry counts in its epoch only.
+// Positions of the names that a batch spells out: a hash table that is reused, in which an entry counts in its epoch only.
 class BatchNames {
 public:
     void clear(std::size_t names);
@@ -241,19 +243,19 @@ public:
     Model* const model;
     Seat seat;
     bool reannounces = false;
-    mutable u64 placed = ~u64{0};  // its shape when its model last looked where it stands
+    mutable u64 placed = ~u64{0};  // `shape()` when its model last classified the holder
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
-    // `first`: of the slices of its payload.
+    // Apply a slice of a payload. `first`: it is the payload's first slice.
     void apply(const Batch& batch, bool first, LockSlice& turn, Report& report);
-    // These names are coming: asks for the first of them.
+    // Prefetch the entries of the first names of a coming batch.
     void expect(const u64* names, std::size_t count) const {
         for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
     }
     void declare(const std::vector<Group>& declared);
-    // A new life of the stream: also what the events taught about groups is forgotten.
+    // Forget all blocks, and groups that were learned from events.
     void clear();
-    // Leaves the index; the holder is not used afterwards.
+    // Leave the index; the holder must not be used afterwards.
     void leave();
 
     bool silent(const Group& group) const {
@@ -261,20 +263,20 @@ public:
     }
     bool demands(const Group& group) const {
         return (group.declared || group.heard) && group.role() != Role::Ignored && !silent(group) &&
-               (group.key || !grouped());  // what came without a group before the others said theirs
+               (group.key || !grouped());  // blocks without a group do not count once events name groups
     }
-    // The block length at which a prompt in flight will be resumable.
+    // Block length at whose multiples a prompt in flight will be resumable.
     u32 cut() const;
 
     u64 entries() const { return entries_; }
     std::size_t bytes() const { return names_.bytes() + links_.bytes() + parking_.bytes() + sizeof *this; }
     std::size_t parked() const { return parking_.blocks(); }
 
-    // While this is the same, it holds the same names.
+    // Number that changes with the holder's names.
     u64 changes() const { return changes_; }
-    // While this is the same, it is matched the same way (Standing).
+    // Number that changes with the way in which the holder is matched (HolderPosition).
     u64 shape() const { return shape_; }
-    // The names of one part of the table, visit(name, node id, slot, copies); false where that was the last part.
+    // Call visit(name, node id, slot, copies) for one part of the table; returns false for the last part.
     template <class Visit>
     bool each_name(std::size_t part, Visit visit) const {
         return names_.each_of(part, [&](const NameEntry& entry) { each_slot(entry, links_, [&](u32 node, u32 meta) {
@@ -293,13 +295,13 @@ private:
         for (u32 at = entry.meta & ~kMany; at != 0; at = links[at].next) visit(links[at].node, links[at].meta);
     }
 
-    // Each block touches two random places in memory: its name's, asked for while the payload is read (`expect`), and its
-    // node's, asked for while the tokens are hashed; beyond the first kAhead, that many blocks before they are needed.
+    // Each block touches two random places in memory, which are prefetched kAhead blocks before: its name's entry while
+    // the payload is read (`expect`), and its node while the tokens are hashed.
     static constexpr std::size_t kAhead = 32;
     static constexpr std::size_t kPaidAtOnce = 1024;       // blocks
     static constexpr std::size_t kHashedAtOnce = 1 << 16;  // tokens; more are hashed outside the lock
 
-    // So many blocks were changed.
+    // Account for changed blocks: clean up old seats, and release the lock if it is time.
     void worked(std::size_t blocks) {
         settle();
         seats_.settle(2 * blocks);
@@ -357,14 +359,14 @@ private:
     Links links_;
     Parking parking_;
     BatchNames taught_;
-    std::vector<NamePosition> places_;    // per name of the batch, where its run has been resolved
-    std::vector<bool> resolved_;   // per stored event of the batch
+    std::vector<NamePosition> places_;    // position of each name of the batch, in runs that are resolved
+    std::vector<bool> resolved_;   // whether each stored event of the batch is resolved
     u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0, shape_ = 0;
-    // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
+    // New names that `groups` and `entries_` do not count yet; 0 between events.
     u64 fresh_ = 0;
     u32 fresh_slot_ = 0, fresh_length_ = 0;
     bool teaching_ = true;
-    LockSlice* turn_ = nullptr;  // while a batch is applied
+    LockSlice* turn_ = nullptr;  // set while a batch is applied
 };
 
 }  // namespace blockcast

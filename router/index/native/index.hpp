@@ -1,5 +1,5 @@
-// The PrefixIndex (router/index/protocol.py). Owns the holders, the lock and the life of pins. One writer at a
-// time, any number of readers; every call is atomic.
+// The PrefixIndex (router/index/protocol.py). It owns the holders, the locks and the pins. There is one writer at a time and
+// any number of readers; every call is atomic.
 #pragma once
 
 #include <map>
@@ -26,7 +26,7 @@ struct ScopeView {
     std::vector<Media> media;  // ascending by position
 };
 
-// A prompt as the caller has it; `memo` where it will come again.
+// Token ids of a prompt, borrowed from the caller. `memo` is set for a prompt of several calls.
 struct Tokens {
     const u32* data;
     std::size_t count;
@@ -37,7 +37,7 @@ struct Stats {
     u64 holders, entries, parked, pins, bytes, nodes;
 };
 
-// One payload on its way into a holder, slice by slice: between two slices others have their turn.
+// One payload that is applied to a holder in slices, between which other calls can run.
 struct Ingest {
     u64 holder;
     const u8* payload;
@@ -47,8 +47,7 @@ struct Ingest {
     Report report = {};
 };
 
-// A holder's content on its way out, slice by slice, as payloads of BlockDigests. Whoever takes it sees to it that the holder
-// does not change meanwhile.
+// Dump of a holder's blocks in slices, as payloads of BlockDigests. The holder must not change meanwhile.
 struct Dump {
     u64 holder, changes;
     std::size_t part = 0;
@@ -67,34 +66,33 @@ public:
     void clear(u64 holder);
     void declare_groups(u64 holder, const std::vector<Group>& groups);
     void set_reannounces(u64 holder, bool reannounces);
-    // One slice; false: it was the last one.
+    // Apply one slice; returns false for the last one.
     bool step(Ingest& ingest);
     Report ingest(u64 holder, const u8* payload, std::size_t size, double now_s = 0);
     std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
     u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);
-    // Keys of the prefixes that end at the multiples of `chunk`, the whole prompt left out: its last token is always
-    // computed.
+    // Return the keys of the prefixes that end at multiples of `chunk`, without the whole prompt.
     std::vector<u64> chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const;
     void unpin(u64 pin);
-    // What of the prompt behind `start` was held and left last, in blocks of `step` tokens; nothing where the first of them
-    // is not remembered.
+    // Return the blocks of a prompt after `start` that were lost lately, in blocks of `step` tokens; nothing where the loss
+    // of the first of them is not stored.
     std::optional<RemovedPrefix> gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
     Stats stats() const;
 
-    // visit(const Holder&), under the reader's lock.
+    // Call visit(const Holder&) under the reader's lock.
     template <class Visit>
     void with_holder(u64 holder, Visit visit) const {
         const std::shared_lock lock(mutex_);
         visit(*get(holder));
     }
     Dump begin_dump(u64 holder) const;
-    // The payloads of the next slice, until it is done. Throws UnknownHolder where the holder is gone or has changed.
+    // Return the payloads of the next slice. Throws UnknownHolder where the holder was removed or has changed.
     std::vector<std::string> step(Dump& dump) const;
 
 private:
     struct Pin {
         Holder* holder;
-        Seat seat;  // the holder's, under which the promises stand
+        Seat seat;  // seat of the holder when the prompt was pinned
         u64 cut;
         std::vector<u64> boundaries;
         std::optional<u64> checkpoint;
@@ -106,17 +104,17 @@ private:
     void withdraw(const Pin& pin);
     void release(const Pin& pin);
     void place(const Holder* holder);
-    // The holder has taken a fresh seat (it forgot its blocks): its pins go with it.
+    // Move the pins of a holder to its new seat, after it forgot its blocks.
     void move_pins(const Holder& holder);
 
     mutable std::shared_mutex mutex_;
-    // Taken before mutex_ by whoever changes holders_, a holder's names or pages_, and held while a payload is read into
-    // batch_: reading looks at them and needs no exclusive lock.
+    // Held by writers of holders_, names and pages_, and taken before mutex_. It is also held while a payload is read into
+    // batch_, which needs no exclusive lock of mutex_.
     std::mutex ingest_mutex_;
     Batch batch_;
 
     const Digester digester_;
-    Pages pages_, pin_pages_;  // before everything that lives in them
+    Pages pages_, pin_pages_;  // declared before everything that is allocated in them
     Nodes nodes_;
     Seats seats_;
     RemovedBlocks departed_;

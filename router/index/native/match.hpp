@@ -1,5 +1,5 @@
-// How much of a prompt each holder could reuse, for all holders at once: the largest p at which every group can resume,
-// as what vLLM's KV cache coordinator accepts as a hit. Owns the walk. Refuses to know events and names.
+// Longest usable prefix of a prompt on each holder: the largest position at which every group can resume, which vLLM's KV
+// cache coordinator accepts as a hit. All holders are matched at once.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +19,12 @@ struct Match {
 
 using Words = std::vector<u64>;
 
-// One group's demand on a prefix of n blocks.
+// Blocks that one group needs in order to resume after a prefix.
 struct GroupDemand {
     u32 ordinal;
     Role role;
-    u64 blocks;   // window or chunk in blocks
-    bool sparse;  // a prompt in flight leaves only its checkpoint behind
+    u64 blocks;   // length of the window or chunk in blocks
+    bool sparse;  // a prompt in flight leaves only a checkpoint
     auto tied() const { return std::tie(ordinal, role, blocks, sparse); }
     bool operator<(const GroupDemand& other) const { return tied() < other.tied(); }
     bool operator==(const GroupDemand& other) const { return tied() == other.tied(); }
@@ -32,16 +32,16 @@ struct GroupDemand {
 
 using Layout = std::vector<GroupDemand>;
 
-// The holders that cut all their blocks alike; bits are by seat.
+// Holders whose blocks all have one length. Bits of a Words are seats.
 struct LayoutGroup {
-    std::vector<const Holder*> holders;  // by id
-    std::map<Layout, Words> layouts;     // who has each
-    Words pinning;                       // who has prompts in flight
+    std::vector<const Holder*> holders;  // ascending by id
+    std::map<Layout, Words> layouts;     // layout -> holders with it
+    Words pinning;                       // holders with prompts in flight
 };
 
-// Where a holder stands among those of its model.
+// How a holder is matched.
 struct HolderPosition {
-    u32 length = 0;  // of all its blocks; 0: it is none of the alike ones
+    u32 length = 0;  // length of all its blocks; 0: they have several lengths, or it has none
     u32 cut = 0;     // block length of its prompts in flight; 0: it has none
     bool other = false;
     Seat seat = 0;
@@ -56,42 +56,42 @@ struct HolderPosition {
     }
 };
 
-// A fleet changes rarely and is asked often: who is matched how is kept, not found out by every match.
+// Holders of one model, classified by how they are matched, so that a match does not have to find that out.
 struct ModelHolders : Model {
-    std::vector<const Holder*> holders;           // in the order they were added
-    std::unordered_map<const Holder*, u64> pins;  // holders with prompts in flight, and how many
-    std::map<u32, LayoutGroup> alike;                   // by block length
-    std::vector<const Holder*> others;            // that have anything; by id
-    std::map<u32, u64> cuts;                      // block lengths of prompts in flight: of how many holders
+    std::vector<const Holder*> holders;           // in the order in which they were added
+    std::unordered_map<const Holder*, u64> pins;  // holder -> number of its prompts in flight
+    std::map<u32, LayoutGroup> alike;             // block length -> holders with only that length
+    std::vector<const Holder*> others;            // other holders that have blocks, ascending by id
+    std::map<u32, u64> cuts;                      // block length of prompts in flight -> number of holders
 
-    // After every change of a holder's groups, seat, entries or pins. `leaves`: it stands nowhere any more.
+    // Classify a holder again; call it after every change of its groups, seat, entries or pins. `leaves`: remove it.
     void place(const Holder* holder, bool leaves = false);
 
 private:
     void stand(const Holder* holder, const HolderPosition& standing, bool on);
 
     std::unordered_map<const Holder*, HolderPosition> standings_;
-    HolderPosition now_;  // of the holder that is placed: every payload asks, and nearly none changes it
+    HolderPosition now_;  // scratch of `place`, which is called for every payload and seldom changes anything
 };
 
 struct KeyMemo;
 
-// One prompt. Borrowed for the length of one call.
+// One prompt, borrowed for one call.
 struct Query {
     const u32* tokens;
     std::size_t count;
     u64 start;
     const Media* media;
     std::size_t media_count;
-    KeyMemo* memo = nullptr;  // of a prompt that several calls are about
+    KeyMemo* memo = nullptr;  // set for a prompt of several calls
 };
 
-// Keys of one prompt's prefixes, as far as a call has computed them: a decision matches, pins and counts the same prompt.
-// keys[i] is the digest of [0, i * unit) from `start` with `media`. One thread at a time.
+// Keys of a prompt's prefixes that were computed so far, as a decision matches, pins and counts the same prompt.
+// keys[i] is the digest of [0, i * unit) from `start` with `media`. For one thread at a time.
 struct KeyMemo {
     u64 start = 0, unit = 0;
     std::vector<Media> media;
-    std::size_t media_passed = 0;  // how many of them stand before the last key
+    std::size_t media_passed = 0;  // number of media before the end of the last key
     std::vector<u64> keys;
 
     bool serves(const Query& query, u64 wanted) const {
@@ -110,7 +110,7 @@ struct KeyMemo {
         keys.push_back(start);
     }
 
-    // What another prompt's tells of this one, whose first `shared` tokens are the same.
+    // Copy the keys of another prompt that has the same first `shared` tokens.
     void resume(const KeyMemo& other, std::size_t shared, std::size_t count) {
         if (other.unit == 0 || !other.media.empty()) return;
         start = other.start;
@@ -124,14 +124,14 @@ std::vector<Match> match_all(const Query& query, const ModelHolders& model, cons
                              const Seats& seats, const Boundaries& boundaries, const PinnedBlocks& checkpoints);
 
 
-// -- what the ways of matching share --
+// -- shared by match.cpp and match_planes.cpp --
 
 template <class Visit>
 void each_bit(u64 bits, std::size_t word, Visit visit) {
     for (; bits != 0; bits &= bits - 1) visit(static_cast<Seat>(word * 64 + static_cast<u32>(__builtin_ctzll(bits))));
 }
 
-// Digests at multiples of `unit`, kept in the query's memo where it has one.
+// Digests of a prompt at multiples of `unit`, stored in the query's memo if it has one.
 class Prefixes {
 public:
     Prefixes(const Query& query, const Digester& digester, u64 unit)
@@ -142,19 +142,19 @@ public:
 
     u64 at(u64 position) { return numbered(position / memo_.unit); }
 
-    // The key of [0, index * unit).
+    // Return the key of [0, index * unit).
     u64 numbered(std::size_t index) {
         if (index >= memo_.keys.size()) extend_to(index);
         return memo_.keys[index];
     }
 
-    // All keys up to this one, from that of nothing on.
+    // Return all keys up to this one; the first is that of the empty prefix.
     const u64* up_to(std::size_t index) {
         numbered(index);
         return memo_.keys.data();
     }
 
-    // How many there are by now.
+    // Return the number of computed keys.
     std::size_t known() const { return memo_.keys.size(); }
     u64 unit() const { return memo_.unit; }
 
@@ -162,7 +162,7 @@ private:
     [[gnu::noinline]] void extend_to(std::size_t index) {
         while (memo_.keys.size() <= index) {
             const u64 from = (memo_.keys.size() - 1) * memo_.unit;
-            // They ascend, and so do the stretches: each item is looked at once.
+            // Media and keys both ascend, so that each item is visited once.
             std::size_t& passed = memo_.media_passed;
             while (passed < query_.media_count && query_.media[passed].position < from) ++passed;
             memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from,
@@ -176,7 +176,7 @@ private:
     KeyMemo& memo_;
 };
 
-// Everything one match needs; borrowed.
+// Inputs of one match, borrowed.
 struct Context {
     const Query& query;
     const ModelHolders& model;
@@ -186,7 +186,7 @@ struct Context {
     const PinnedBlocks& checkpoints;
     const std::vector<u32> lengths;  // block lengths in use, ascending
     const u64 unit;                  // their greatest common divisor
-    const u64 limit;                 // the last token of a prompt is always computed
+    const u64 limit;                 // longest usable prefix: the last token is always computed
     Prefixes& prefixes;
 };
 
@@ -197,7 +197,7 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
     return kTiers - 1;
 }
 
-// match_planes.cpp: the holders that cut all their blocks to `length`, 64 at a time. `standing_of` says who fits.
+// match_planes.cpp: match the holders whose blocks all have `length` tokens, 64 at a time. `standing_of` finds them.
 void standing_of(const Holder& holder, bool pinned, HolderPosition& standing);
 void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches);
 

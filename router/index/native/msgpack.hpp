@@ -1,5 +1,5 @@
-// Reading MessagePack from bytes that anybody may have sent. Owns the cursor. Refuses to know events.
-// Every read checks the end of the buffer and throws Truncated; nesting is skipped without recursion.
+// Reader of untrusted MessagePack. Every read checks the end of the buffer and throws Truncated. Nested values are skipped
+// without recursion.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace blockcast {
 
-// The bytes end too early or are no MessagePack: nothing after this point can be read.
+// Thrown where bytes end too early or are no MessagePack, so that nothing after them can be read.
 struct Truncated : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-// A value of another type than the field wants: the value can be skipped.
+// Thrown where a value has another type than expected; it can be skipped.
 struct Mismatch : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -34,7 +34,7 @@ inline bool is_ascii(std::string_view text) {
     }
 }
 
-// Well-formed UTF-8 (RFC 3629): no surrogates, nothing longer than it must be, nothing above U+10FFFF.
+// Return whether bytes are well-formed UTF-8 (RFC 3629): no surrogates, no overlong forms, nothing above U+10FFFF.
 inline bool is_utf8(std::string_view text) {
     if (is_ascii(text)) return true;
     const auto byte = [&](std::size_t i) { return static_cast<u8>(text[i]); };
@@ -125,7 +125,7 @@ public:
         return raw(big_endian(tag == 0xd9 ? 1 : tag == 0xda ? 2 : 4));
     }
 
-    // A str that is UTF-8 as MessagePack says.
+    // Read a str, which must be UTF-8.
     std::string_view text() {
         const std::string_view view = str();
         if (!is_utf8(view)) throw Mismatch("a text is no UTF-8");
@@ -138,7 +138,7 @@ public:
         return raw(big_endian(tag == 0xc4 ? 1 : tag == 0xc5 ? 2 : 4));
     }
 
-    // Number of items that follow. An item takes a byte at least, so what is claimed is bounded by what is left.
+    // Read the number of items of an array. An item takes at least a byte, which bounds the number.
     std::size_t array() {
         if (peek() != Type::Array) throw Mismatch("expected an array");
         const u8 tag = *at_;
@@ -153,7 +153,7 @@ public:
         return count;
     }
 
-    // Number of pairs that follow.
+    // Read the number of pairs of a map.
     std::size_t map() {
         if (peek() != Type::Map) throw Mismatch("expected a map");
         const u8 tag = *at_;
@@ -168,7 +168,7 @@ public:
         return count;
     }
 
-    // Steps over one value, however deep.
+    // Skip one value of any depth.
     void skip() {
         for (std::size_t open = 1; open > 0; --open) {
             switch (peek()) {
@@ -184,11 +184,11 @@ public:
         }
     }
 
-    // Fast path of `token_ids`: the longest run of non-negative ints of at most 32 bits. Returns how many were read.
+    // Read the longest run of non-negative ints of at most 32 bits, for `token_ids`; returns their number.
     //
-    // Where the next id begins is known only from the head of the one before, and waiting for memory at each would be most
-    // of the work: so four ids of three or five bytes (uint16, uint32) are found in words that are loaded together, without
-    // a branch that random ids would mispredict half of the time.
+    // The begin of an id depends on the head of the previous one, and reading heads one by one would take most of the time.
+    // So four ids of three or five bytes (uint16, uint32) are located in words that are loaded together, without branches
+    // that random ids would mispredict.
     std::size_t tokens(u32* out, std::size_t count) {
         const u8* at = at_;
         std::size_t i = 0;

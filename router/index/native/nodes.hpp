@@ -1,8 +1,8 @@
-// The blocks that anybody holds, and who holds them. Owns the map (prefix digest, block length) -> node and the presence
-// sets. Refuses to know names, groups' meaning and prompts.
+// Cached blocks of all holders: the map from (prefix digest, block length) to a node, and each node's set of presences.
 //
 // A presence is (seat, slot): `seat` is a holder's dense number, `slot` = group ordinal * 4 + tier. Invariants: a node
-// lives while it has a presence; a presence given k times has to be taken k times (k > 1 is rare and kept aside).
+// exists while it has a presence; a presence that was added k times has to be removed k times (k > 1 is rare and counted
+// apart).
 #pragma once
 
 #include <algorithm>
@@ -19,20 +19,20 @@ constexpr u32 kTiers = 4;
 constexpr u32 kSlotMax = 255;
 constexpr u32 kSeatMax = (1u << 22) - 1;
 
-// One word that holds up to two presences inline or points to bit planes, one plane a slot.
-//   0                                          nobody
+// Set of presences in one word: up to two inline, or a pointer to bit planes, one plane for each slot.
+//   0                                          empty
 //   ...second (30 bits)... | first (30) | 01   one presence, or two where `second` is not 0
 //   address | 10                               Planes
 class Presence {
 public:
     struct Planes {
-        u16 count, words;  // planes; 64-bit words a plane
-        u32 capacity;      // planes allocated
+        u16 count, words;  // number of planes; 64-bit words of each
+        u32 capacity;      // number of allocated planes
         u64* plane(u32 i) { return reinterpret_cast<u64*>(this + 1) + std::size_t{i} * (words + 1u); }  // [slot, bits...]
     };
 
     bool empty() const { return word_ == 0; }
-    // Whether both are the same, as far as that is seen at once.
+    // Return whether two sets are surely equal; false where that takes a longer comparison.
     bool plainly_equals(const Presence& other) const { return word_ == other.word_; }
     bool is_planes() const { return (word_ & 3) == 2; }
     Planes* planes() const { return reinterpret_cast<Planes*>(word_ & ~u64{3}); }
@@ -50,7 +50,7 @@ public:
         return word_ != 0 && (first() == wanted || second() == wanted);
     }
 
-    // False where it was there already. `bytes` is kept up to date with what the set has on the heap.
+    // Add a presence; returns false where it is in the set. `bytes` counts the heap memory of all sets.
     bool add(Seat seat, u32 slot, std::size_t& bytes) {
         if (test(seat, slot)) return false;
         if (word_ == 0) {
@@ -72,7 +72,7 @@ public:
         return true;
     }
 
-    // False where it was not there.
+    // Remove a presence; returns false where it is not in the set.
     bool remove(Seat seat, u32 slot, std::size_t& bytes) {
         if (!test(seat, slot)) return false;
         if (!is_planes()) {
@@ -105,7 +105,7 @@ public:
         word_ = 0;
     }
 
-    // Calls visit(slot, word index, bits) for what each slot holds; inline presences come as single bits.
+    // Call visit(slot, word index, bits) for each slot; inline presences come as single bits.
     template <class Visit>
     void each(Visit visit) const {
         if (is_planes()) {
@@ -124,7 +124,7 @@ public:
     }
 
 private:
-    // 22 bits of seat + 1 and 8 bits of slot: never 0.
+    // Return seat + 1 in 22 bits and the slot in 8 bits, which is never 0.
     static u64 pack(Seat seat, u32 slot) { return u64{seat + 1} << 8 | slot; }
     static Seat seat_of(u64 packed) { return static_cast<Seat>((packed >> 8) - 1); }
     static u32 slot_of(u64 packed) { return packed & 255; }
@@ -189,11 +189,11 @@ public:
 
     void prefetch(u32 hash) const { table_.prefetch(hash); }
 
-    // 0 where nobody holds it.
+    // Return the node of a block, or 0 where no holder has it.
     u32 find(u64 key, u32 length) const { return find(table_.spot(hash(key, length)), key, length); }
 
-    // The same, tried first where a block that followed `before` at its first announcement would stand: nodes of one run
-    // are neighbours, and reading on is much cheaper than another search.
+    // Return the node of a block as `find` does. Nodes of one run are neighbours, so the node after `before` is tried first,
+    // which is much cheaper than a search.
     u32 find_after(u32 before, u64 key, u32 length) const {
         if (before != 0 && pool_.holds(before + 1)) {
             const Node& next = pool_[before + 1];
@@ -202,8 +202,8 @@ public:
         return find(key, length);
     }
 
-    // How many of the keys, every `stride`-th of them, name the nodes behind `before` in their order, held by the same, as far
-    // as that is seen at once.
+    // Count how many of the keys, every `stride`-th of them, belong to the nodes after `before` in their order and surely
+    // have the same presences.
     std::size_t alike_after(u32 before, const u64* keys, std::size_t stride, std::size_t most, u32 length) const {
         const Presence held = pool_[before].presence;
         std::size_t count = 0;
@@ -214,7 +214,7 @@ public:
         return count;
     }
 
-    // One more presence. Returns the node.
+    // Add a presence of a block; returns the node.
     u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
         const Table::HashSlot spot = table_.spot(hash(key, length));
         u32 id = find(spot, key, length);
@@ -231,7 +231,7 @@ public:
         if (!pool_[id].presence.add(seat, slot, heap_)) ++again_[again_key(id, seat, slot)];
     }
 
-    // Takes back one presence; the node goes with its last one.
+    // Remove a presence; the node is freed with its last one.
     void remove(u32 id, Seat seat, u32 slot) {
         if (!again_.empty()) {
             const auto again = again_.find(again_key(id, seat, slot));
@@ -245,7 +245,7 @@ public:
         if (!node.presence.empty()) return;
         const u32 h = hash(node.key, node.length);
         table_.erase(table_.find(h, [&](const Entry& it) { return it.id == id; }));
-        node.length = 0;  // a freed node is never mistaken for a live one
+        node.length = 0;  // marks a freed node
         pool_.free(id);
     }
 
@@ -277,17 +277,17 @@ private:
 
     Pool<Node> pool_;
     Table table_;
-    std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // names beyond the first for one presence
+    std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // presence -> number of additions after the first
     std::size_t heap_ = 0;
 };
 
-// -- what left ------------------------------------------------------------------------------------------------------------
+// -- removed blocks -------------------------------------------------------------------------------------------------------
 
-// Which blocks left a holder last, and when: what was there and is not any more can then be told from what never was.
-// Bounded: kDepartedMax of them, of two that hash alike the older one goes. Hints: nothing is decided by them.
+// Blocks that holders lost lately, with the time, so that evicted prefixes can be told from unknown ones. At most kDepartedMax
+// entries; on a hash collision the older one is overwritten. They are hints for explanations only.
 constexpr std::size_t kDepartedMax = std::size_t{1} << 18;
 
-// What of a prompt's beginning was held and is not: [start, end), by whom, and when its first block left.
+// Part [start, end) of a prompt that a holder lost, and when it lost the first block.
 struct RemovedPrefix {
     u64 end, holder;
     double at_s;
@@ -295,10 +295,10 @@ struct RemovedPrefix {
 
 class RemovedBlocks {
 public:
-    double now_s = 0;  // of the batch that is applied
+    double now_s = 0;  // time of the batch that is applied
 
     void note(u64 key, u64 holder) {
-        // Zeros from the system cost nothing before they are touched.
+        // calloc: zero pages cost nothing before they are touched.
         if (!entries_) entries_.reset(static_cast<Entry*>(std::calloc(kDepartedMax, sizeof(Entry))));
         if (!entries_) return;
         Entry* pair = entries_.get() + place(key);
@@ -306,7 +306,7 @@ public:
         entry = Entry{key, holder + 1, now_s};
     }
 
-    // The entry of the prefix with this key; nothing where none is remembered.
+    // Return the entry of a prefix's key, or nothing.
     std::optional<RemovedPrefix> find(u64 key) const {
         if (!entries_) return std::nullopt;
         for (const Entry* entry = entries_.get() + place(key), *end = entry + 2; entry != end; ++entry) {
@@ -319,7 +319,7 @@ public:
 
 private:
     struct Entry {
-        u64 key, by;  // the holder and one more; 0: never used
+        u64 key, by;  // `by`: holder + 1; 0: free entry
         double at_s;
     };
     struct Free {

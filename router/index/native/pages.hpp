@@ -1,4 +1,4 @@
-// The memory that names and blocks stand in: pages that tables share, and a pool whose items never move.
+// Memory for names and blocks: pages that tables share, and a pool with items that never move.
 #pragma once
 
 #include <cstdlib>
@@ -16,14 +16,14 @@
 
 namespace blockcast {
 
-// Asks the system to map what is about to be filled: one call for many pages instead of a fault at each. Only a hint.
+// Ask the system to map memory that will be filled: one call instead of a page fault for each page. It is only a hint.
 inline void map_ahead([[maybe_unused]] u8* memory, [[maybe_unused]] std::size_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
     madvise(memory, bytes, MADV_POPULATE_WRITE);
 #endif
 }
 
-// Pages of 2 KiB by number, cut from slabs of 2 MiB. What is given back is kept for the next who asks.
+// Pages of 2 KiB by number, cut from slabs of 2 MiB. Freed pages are reused and never returned to the system.
 class Pages {
 public:
     static constexpr std::size_t kBytes = 2048;

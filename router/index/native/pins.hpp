@@ -1,10 +1,10 @@
-// Prompts in flight, as digests of the boundaries they will leave behind. Owns who promised which boundary, counted.
+// Pins: prompts in flight, as digests of the block boundaries that they will leave in a cache, with a count for each holder.
 //
-// Invariants: `holders` of a key has a seat's bit while the seat has promised the key at least once; a promise beyond the first
-// is in `more_`. A shared system prompt is promised by everybody: one word says so, however many they are.
+// Invariants: `holders` of a key has a seat's bit while the seat has a pin of the key; further pins of the same seat and key
+// are counted in `more_`. One bit set is enough for a system prompt that is pinned on every holder.
 //
-// A prompt promises its last boundary, and each boundary the one before it, as long as it is promised itself: a conversation
-// that goes on beside its last turn costs what is new in it.
+// A prompt pins its last boundary, and each pinned boundary pins the one before it. So a conversation that runs together with
+// its previous turn stores only its new boundaries.
 #pragma once
 
 #include <map>
@@ -24,7 +24,7 @@ public:
         table_.each([&](Entry& entry) { entry.holders.drop(heap_); });
     }
 
-    // Whether it is the first of this seat.
+    // Add a pin of a seat; returns whether it is the first one for the key.
     bool add(u64 key, Seat seat) {
         const Table::HashSlot spot = table_.spot(hash_of(key));
         Entry* entry = find(spot, key);
@@ -44,7 +44,7 @@ public:
         return false;
     }
 
-    // Whether it was the last of this seat.
+    // Remove a pin of a seat; returns whether it was the last one for the key.
     bool remove(u64 key, Seat seat) {
         const Table::HashSlot spot = table_.spot(hash_of(key));
         Entry* entry = find(spot, key);
@@ -61,7 +61,7 @@ public:
     static constexpr std::size_t kAhead = 12;
     void prefetch(u64 key) const { table_.prefetch(hash_of(key)); }
 
-    // visit(word index, bits of the seats that promised the key)
+    // Call visit(word index, bits of the seats with a pin of the key).
     template <class Visit>
     void each(u64 key, Visit visit) const {
         if (const Entry* entry = find(key)) {
@@ -94,7 +94,7 @@ private:
         static u32 hash(const More& more) { return hash_of(more.id); }
     };
 
-    // Keys are 61-bit digests with a random base: mixed with a seat they are as unlikely to collide as they are alone.
+    // Keys are 61-bit digests with a random base, and mixed with a seat they collide as rarely.
     static u64 more_id(u64 key, Seat seat) { return key * 0xD6E8FEB86659FD93ull + seat; }
     using Table = SegmentedTable<Entry, Traits>;
     Entry* find(const typename Table::HashSlot& spot, u64 key) const {
@@ -111,12 +111,12 @@ private:
     std::size_t heap_ = 0;
 };
 
-// The boundaries of prompts, by the length of the blocks into which they are cut: which boundary is before which.
+// Boundaries of pinned prompts, by block length.
 class Boundaries {
 public:
     explicit Boundaries(Pages& pages) : pages_(pages) {}
 
-    // `keys`: of a prompt's boundaries, from the first on.
+    // `keys`: keys of all boundaries of a prompt, in their order.
     void add(const std::vector<u64>& keys, Seat seat, u64 cut) {
         PinnedBlocks& promises = cuts_.try_emplace(cut, pages_).first->second;
         for (std::size_t i = keys.size(); i > 0; --i) {
@@ -155,7 +155,7 @@ public:
     }
 
 private:
-    static constexpr std::size_t kCutsKept = 2;  // a table that is used again and again is not made again and again
+    static constexpr std::size_t kCutsKept = 2;  // empty tables that are stored for the next prompts
     Pages& pages_;
     std::map<u64, PinnedBlocks> cuts_;
 };

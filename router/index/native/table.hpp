@@ -3,14 +3,14 @@
 // (Bronson and Shi, 2019), so that deleting leaves no tombstones.
 //
 // A directory of 2^depth segment numbers is indexed by the top bits of a 32-bit hash. A segment that fills grows from three
-// pages to kPagesMax (a new table: by one page), then splits in two: the most work one insertion can cause is to move the
-// 500 or 1,000 entries of a segment, plus, once per doubling of the table, to copy the directory (4 bytes for as many
-// entries). An entry moves three times in its life; between 1/2 and 9/10 of the slots are in use, 3/4 on average.
-// All segments of all tables are made of pages of one size, so what one gives back fits the next: no fragmentation.
+// pages to kPagesMax (a new table: by one page), then splits in two. So one insertion moves at most the 500 or 1,000 entries
+// of a segment and, once per doubling of the table, copies the directory (4 bytes for as many entries). An entry moves three times
+// in its life; between 1/2 and 9/10 of the slots are in use, 3/4 on average. All segments of all tables are made of
+// pages of one size, so that freed pages fit every table and memory does not fragment.
 //
 // Invariants: a segment of local depth d owns 2^(depth - d) neighbouring directory entries; at most 29 of 32 slots of
-// a segment are taken; an entry stands in the first chunk from its home on that had room when it came, and every chunk
-// that it passed counts it in `overflow` (saturating at 255, where it stays until the segment is rebuilt).
+// a segment are taken; an entry is in the first chunk, counted from its home, that had room at its insertion, and every
+// chunk before that one counts the entry in `overflow` (saturating at 255 until the segment is rebuilt).
 #pragma once
 
 #include <algorithm>
@@ -27,10 +27,10 @@
 
 namespace blockcast {
 
-// Keys are chosen by others (names, salts, digests of prompts). They are spread by multiplication with odd numbers that this
-// process has drawn (Dietzfelbinger et al., 1997: any two keys meet in their top k bits with probability 2 / 2^k), so that
-// nobody can choose keys that meet. Twice, the halves mixed between: one product keeps names that count up an arithmetic
-// progression, and one number of some hundreds lays a progression down in a few heaps.
+// Hash a key that clients can choose (names, salts, digests of prompts). The key is multiplied by odd numbers that this process
+// has drawn at random (Dietzfelbinger et al., 1997: two keys have the same top k bits with probability 2 / 2^k), so that no
+// client can choose colliding keys. Two products are needed: one maps consecutive names to an arithmetic progression, which
+// some factors concentrate on few slots.
 inline u64 draw_secret() {
     std::random_device random;
     return u64{random()} << 32 | random() | 1;
@@ -41,13 +41,12 @@ inline u64 keyed(u64 key) {
     return (key ^ key >> 32) * secrets[1];
 }
 
-// Steps of searches and walks beyond the first few that each byte of input pays for: what an attack would drive up. Tests
-// hold it against the size of what they sent.
+// Steps of searches beyond the first few for each byte of input, which an attack would increase; for tests.
 inline thread_local u64 extra_work = 0;
 [[gnu::noinline, gnu::cold]] inline void count_extra(std::size_t steps) { extra_work += steps; }
 
-// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. More entries with one hash than a
-// segment can hold (nobody can make them without the secret) overflow into a list.
+// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. Entries with one hash that do not fit
+// a segment, which cannot be made without the secret factors, go to a list.
 template <class Entry, class Traits>
 class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
@@ -94,19 +93,19 @@ public:
     }
 
     std::size_t size() const { return size_; }
-    // Without its pages: those are counted where they are kept.
+    // Return the table's memory without its pages, which Pages counts.
     std::size_t bytes() const {
         return directory_.capacity() * sizeof(u32) + segments_.capacity() * sizeof(Segment) + spilled_.capacity() * sizeof(Entry);
     }
 
-    // The chunk where a search would begin.
+    // Prefetch the chunk where a search begins.
     void prefetch(u32 hash) const {
         if (directory_.empty()) return;
         const Segment& segment = segments_[directory_[index(hash)]];
         __builtin_prefetch(chunk_of(segment, home(scramble(hash), segment.size)));
     }
 
-    // Where an entry of some hash is at home. Holds until the table changes.
+    // Home of an entry with some hash; valid until the table changes.
     struct HashSlot {
         u32 hash, number, at;  // segment, chunk in it
         Chunk* chunk;          // null where the table is empty
@@ -150,7 +149,7 @@ public:
         return find(spot(hash), equal);
     }
 
-    // Adds an entry that is not there yet. Pointers into the table are invalid afterwards.
+    // Add an entry that is not in the table. Pointers into the table become invalid.
     void insert(const HashSlot& spot, const Entry& entry) {
         if (spot.chunk == nullptr || is_full(segments_[spot.number])) return insert(entry);
         const u32 room = spot.chunk->with_tag(0);
@@ -184,7 +183,7 @@ public:
         ++size_;
     }
 
-    // Removes an entry that `find` returned. Pointers into the table are invalid afterwards.
+    // Remove an entry that `find` returned. Pointers into the table become invalid.
     void erase(Entry* entry) {
         if (spills_ && entry >= spilled_.data() && entry < spilled_.data() + spilled_.size()) {
             *entry = spilled_.back();
@@ -204,7 +203,7 @@ public:
         take_out(segment, chunk, entry);
     }
 
-    // The same where the search for it began at this spot.
+    // Remove an entry, given the spot where its search began.
     void erase(const HashSlot& spot, Entry* entry) {
         if (entry < spot.chunk->slots || entry >= spot.chunk->slots + kSlots) return erase(entry);
         take_out(segments_[spot.number], spot.chunk, entry);
@@ -216,7 +215,7 @@ public:
         for (Entry& entry : spilled_) visit(entry);
     }
 
-    // The entries of one of its segments, the overflow last; false where nothing comes after them.
+    // Visit the entries of one segment, with the overflow list as the last part; returns whether more parts follow.
     template <class Visit>
     bool each_of(std::size_t segment, Visit visit) const {
         if (segment < segments_.size()) visit_segment(segments_[segment], visit);
@@ -225,8 +224,8 @@ public:
         return false;
     }
 
-    // Hands out and forgets up to one segment's entries; false when nothing is left. The table only shrinks from here:
-    // no find, insert or erase after the first call.
+    // Visit and drop the entries of one segment; returns false when nothing is left. After the first call the table only
+    // shrinks: find, insert and erase must not be called.
     template <class Visit>
     bool drain_some(Visit visit) {
         directory_.clear();
@@ -269,7 +268,7 @@ private:
         const u8 low = static_cast<u8>(scrambled);
         return low == 0 ? 1 : low;
     }
-    // Pages in which `count` entries, and one more, are not too many.
+    // Return the number of pages for `count` entries and one more.
     static u32 pages_for(u32 count) {
         u32 pages = (kPagesMax + 1) / 2;
         while (pages < kPagesMax && (count + 1) * 32 > pages * kPerPage * kSlots * 29) ++pages;
@@ -324,8 +323,7 @@ private:
         ++segment.count;
     }
 
-    // Fills a fresh segment. Slots are taken in order, so a count a chunk says which is next: reading the tags again right
-    // after writing one would wait for the write.
+    // Fill a new segment. A counter for each chunk gives the next free slot, as reading tags right after writing them stalls.
     struct Filling {
         Segment segment;
         u8 taken[kPagesMax * kPerPage] = {};
@@ -382,10 +380,10 @@ private:
         for (std::size_t i = span / 2; i < span; ++i) directory_[first + i] = second;
     }
 
-    // What every search looks at comes first: one line of the cache.
+    // Fields of every search come first, in one cache line.
     Pages* pages_;
     u32 depth_ = 0;
-    bool spills_ = false;  // something has stood in the list
+    bool spills_ = false;  // whether the list was ever used
     std::vector<u32> directory_;
     std::vector<Segment> segments_;
     std::size_t size_ = 0;

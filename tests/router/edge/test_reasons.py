@@ -440,7 +440,7 @@ def test_a_body_that_returns_is_explained_like_another(
             edge.prompts.conversations = known = ConversationReader(max_bytes)
             if max_bytes:
                 known.allow("tiny", BoundaryRenderer(edge.prompts._tokenizers["tiny"]))
-            reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared)
+            reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.count_common_tokens)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
                 talk.turn(f"Turn {number}. " * 30)
