@@ -127,7 +127,6 @@ LARGE_PARTS: dict[str, int] = {
     "events/stream.py:StreamState": 22,
     "router/decide/messages.py:RouteRequest": 26,
     "router/decide/registry.py:WorkerSnapshot": 24,
-    "router/edge/rewrite.py:build_request_head": 9,
     "router/http/connection.py:ClientConnection": 27,
     "router/metrics.py:Metrics": 25,
     "simulation/engine.py:SimWorker": 23,

@@ -1,7 +1,7 @@
-"""One try of a request at one worker: the connection, and the head of the answer.
+"""One attempt to have one worker answer a request: the connection, and the head of the answer.
 
-Owns how the connection is come by and given back, and the bytes of the head until it is whole. Refuses to know what is
-sent and what becomes of the answer: that is its owner's (router/edge/exchange.py).
+Takes a connection from the pool and returns it, and collects the bytes of the head until it is complete. What is sent,
+and what is done with the answer, is decided by the attempt's owner (router/edge/exchange.py).
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from router.http.response import ResponseHead
 
 
 class AttemptOwner(Protocol):
-    """What an attempt tells whoever makes it."""
+    """Callbacks of the object that makes an attempt."""
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
-        """There is a connection: the request may be sent."""
+        """Send the request over this connection."""
 
     def attempt_unconnected(self, error: Exception | None) -> None:
-        """No connection could be opened; None: the worker closed it at once."""
+        """Handle that no connection could be opened. `error` is None where the worker closed it at once."""
 
     def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
-        """The head of the answer is whole, and `data` came after it."""
+        """Take the head of the answer, and the bytes of its body that came with it."""
 
     def attempt_received(self, head: ResponseHead, data: bytes) -> None:
-        """More of the answer came."""
+        """Take further bytes of the answer's body."""
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """The connection ended. `is_stale`: it had been idle and was closed as the request was written."""
+        """Handle that the connection ended. `is_stale`: an idle connection was closed while the request was written."""
 
     def attempt_malformed(self, error: ProtocolError) -> None:
-        """The worker's bytes are no answer."""
+        """Handle that the worker's bytes are no HTTP answer."""
 
-    def crash(self, error: Exception) -> None: ...
+    def crash(self, error: Exception) -> None:
+        """End the request, because code that handles it raised `error`."""
 
 
 class Attempt:
-    """One try; an `UpstreamUser`."""
+    """The user of one connection to a worker, for one request."""
 
     __slots__ = ("_connecting", "_connection", "_head_buffer", "_method", "_owner", "_pool", "head", "is_resend")
 
     def __init__(self, owner: AttemptOwner, pool: UpstreamPool, method: str, *, is_resend: bool = False) -> None:
-        """`method`: of the request. `is_resend`: repeats a try whose kept-alive connection broke, on a new one."""
+        """`method`: of the request. `is_resend`: use a new connection, as a kept-alive one broke under the request."""
         self._owner = owner
         self._pool = pool
         self._method = method
         self._connecting: asyncio.Task[None] | None = None
         self._connection: UpstreamConnection | None = None
         self._head_buffer = b""
-        """Beginning of a head that is not whole yet."""
+        """Bytes of a head that is incomplete."""
         self.head: ResponseHead | None = None
-        """Head of the answer, once the owner takes it."""
+        """Head of the answer; None until the owner accepts one."""
         self.is_resend = is_resend
 
     def start(self, target: Endpoint) -> None:
-        """Have a connection to the worker."""
+        """Take an idle connection to the worker, or open one."""
         connection = self._connection = None if self.is_resend else self._pool.acquire(target)
         if connection is not None:
             connection.user = self
@@ -66,7 +67,7 @@ class Attempt:
             self._connecting = self._pool.open(target, self)
 
     def close(self) -> None:
-        """Give up the connection, and with it whatever the worker is still computing."""
+        """Close the connection, which tells the worker to stop computing."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -75,7 +76,7 @@ class Attempt:
             self._connecting = None
 
     def finish(self, now: float, *, reusable: bool) -> None:
-        """Give the connection back after the whole answer."""
+        """Return the connection after the complete answer; close it unless it is `reusable`."""
         if self._connection is None:
             return
         if reusable:
@@ -95,7 +96,7 @@ class Attempt:
     # From the connection ------------------------------------------------------------------------------------------
 
     def connection_opened(self, connection: UpstreamConnection) -> None:
-        """A connection was opened for this attempt."""
+        """Take the connection that was opened for this attempt."""
         self._connecting = None
         if connection.transport is None:
             self._owner.attempt_unconnected(None)
@@ -104,7 +105,7 @@ class Attempt:
             self._owner.attempt_connected(connection)
 
     def connection_failed(self, error: Exception) -> None:
-        """No connection could be opened."""
+        """Tell the owner that no connection could be opened."""
         self._connecting = None
         self._owner.attempt_unconnected(error)
 
@@ -113,7 +114,7 @@ class Attempt:
         return self.head is None or self.head.is_chunked
 
     def upstream_data(self, data: bytes) -> None:
-        """Bytes from the worker."""
+        """Take bytes from the worker."""
         head = self.head
         try:
             if head is not None:
@@ -126,7 +127,7 @@ class Attempt:
             self._owner.attempt_malformed(error)
 
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
-        """The head of the answer and what came after it, once it is complete."""
+        """Return the final head and the bytes after it; (None, b"") while the head is incomplete."""
         buffer = self._head_buffer + data if self._head_buffer else data
         connection = self._connection
         assert connection is not None
@@ -142,7 +143,7 @@ class Attempt:
                 raise ProtocolError("101 to a request that offered no upgrade")
 
     def upstream_lost(self, reason: str) -> None:
-        """The worker's connection ended."""
+        """Tell the owner that the worker's connection ended."""
         connection, self._connection = self._connection, None
         is_reused = connection is not None and connection.request_count > 1
         is_stale = is_reused and self.head is None and not self._head_buffer and not self.is_resend

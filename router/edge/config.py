@@ -1,4 +1,4 @@
-"""What the HTTP edge can be told."""
+"""Settings of the HTTP edge."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Timeouts:
     connect_s: Annotated[Seconds, Flag("--connect-timeout"), "Longest wait for a connection to a worker."] = 5.0
     first_byte_s: Annotated[Seconds, Flag("--first-byte-timeout"),
         "Longest wait for the first byte of an answer."] = 600.0
-    """An answer that is not streamed starts when it is complete."""
+    """An answer that is not streamed has its first byte when it is complete."""
     idle_s: Annotated[Seconds, Flag("--idle-timeout"), "Longest pause within an answer."] = 300.0
-    """Whichever side is to blame."""
+    """Applies to a silent worker and to a client that does not read."""
     total_s: Annotated[Seconds, Flag("--total-timeout"), "Longest time of a whole exchange."] = 3600.0
     sweep_s: Annotated[Seconds, "Time between two checks of all timeouts."] = 0.25
 
@@ -97,11 +97,11 @@ class EdgeConfig:
 
     @property
     def shares(self) -> dict[str, float]:
-        """API key -> its share."""
+        """API key -> share of fair turns."""
         return {key: float(share) for key, _, share in (text.rpartition("=") for text in self.key_shares)}
 
     @property
     def floors(self) -> dict[str, int]:
-        """API key -> its own `priority_min`."""
+        """API key -> `priority_min` of this key."""
         pairs = [text.rpartition("=") for text in self.key_priorities]
         return {key: int(number) for key, _, number in pairs}

@@ -1,8 +1,8 @@
-"""A streamed answer that goes on at another worker when its own dies, as if nothing had happened.
+"""Continue a streamed answer at another worker when its worker dies, so that the client notices nothing.
 
-Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, of our engine the same chat,
-with the prompt and the tokens that were sent), and how its words become the rest of the first answer. tokens.py
-notes the tokens. Refuses to know connections and who comes next. docs/reference/failures.md tells users what goes on.
+Decides which answers can be continued exactly, builds the request for the other worker, and converts that worker's
+events to the form of the first one's. The other worker is sent the prompt and the tokens that the client has, to
+`/v1/completions`, or as a chat again where it is our engine. token_recorder.py records these tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _COMPLETIONS_PATH: Final = b"/v1/completions"
 _CHAT_PATH: Final = "/v1/chat/completions"
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 NEW_TOKENS_MIN: Final = 32
-"""Tokens that a worker must have added to another one's answer before a third goes on."""
+"""Tokens that a second worker must have added before a third one may continue the answer."""
 _DEFAULT_TOKENS_MAX: Final = 16
-"""`max_tokens` of a completion that names none."""
+"""Value of `max_tokens` in a completion that has none."""
 
 # fmt: off
 _RESENT_FIELDS = frozenset((
@@ -41,12 +41,12 @@ _PROMPT_FIELDS = frozenset((
     "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
     "return_token_ids", "request_id", "metadata", "store",
 ))
-"""Fields that have done their work when the first token comes."""
+"""Fields that make the prompt, and have no effect on later tokens."""
 _CHAT_OUTPUT_FIELDS = frozenset((
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "continue_final_message",
     "max_completion_tokens",
 ))
-"""Fields by which our engine reads the text of a chat's answer, or ends it."""
+"""Fields that our engine needs to parse or end the answer of a chat."""
 # fmt: on
 _MALFORMED_EVENT_ERRORS = (
     msgspec.MsgspecError,
@@ -57,7 +57,7 @@ _MALFORMED_EVENT_ERRORS = (
     ValueError,
     AttributeError,
 )
-"""What events of another form than that of these engines raise."""
+"""Exceptions that events of an unknown form raise."""
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
@@ -65,8 +65,10 @@ _MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
-    """For a streamed request that could go on elsewhere; None for any other. `fields`: of its body, where they were
-    read already."""
+    """Return the continuation of a streamed request; None where its answer could not be continued.
+
+    `fields`: fields of its body, where they were decoded already.
+    """
     is_chat = request.path == _CHAT_PATH
     if request.is_http_1_0 or len(request.pieces) > 1:
         return None
@@ -99,7 +101,7 @@ def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
 
 
 class StreamContinuation:
-    """What one answer needs to go on elsewhere."""
+    """State by which one answer can be continued at another worker."""
 
     __slots__ = (
         "_body",
@@ -122,33 +124,33 @@ class StreamContinuation:
         self._engine = ""
         self._has_restarted = False
         self._event_template: dict[str, Any] | None = None
-        """Of the first answer's events, once another worker goes on."""
+        """Event of the first worker without its text, once another worker continues the answer."""
         self._sent_token_count = 0
-        """Tokens that the client had when the last worker died."""
+        """Tokens that the client had received when the last worker died."""
         self.continuation_body: bytes | None = None
-        """What the other worker is asked."""
+        """Body of the request to the worker that continues the answer."""
         self.recorder: TokenRecorder | None = None
-        """Notes the tokens of the answer under way; None where the worker does not tell them."""
+        """Records the tokens of the answer; None where the worker does not report them."""
 
     # Asking -------------------------------------------------------------------------------------------------------
 
     @property
     def _continues_as_chat(self) -> bool:
-        """The other worker is asked the same chat again."""
+        """Whether the other worker is sent a chat, and not a completion."""
         return self._is_chat and self._engine == BLOCKCAST
 
     @property
     def path(self) -> bytes | None:
-        """Where the body of `request_body_for` is to be sent; None: where the client sent its own."""
+        """Path for the body of `build_request_body`; None for the path of the client's request."""
         return None if self.continuation_body is None or self._continues_as_chat else _COMPLETIONS_PATH
 
     @property
     def is_continued(self) -> bool:
-        """A worker continues what another one began."""
+        """Whether a worker continues what another one began."""
         return self.continuation_body is not None
 
-    def request_body_for(self, engine: str) -> tuple[bytes] | None:
-        """The body for a worker of this engine; None where it cannot go on with another one's answer."""
+    def build_request_body(self, engine: str) -> tuple[bytes] | None:
+        """Return the body for a worker of this engine; None where it cannot continue another engine's answer."""
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
@@ -160,9 +162,11 @@ class StreamContinuation:
         return (self._body.replace(b"{", b'{"return_token_ids":true,', 1),)
 
     def _is_exactly_continuable(self) -> bool:
-        """Whether this engine's answers go on exactly. Ours takes back all of its state; vLLM counts the tokens that
-        were sent as a prompt, begins the seed's numbers and what the answer must match anew, looks for stop strings in
-        the new text only, and reads no calls out of a completion."""
+        """Return whether this engine continues an answer as if it had not been interrupted.
+
+        Our engine restores all state. vLLM takes the earlier tokens for a part of the prompt: it restarts penalties,
+        the random seed and structured output, finds stop strings in new text only, and parses no calls of tools.
+        """
         if self._engine != VLLM:
             return self._engine == BLOCKCAST
         value = self._field_value
@@ -177,9 +181,9 @@ class StreamContinuation:
         )
 
     def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
-        """The worker died: what is to be routed now. None where the answer cannot go on. `tokens_max`: of the model.
+        """Return the core's request for the rest of an answer; None where the answer cannot be continued.
 
-        Changes nothing: `start_continuation` does, once there is a worker for it.
+        `tokens_max`: longest context of the model. Changes nothing: `start_continuation` does, once there is a worker.
         """
         recorder = self.recorder
         if (
@@ -189,19 +193,18 @@ class StreamContinuation:
             or (recorder.has_parsed_output and self._engine != BLOCKCAST)
         ):
             return None
-        if recorder.event_count == 0:  # the client has a head, and nothing of the answer: the whole of it, once
+        if recorder.event_count == 0:  # the client has no event yet: repeat the whole request, once
             return None if self._has_restarted else route
         prompt_ids, output_ids = recorder.prompt_ids, recorder.output_ids
-        if self._engine == VLLM and recorder.text_token_count < len(
-            output_ids
-        ):  # of the last ones the text is not complete
+        has_incomplete_text = recorder.text_token_count < len(output_ids)
+        if self._engine == VLLM and has_incomplete_text:  # generate the last tokens again, with their text
             if self._wants_token_ids:
                 return None
             output_ids = output_ids[: recorder.text_token_count]
         if not prompt_ids or (self._event_template or _build_event_template(recorder.last_event)) is None:
             return None
         if self._event_template is not None and len(output_ids) < self._sent_token_count + NEW_TOKENS_MIN:
-            return None  # it ended soon after it went on: this may be a request that kills its workers
+            return None  # the second worker died soon, too: the request may be the cause
         ids = prompt_ids + output_ids
         if self._build_body(ids, len(output_ids), tokens_max) is None:
             return None
@@ -216,7 +219,7 @@ class StreamContinuation:
         )
 
     def start_continuation(self, continuation_route: RouteRequest, tokens_max: int | None) -> None:
-        """Another worker is asked next: what the client has not seen is forgotten."""
+        """Prepare the request to another worker, and forget tokens that the client has not received."""
         recorder = self.recorder
         assert recorder is not None
         recorder.rewind(self._engine == VLLM)
@@ -230,7 +233,7 @@ class StreamContinuation:
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
-        """The body for the worker that goes on; None where it would not be exact."""
+        """Return the body for the worker that continues the answer; None where no token may follow."""
         if self._continues_as_chat:
             resent_fields = {
                 name: value
@@ -268,7 +271,7 @@ class StreamContinuation:
 
     @property
     def has_worker_failed(self) -> bool:
-        """The worker said so, in an event that is kept back."""
+        """Whether the worker reported a failure, in an event that is held back."""
         return self.recorder is not None and self.recorder.has_worker_failed
 
     @property
@@ -277,14 +280,16 @@ class StreamContinuation:
         return self.recorder is not None and self.recorder.is_truncated
 
     def release_failure_event(self) -> bytes:
-        """That event, where nobody goes on."""
+        """Return the event with the worker's failure, for where no worker continues the answer."""
         return self.recorder.release_failure_event() if self.recorder is not None else b""
 
     # Answering ----------------------------------------------------------------------------------------------------
 
     def convert_content(self, content: bytes, *, is_last: bool) -> bytes:
-        """What the client gets for the next bytes of a worker's answer, which may be its last. Raises ProtocolError
-        where it is no answer."""
+        """Return the bytes for the client that replace the next bytes of a worker's answer.
+
+        `is_last`: the answer ends with these bytes. Raises ProtocolError for events that cannot be converted.
+        """
         assert self.recorder is not None
         events = self.recorder.feed(content)
         if is_last:
@@ -294,13 +299,11 @@ class StreamContinuation:
         try:
             return b"".join(map(self._convert_event, filter(None, events.split(b"\n\n"))))
         except _MALFORMED_EVENT_ERRORS as error:
-            self.recorder.is_unrecognized = (
-                True  # what was noted of these events was not sent: nobody ends the answer by it
-            )
+            self.recorder.is_unrecognized = True  # it recorded events that the client does not get
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _convert_event(self, event: bytes) -> bytes:
-        """An event of the worker that goes on, in the shape of the first one's."""
+        """Return an event of the continuing worker, with the ids and fields of the first worker's events."""
         if event.startswith(b":"):
             return event + b"\n\n"  # a comment, which keeps connections alive
         data = event.removeprefix(b"data:").strip()
@@ -326,7 +329,7 @@ class StreamContinuation:
         return b"data: " + msgspec.json.encode(converted) + b"\n\n"
 
     def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The usage of the whole answer."""
+        """Return the usage of the whole answer, from that of the continuation."""
         converted = dict(usage)
         if self._engine == VLLM:
             converted["prompt_tokens"] -= self._sent_token_count
@@ -338,7 +341,7 @@ class StreamContinuation:
         return converted
 
     def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
-        """What is missing of an answer whose last token has been sent; None where it has not."""
+        """Return the events after the last token; None where that token was not sent."""
         recorder = self.recorder
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
@@ -358,13 +361,13 @@ class StreamContinuation:
 
 
 def _get_delta(choice: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """What an event of the worker that goes on says, as a chat's. Some frontends leave out what is null or empty."""
+    """Return the new text of an event as the `delta` of a chat. Some frontends omit null and empty fields."""
     delta: dict[str, Any] = choice.get("delta") or {} if is_chat else {"content": choice.get("text") or ""}
     return delta
 
 
 def _build_event_template(event: bytes) -> dict[str, Any] | None:
-    """An event without what is its own; None where it is none of one choice."""
+    """Return an event without its text and ids; None where it does not have one choice."""
     try:
         event_fields: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
         event_fields.pop("prompt_token_ids", None)

@@ -1,13 +1,11 @@
-"""One request on its way: to the worker the core chose, and the answer back, byte for byte.
+"""Forward one request to the worker that the core chose, and its answer to the client, byte for byte.
 
-Owns the life of an `Exchange`: placed, connected, sent, head, body, done; it is made of a client, a context, the
-running attempt and what is changed of the answer. Refuses to know prompts, prices, HTTP syntax, and which worker comes
-next: that is the core's, asked through router/edge/proxy.py. Rules it keeps:
+The core decides which worker is tried next; router/edge/proxy.py asks it. Rules:
 
-* An attempt may be repeated only while no byte of an answer's body went to the client.
-* The client's leaving closes the worker's connection at once; that is how engines learn to stop computing.
-* A slow client stops the reading from its worker, and only that.
-* Every exchange ends exactly once: finished, refused, cut, or given up by the client; also where its own code raises.
+* An attempt is repeated only while the client has no byte of an answer's body.
+* When the client leaves, the worker's connection is closed at once: so engines learn to stop computing.
+* A slow client stops the reading from its own worker only.
+* Every exchange ends exactly once: complete, refused, cut off, or abandoned by the client, also if its own code raises.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from router.edge.continuation import StreamContinuation, build_continuation
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
-from router.edge.rewrite import build_request_head, build_response_head
+from router.edge.rewrite import WorkerHeaders, build_request_head, build_response_head
 from router.edge.upstream import UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.connection import Client
@@ -33,11 +31,11 @@ from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
 
 LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Why a connection could not be made that says nothing about the worker."""
+"""Errors of this machine, which say nothing about the worker."""
 
 
 class Exchange:
-    """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
+    """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
     __slots__ = ("_attempt", "_filter", "_is_client_paused", "_proxy", "client", "context")
 
@@ -53,7 +51,7 @@ class Exchange:
     # From the core ------------------------------------------------------------------------------------------------
 
     def place(self, route: RouteRequest) -> None:
-        """The prompt was read: find a worker."""
+        """Ask the core for a worker, now that the prompt was read."""
         context = self.context
         if route.is_streaming and self._proxy.continues_streams and not context.is_done:
             fields = None if context.body is None else context.body.fields
@@ -61,7 +59,7 @@ class Exchange:
         self._proxy.route(context, route)
 
     def forward(self, decision: Decision) -> None:
-        """Start an attempt."""
+        """Start an attempt at the worker that the core chose."""
         self.context.decision = decision
         self._start_attempt(decision)
 
@@ -78,14 +76,14 @@ class Exchange:
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
     ) -> None:
-        """End with an error of our own, before any byte of an answer; in the middle of one by cutting it off."""
+        """Answer with an error of the router; cut the answer off where the client has some of it."""
         if self.client.has_response_started:
             self._abort_response(message, None)
         elif self._proxy.end(self.context, f"refused_{code}"):
             self.client.refuse(status, code, message, retry_after_s, param=param)
 
     def reject(self, error: RequestError) -> None:
-        """The same, for what was found wrong with the request itself."""
+        """Answer with an error in the request itself."""
         self._proxy.metrics.http_errors[str(error.status)] += 1
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
@@ -93,7 +91,7 @@ class Exchange:
     # From the client's side ---------------------------------------------------------------------------------------
 
     def on_client_gone(self) -> None:
-        """The client closed its connection: cancel upstream at once. An answer whose last event it has is complete."""
+        """Cancel the attempt, as the client has left. If the client has the last event, the answer is complete."""
         head = self._response_head
         if head is not None and self._is_stream_complete(head):
             self._record_completion(head, reusable=False)
@@ -101,7 +99,7 @@ class Exchange:
             self._proxy.abort(self.context)
 
     def _is_stream_complete(self, head: ResponseHead) -> bool:
-        """Whether all of a stream was passed on but the end of its body."""
+        """Return whether the client has the last event of a stream, and lacks at most the end of its body."""
         context = self.context
         is_streaming = (
             not context.outcome and self.client.has_response_started and head.status == 200 and is_event_stream(head)
@@ -109,7 +107,7 @@ class Exchange:
         return is_streaming and context.progress.has_final_event(context.request.path)
 
     def on_client_paused(self) -> None:
-        """The client reads slower than the worker writes."""
+        """Stop reading from the worker, as the client reads too slowly."""
         self._is_client_paused = True
         if self._attempt is not None:
             self._attempt.pause_reading()
@@ -122,18 +120,18 @@ class Exchange:
     # The boundary -------------------------------------------------------------------------------------------------
 
     def crash(self, error: Exception) -> None:
-        """What handles this exchange raised `error`: the client gets what can still be said, nobody else notices."""
+        """End this request alone, because code that handles it raised `error`."""
         self._proxy.end_crashed(self, error)
 
     # The attempt --------------------------------------------------------------------------------------------------
 
     @property
     def _response_head(self) -> ResponseHead | None:
-        """Head of the answer that is being passed on."""
+        """Head of the answer that is being forwarded; None before it."""
         return None if self._attempt is None else self._attempt.head
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
-        """There is a connection: send the request."""
+        """Send the request over the connection of the attempt."""
         proxy, context, attempt, decision = self._proxy, self.context, self._attempt, self.context.decision
         assert attempt is not None
         assert decision is not None
@@ -142,24 +140,26 @@ class Exchange:
             return
         body, stream, path = context.request.pieces, context.continuation, None
         if stream is not None:
-            resent_body = stream.request_body_for(proxy.workers.get_engine(decision.worker))
+            resent_body = stream.build_request_body(proxy.workers.get_engine(decision.worker))
             if resent_body is None:
                 self._abort_response("no worker of the same engine is left", None)
                 return
             body, path = resent_body, stream.path
-        head = build_request_head(
-            context.request, connection.target, context.trace_id, decision.rank,
-            proxy.workers.get_authorization(decision.worker), body, path,
-            traceparent=None if context.span is None else context.span[1],
-            allowed_worker_headers=proxy.passed_fields,
-        )  # fmt: skip
+        headers = WorkerHeaders(
+            context.trace_id,
+            proxy.workers.get_authorization(decision.worker),
+            None if context.span is None else context.span[1],
+            decision.rank,
+            proxy.passed_fields,
+        )
+        head = build_request_head(context.request, connection.target, headers, body, path)
         context.progress.sent_at_s = context.progress.last_byte_at_s = proxy.now()
         connection.send(head, body)
         if self._is_client_paused:
             attempt.pause_reading()
 
     def attempt_unconnected(self, error: Exception | None) -> None:
-        """No connection could be opened; None: the worker closed it at once."""
+        """Try another worker, or refuse, as no connection could be opened. `error`: None where the worker closed it."""
         attempt = self._attempt
         assert attempt is not None
         if self.context.is_done:
@@ -176,17 +176,17 @@ class Exchange:
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=attempt.is_resend)
 
     def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
-        """The head of the answer is whole, and `data` came after it."""
+        """Forward the head of the answer and the first bytes of its body, unless another worker is tried."""
         client_head = self._accept_head(head)
         if client_head is not None:
             self.attempt_received(head, data, client_head)
 
     def attempt_malformed(self, error: ProtocolError) -> None:
-        """The worker's bytes are no answer."""
+        """Give up the attempt, as the worker's bytes are no HTTP answer."""
         self._handle_broken_response(str(error))
 
     def _accept_head(self, head: ResponseHead) -> bytes | None:
-        """The head to send to the client, which is empty where it has one; None where the attempt is over."""
+        """Return the head for the client, empty where the client has one; None where the attempt has ended."""
         proxy, context, has_started = self._proxy, self.context, self.client.has_response_started
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if failure_kind is not None and proxy.is_in_core(context):
@@ -196,7 +196,7 @@ class Exchange:
                 self.close()
                 proxy.perform(instructions)
                 return None
-            # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
+            # There is no other worker: this one's answer is the best there is. The core has forgotten the request.
             proxy.perform(instructions[1:])
         is_stream = is_readable_stream(head)
         if has_started and not is_stream:
@@ -226,7 +226,7 @@ class Exchange:
         return self.context.request.keep_alive and is_delimited and not self._filter.unframes
 
     def attempt_received(self, head: ResponseHead, data: bytes, prefix: bytes = b"") -> None:
-        """Pass on what belongs to the answer, behind `prefix`, and notice its first byte and its end."""
+        """Forward `prefix` and the bytes that belong to the answer. Record its first byte, its progress and its end."""
         proxy, context, body, response_filter = self._proxy, self.context, head.body, self._filter
         progress, stream = context.progress, response_filter.stream
         content = bytearray() if response_filter.takes_content else None
@@ -262,12 +262,12 @@ class Exchange:
             proxy.core.record_progress(context.request_id, progress.read_count, now)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
-        """All of the answer was passed on."""
+        """End the exchange after the complete answer."""
         if self._record_completion(head, reusable=reusable):
             self.client.finish(keep_alive=self._keeps_alive(head))
 
     def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
-        """End with a whole answer; False where the exchange had ended."""
+        """Record a complete answer; return False where the exchange had ended before."""
         proxy, context, attempt = self._proxy, self.context, self._attempt
         if attempt is not None:
             if self._is_client_paused:
@@ -278,7 +278,7 @@ class Exchange:
             return False
         if context.is_streaming:
             proxy.core.record_progress(context.request_id, context.progress.read_count)
-        # Of an answer that went on, it is about another request than the last one that was routed.
+        # The usage of a continued answer is that of both workers: it is no measure of the last one.
         is_continued = context.continuation is not None and context.continuation.is_continued
         proxy.finish(context, None if is_continued else context.usage, is_error=head.status >= 400)
         return True
@@ -286,7 +286,7 @@ class Exchange:
     # Ends ---------------------------------------------------------------------------------------------------------
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """The worker's connection ended."""
+        """Complete, repeat or end the answer, as the worker's connection ended."""
         head = self._response_head
         if head is not None:
             try:
@@ -296,30 +296,30 @@ class Exchange:
             else:
                 self._complete(head, reusable=False)
         elif is_stale and self.context.decision is not None:
-            # It had been idle and was closed as we wrote: not the worker's fault, but only once.
+            # An idle connection was closed as the request was written: repeat it, once, without blame.
             self._start_attempt(self.context.decision, is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
 
     @property
     def last_progress_at_s(self) -> float | None:
-        """When the last byte came of a stream that is in its middle; None where none is to be expected."""
+        """Time of the last byte of a running stream; None while no byte is expected."""
         context = self.context
         is_moving = context.progress.has_started and not self._is_client_paused and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """End or repeat what took too long. Called for every exchange a few times a second."""
+        """End or repeat a request that takes too long. Called a few times a second."""
         progress, head = self.context.progress, self._response_head
         if now - self.context.started_at_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if head is not None:
-                self._abort_response(message, None)  # the client's choice, as its answer goes on
+                self._abort_response(message, None)  # no failure: the worker still sends
                 return
             self._withdraw_from_core(None)
             self.refuse(504, "timeout", message)
         elif progress.sent_at_s is None:
-            return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
+            return  # it waits for a worker or a connection: deadlines of the core and the pool apply
         elif head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
@@ -333,7 +333,7 @@ class Exchange:
                 self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
-        """The worker is lost, or stands still: have another one answer where somebody can; else wait on."""
+        """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""
         proxy, context = self._proxy, self.context
         if context.is_done or not proxy.is_in_core(context):
             return
@@ -349,7 +349,7 @@ class Exchange:
     def _handle_failed_attempt(
         self, kind: FailureKind, reason: str, *, silent_s: float = 0.0, was_sent: bool = False
     ) -> None:
-        """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
+        """Do what the core decides after an attempt failed before the client got any of its answer."""
         proxy, context = self._proxy, self.context
         context.progress.sent_at_s = None
         proxy.record_failed_attempt(context.decision, kind, reason)
@@ -362,7 +362,7 @@ class Exchange:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
 
     def _handle_broken_response(self, reason: str, kind: FailureKind = FailureKind.STREAM) -> None:
-        """The answer cannot be completed."""
+        """Continue an answer that broke off at another worker, or cut it off."""
         self.close()
         head = self._response_head
         if head is not None and self._is_stream_complete(head):
@@ -373,7 +373,7 @@ class Exchange:
             self._abort_response(reason, kind)
 
     def _terminate_body(self, head: ResponseHead) -> None:
-        """The worker left before the end of a body whose last event was passed on."""
+        """End the body for a client that has the last event, as the worker has closed its connection."""
         body, response_filter = head.body, self._filter
         if (
             not response_filter.unframes
@@ -386,7 +386,7 @@ class Exchange:
             self.client.abort_response()
 
     def _abort_response(self, reason: str, kind: FailureKind | None) -> None:
-        """Nobody can complete what the client has the beginning of. `kind`: None where no worker failed."""
+        """Cut off an answer of which the client has the beginning. `kind`: the failure; None if no worker failed."""
         self.close()
         if not self._proxy.end(self.context, "broken"):
             return
@@ -397,16 +397,17 @@ class Exchange:
         self.client.abort_response()
 
     def _handle_worker_failure(self, stream: StreamContinuation) -> bool:
-        """The worker says in the middle that it failed, which this very request may be the reason of. False where its
-        words go to the client."""
+        """Continue elsewhere after a worker reported its failure; return False where the report goes to the client."""
         if not self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
             self.client.write(encode_chunk(stream.release_failure_event()))
             return False
         return True
 
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
-        """Have another worker complete the answer; False where that cannot be. `is_move`: the connection to this one is
-        there, so without another worker the answer stays."""
+        """Have another worker complete the answer; return False where none can.
+
+        `is_move`: the connection is intact, so that without another worker the answer stays where it is.
+        """
         proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
         request_id = context.request_id
         if head is None or route is None or not proxy.is_in_core(context) or context.is_done:
@@ -450,11 +451,11 @@ class Exchange:
     def _build_continuation_route(
         self, stream: StreamContinuation | None, head: ResponseHead, route: RouteRequest
     ) -> RouteRequest | None:
-        """What another worker is asked that goes on with the answer; None where nobody can."""
+        """Return the core's request for the rest of the answer; None where no worker can continue it."""
         decision, workers = self.context.decision, self._proxy.workers
         if stream is None or stream.recorder is None:
-            # Nothing can be noted of such an answer, but of this one the client has a head and no more. Once only: it
-            # may be what kills its workers.
+            # The tokens are not recorded, but the client has the head only, so the request can be repeated. Only once,
+            # as the request may be what kills the workers.
             has_started = self.context.progress.first_byte_at_s is not None
             is_first_attempt = not has_started and decision is not None and not decision.attempt
             return route if is_first_attempt and is_readable_stream(head) else None
@@ -473,7 +474,7 @@ class Exchange:
         )
 
     def _model_tokens_max(self, route: RouteRequest) -> int | None:
-        """How many tokens the model takes, where that is known."""
+        """Return the longest context of the model; None where it is unknown."""
         model = self._proxy.core.resolve_model(route.model)
         return model.max_model_len if model is not None else None
 
@@ -481,11 +482,11 @@ class Exchange:
         self._proxy.withdraw(self.context, kind, self._silent_s())
 
     def _silent_s(self) -> float:
-        """For how long the worker said nothing."""
+        """Return the time since the last byte of the worker."""
         return self._proxy.now() - self.context.progress.last_byte_at_s
 
     def close(self) -> None:
-        """Close the connection to the worker, or give up opening one."""
+        """Close the connection to the worker, or stop opening one."""
         self.context.progress.sent_at_s = None
         if self._attempt is not None:
             self._attempt.close()

@@ -1,4 +1,4 @@
-"""A copy of a request that a balancer or a mesh places: priced, and answered with 204 at once."""
+"""Answer a copy of a request, which another balancer places: the copy is priced, and gets 204."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 class MirroredExchange:
-    """One copy. The core is asked for prices only, so none of its books has the copy."""
+    """One copy. The core is asked for prices only and keeps no record of the copy."""
 
     __slots__ = ("_proxy", "client", "context")
 
@@ -27,14 +27,14 @@ class MirroredExchange:
         self.context = context
 
     def place(self, route: RouteRequest) -> None:
-        """Note what the router would have done, with the terms of every candidate, and answer."""
+        """Record the decision that the router would have made, with the terms of every candidate, and answer."""
         decision = self._proxy.core.explain(route, self._proxy.now())
         if isinstance(decision, Decision):
             self.context.route, self.context.decision = route, decision
         self.answer()
 
     def answer(self) -> None:
-        """Answer 204, whatever could be read of the copy: whoever answers the request itself says what is wrong."""
+        """Answer 204, also to an invalid copy: the worker that answers the original reports the error."""
         if self._proxy.end(self.context, MIRRORED):
             self.client.write(_NO_CONTENT)
             self.client.finish(keep_alive=self.context.request.keep_alive)
@@ -48,7 +48,7 @@ class MirroredExchange:
         self.answer()
 
     def on_client_gone(self) -> None:
-        """The client closed its connection."""
+        """End the copy, as its client has left."""
         self._proxy.end(self.context, "client_gone")
 
     def on_client_paused(self) -> None: ...
@@ -56,10 +56,10 @@ class MirroredExchange:
     def on_client_resumed(self) -> None: ...
 
     def crash(self, error: Exception) -> None:
-        """What handles the copy raised `error`."""
+        """End the copy, because code that handles it raised `error`."""
         self._proxy.end_crashed(self, error)
 
-    # Nothing is asked of a worker -----------------------------------------------------------------------------------
+    # No worker gets the copy -----------------------------------------------------------------------------------------
 
     @property
     def last_progress_at_s(self) -> float | None:
@@ -73,6 +73,6 @@ class MirroredExchange:
     def close(self) -> None: ...
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """End a copy whose prompt is not read in time."""
+        """End a copy if its prompt is not read in time."""
         if now - self.context.started_at_s > timeouts.total_s:
             self.answer()

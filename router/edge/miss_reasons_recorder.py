@@ -1,8 +1,7 @@
-"""The shell around router/miss_reasons: tells the ledger of first bytes and ends, asks index and feed what it
-wants to know.
+"""Connect router/miss_reasons with the proxy: record requests at their first byte and at their end.
 
-Nothing here is on a decision's path: a request is looked at after its first byte was passed on. Owns which requests are
-compared with the last prompt of their conversation.
+Decides which requests are compared with the last prompt of their conversation. Nothing here delays a decision: a
+request is analysed after the first byte of its answer was sent.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NOT_COMPARED_HINT = (
 
 
 class MissReasonsRecorder:
-    """One a process."""
+    """Records why the prompts of a process were not cached."""
 
     def __init__(
         self,
@@ -83,8 +82,7 @@ class MissReasonsRecorder:
         return len(self._operator_watches)
 
     def register_request(self, context: RequestContext) -> None:
-        """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
-        at hand."""
+        """Outline a request that is to be compared, while its messages are in memory."""
         body, route, headers = context.body, context.route, context.headers
         if not self.is_enabled or body is None or route is None or body.request.kind == "other":
             return
@@ -102,11 +100,11 @@ class MissReasonsRecorder:
             self._record_crash(error)
 
     def get_explanation(self, name: str) -> MissExplanation | None:
-        """What is known of a request."""
+        """Return why the prompt of a request was not cached; None where the request is unknown."""
         return self.analyzer.get(name)
 
     async def explain(self, context: RequestContext) -> dict[str, Any] | None:
-        """Why a request would miss that is not sent."""
+        """Explain why the prompt of a request that is not sent would not be cached."""
         body, route, decision = context.body, context.route, context.decision
         if not self.is_enabled or body is None or route is None or route.token_ids is None or decision is None:
             return None
@@ -117,7 +115,7 @@ class MissReasonsRecorder:
         return render_explanation(self.analyzer.explain(prompt, placement, self._facts))
 
     def note(self, context: RequestContext, decision: Decision) -> None:
-        """A request went elsewhere, by the `decision` that would have sent it there at its arrival."""
+        """Record a request that another balancer placed, with the decision that would have placed it there."""
         body, route = context.body, context.route
         if not self.is_enabled or body is None or route is None or route.token_ids is None:
             return
@@ -127,7 +125,7 @@ class MissReasonsRecorder:
         self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
 
     def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
-        """Decide whether a request with these keys is compared. All requests of a conversation are, or none."""
+        """Decide whether the requests of a conversation with these keys are compared: all of them, or none."""
         if keys[0] < self._sampling_threshold:
             return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
         if not self._header_watches and not self._operator_watches:
@@ -170,7 +168,7 @@ class MissReasonsRecorder:
             self._record_end(context, analysis, self._proxy.now())
 
     def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> None:
-        """Compare a request that began, at once or as soon as its body was outlined by another process."""
+        """Compare a request after its first byte, or later, when a worker process has made its outline."""
         comparison.has_started, route = True, context.route
         assert route is not None
 
@@ -201,7 +199,7 @@ class MissReasonsRecorder:
         task.add_done_callback(self._outline_tasks.discard)
 
     async def _outline(self, comparison: PendingComparison) -> None:
-        """Have a large body outlined, where that is to be done."""
+        """Make the outline of a large body in a worker process, if it is missing."""
         if comparison.pieces is not None:
             comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
             comparison.pieces = None
@@ -215,7 +213,7 @@ class MissReasonsRecorder:
     def _record_crash(self, error: Exception) -> None:
         self._proxy.metrics.record_crash("reasons", error)
 
-    # What the ledger wants to know ----------------------------------------------------------------------------------
+    # Inputs of the analyzer ------------------------------------------------------------------------------------------
 
     def _build_prompt(
         self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
@@ -238,7 +236,7 @@ class MissReasonsRecorder:
         )  # fmt: skip
 
     def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
-        """What is known of a request that begins now. `prompt_ids`: its prompt, as the index takes it."""
+        """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
         removed = self._core.index.find_lost_blocks(
@@ -255,10 +253,10 @@ class MissReasonsRecorder:
 
 
 class FactsAdapter:
-    """What the ledger wants to know of workers and tokens."""
+    """Facts about workers and tokens for the analyzer."""
 
     def __init__(self, core: RouterCore, tokenizer: Callable[[str], Tokenizer | None]) -> None:
-        """`tokenizer`: of a model."""
+        """`tokenizer` returns the tokenizer of a model."""
         self._core, self._tokenizer = core, tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
@@ -282,8 +280,10 @@ def _make_comparison(context: RequestContext, body: ReadBody[ResolvedModel], sam
 
 
 def _get_conversation_keys(route: RouteRequest, body: ReadBody[ResolvedModel]) -> tuple[int, ...]:
-    """Return the keys of a request's conversation: of the session that started it, and its own. A conversation without
-    a name has the digest of its first message."""
+    """Return the keys of a request's conversation: of the session that started it, and its own.
+
+    The key of a conversation without a name is the digest of its first message.
+    """
     if not route.parent:
         return (digest_name(route.session) if route.session else body.digest_first_message(),)
     return (digest_name(route.parent), digest_name(route.session)) if route.session else (digest_name(route.parent),)
@@ -293,7 +293,7 @@ _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_histor
 
 
 def render_explanation(explanation: MissExplanation) -> dict[str, Any]:
-    """As JSON has it."""
+    """Return an explanation as the fields of a JSON object."""
     fields: dict[str, Any] = msgspec.to_builtins(explanation)
     for uncached_range, range_fields in zip(explanation.uncached_ranges, fields["uncached_ranges"]):
         range_fields |= {"tokens": uncached_range.tokens, "group": GROUPS.get(uncached_range.reason, "none")}

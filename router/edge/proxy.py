@@ -1,7 +1,7 @@
-"""All requests in flight of a process, and the hands of the core: its instructions become attempts and refusals.
+"""All requests in flight of a process, and the core's instructions for them.
 
-Owns the names of requests in flight, the one end of each, and who is told of it. Refuses to know how a request is
-answered (router/edge/exchange.py, router/picker/pick_exchange.py) and why the core decides as it does.
+Names the requests, carries out the core's instructions, ends each request once, and calls the listeners. An `Exchange`
+(router/edge/exchange.py, router/picker/pick_exchange.py) answers a request; the core decides which worker gets it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from router.metrics import Metrics
 log = logging.getLogger("router")
 
 CHUNKS_PER_PROGRESS_REPORT: Final = 32
-"""Chunks of a stream between two reports of progress to the core."""
+"""Number of chunks between two reports of a stream's progress to the core."""
 RETRYABLE_STATUSES: Final = {
     429: FailureKind.OVERLOADED,
     500: FailureKind.INTERNAL,
@@ -49,47 +49,47 @@ RETRYABLE_STATUSES: Final = {
 
 
 class Exchange(Responder, Protocol):
-    """What answers one request: by a worker's answer, by telling Envoy where to, or by pricing a copy."""
+    """Interface of the object that answers one request: by a worker, by Envoy, or by a price alone."""
 
     context: RequestContext
 
     @property
     def client(self) -> Client:
-        """Where the answer goes."""
+        """Receiver of the answer."""
 
     @property
     def last_progress_at_s(self) -> float | None:
-        """When the last byte came of a stream that is in its middle; None where none is to be expected."""
+        """Time of the last byte of a running stream; None while no byte is expected."""
 
     def place(self, route: RouteRequest) -> None:
-        """The prompt was read: find a worker."""
+        """Ask for a worker, now that the prompt was read."""
 
     def forward(self, decision: Decision) -> None:
-        """Start an attempt."""
+        """Start an attempt at the chosen worker."""
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
     ) -> None:
-        """End with an error of the router's own."""
+        """Answer with an error of the router."""
 
     def reject(self, error: RequestError) -> None:
-        """End with what was found wrong with the request."""
+        """Answer with an error in the request itself."""
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
-        """Leave a worker that is lost or stands still, where another one can take the request."""
+        """Move the request away from a worker that is lost or stalled, if there is another one."""
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """End or repeat what took too long. Called a few times a second."""
+        """End or repeat a request that takes too long. Called a few times a second."""
 
     def crash(self, error: Exception) -> None:
-        """End this request alone: what handles it raised `error`."""
+        """End this request alone, because code that handles it raised `error`."""
 
     def close(self) -> None:
-        """Give up what the request holds. Called at its end, and once is enough."""
+        """Release all that the request holds. Called at its end; a second call does nothing."""
 
 
 class Proxy:
-    """All requests in flight, and the hands of the core."""
+    """Requests in flight, with the core that decides about them and the connections to workers."""
 
     def __init__(
         self,
@@ -109,31 +109,31 @@ class Proxy:
         self.budget = BufferBudget(config.limits, metrics)
         self.workers = WorkerDirectory(core.workers, worker_authorization)
         self.passed_fields = frozenset(config.passed_fields)
-        """Fields and headers of workers that clients may set, and are answered."""
+        """Internal fields and headers of workers that clients may set and see."""
         self.redacted_keys = build_key_pattern(self.passed_fields)
-        """Pattern of the fields that are hidden in answers."""
+        """Pattern of the fields that are blanked in answers; None where all are shown."""
         self.continues_streams = config.continue_streams
-        """Streams whose worker dies go on at another one."""
+        """Whether streams of a dead worker are continued at another one."""
         self.explains_decisions = False
-        """Keep every candidate's terms in decisions: while somebody watches."""
+        """Whether decisions have the terms of every candidate: while the dashboard is watched."""
         self.log_share = 0.0
-        """Share of requests whose decisions are logged with every candidate's terms."""
+        """Share of requests with decisions in the log, with the terms of every candidate."""
         self.tracer: Callable[[RequestContext, float], tuple[Any, bytes] | None] | None = None
-        """Called with every request that begins, and the time; what it returns is the context's `span`."""
+        """Called with the context of each new request, and the time. It returns the context's `span`."""
         self.exchanges: dict[str, Exchange] = {}
-        """Request id -> what answers the request."""
+        """Request id -> exchange that answers the request."""
         self.on_first_byte: list[Callable[..., None]] = []
-        """Called with the context of every request whose answer has begun, once that is on its way to the client."""
+        """Called with the context of a request after the first byte of its answer was sent to the client."""
         self.on_end: list[Callable[..., None]] = []
-        """Called with the context of every request that ended."""
+        """Called with the context of each request that ended."""
         self.on_worker_lost: list[Callable[..., None]] = []
         """Called with the id of a worker that died."""
         self.on_failure: list[Callable[..., None]] = []
-        """Called with (Decision | None, FailureKind, reason) of every attempt that failed."""
+        """Called with (Decision | None, FailureKind, reason) after each failed attempt."""
         self._count = 0
 
     def open(self, exchange: Exchange) -> None:
-        """Begin the life of a complete request."""
+        """Add a complete request, and give it an id and a span."""
         self._count += 1
         context = exchange.context
         context.request_id = f"r{self._count}"
@@ -142,7 +142,7 @@ class Proxy:
             context.span = self.tracer(context, self.now())
 
     def route(self, context: RequestContext, route: RouteRequest) -> None:
-        """Ask the core for a worker and do what it says."""
+        """Ask the core for a worker, and carry out its instruction."""
         if context.is_done:
             return
         if route.allowed_workers is None:
@@ -151,10 +151,10 @@ class Proxy:
         context.is_logged = self.log_share > 0 and random.random() < self.log_share
         self._execute(self.core.route(route, self.now(), explain=self.explains_decisions or context.is_logged))
 
-    # What the core says -------------------------------------------------------------------------------------------
+    # Instructions of the core -------------------------------------------------------------------------------------
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
-        """Do what the core says."""
+        """Carry out instructions of the core."""
         for instruction in instructions:
             self._execute(instruction)
 
@@ -182,32 +182,34 @@ class Proxy:
             exchange.crash(error)
 
     def tick_core(self, now: float) -> None:
-        """Do what the core has to do by now. Call every few milliseconds."""
+        """Run the core's timers that are due. Call every few milliseconds."""
         due_at_s = self.core.next_tick()
         if due_at_s is not None and due_at_s <= now:
             self.perform(self.core.tick(now))
 
-    # What the core is told ----------------------------------------------------------------------------------------
+    # Reports to the core ------------------------------------------------------------------------------------------
 
     def is_in_core(self, context: RequestContext) -> bool:
-        """Whether the core has the request, queued or in flight."""
+        """Return whether the core has the request, queued or in flight."""
         return self.core.has_request(context.request_id)
 
     def record_first_token(self, context: RequestContext, now: float) -> None:
-        """Tell the core that the first token of a stream came."""
+        """Report that the first token of a stream came."""
         self.perform(self.core.record_first_token(context.request_id, now))
 
     def finish(self, context: RequestContext, usage: ReportedUsage | None, *, is_error: bool) -> None:
-        """Tell the core that the whole answer was passed on."""
+        """Report that the client has the complete answer."""
         self.perform(self.core.finish_request(context.request_id, usage, self.now(), is_error=is_error))
 
     def abort(self, context: RequestContext) -> None:
-        """Tell the core that nobody waits for the request any more."""
+        """Report that no client waits for the request any more."""
         self.perform(self.core.abort_request(context.request_id, self.now()))
 
     def withdraw(self, context: RequestContext, kind: FailureKind | None, silent_s: float = 0.0) -> None:
-        """Tell the core of a request's last failure, or that it ended without one; what the core would do about this
-        very request is not wanted any more. `silent_s`: as in `RouterCore.fail_attempt`."""
+        """Report that a request ended early, and ignore what the core would do with it next.
+
+        `kind`: the last failure of a worker; None where no worker failed. `silent_s`: as in `RouterCore.fail_attempt`.
+        """
         request_id, now = context.request_id, self.now()
         instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
         if not is_final_refusal(instructions, request_id):
@@ -218,14 +220,14 @@ class Proxy:
             if isinstance(instruction, WorkerLost) or instruction.request_id != request_id
         )
 
-    # What everybody is told ---------------------------------------------------------------------------------------
+    # Listeners ----------------------------------------------------------------------------------------------------
 
     def notify_first_byte(self, context: RequestContext) -> None:
-        """The first byte of an answer was passed on."""
+        """Tell the listeners that the client has the first byte of an answer."""
         self._notify(self.on_first_byte, context)
 
     def end(self, context: RequestContext, outcome: str) -> bool:
-        """End a request, once; False where it had ended before."""
+        """End a request and tell the listeners; return False where the request had ended before."""
         if context.is_done:
             return False
         context.is_done = True
@@ -239,7 +241,7 @@ class Proxy:
         return True
 
     def end_crashed(self, exchange: Exchange, error: Exception) -> None:
-        """What handles a request raised `error`: the client gets what can still be said, nobody else notices."""
+        """End a request, because code that handles it raised `error`. A client without an answer gets an error."""
         context, client = exchange.context, exchange.client
         context.outcome = context.outcome or "crashed"
         if client.responder is exchange:
@@ -253,7 +255,7 @@ class Proxy:
             self.metrics.record_crash("exchange", second_error)
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        """An attempt failed, whether or not it is repeated."""
+        """Count a failed attempt and tell the listeners, whether or not the request is repeated."""
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         for listener in self.on_failure:
             try:
@@ -262,12 +264,12 @@ class Proxy:
                 self.metrics.record_crash("listener", error)
 
     def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:
-        """An answer broke off in the middle, and was continued, completed or cut."""
+        """Count and log an answer that broke off. `event`: continued, completed or cut."""
         self.metrics.broken_streams[event] += 1
         log.info("the answer to %s broke off and was %s: %s", context.name, event, reason)
 
     def _notify(self, listeners: list[Callable[..., None]], event: object) -> None:
-        """Tell all; one that raises keeps nothing from the others."""
+        """Call all listeners, also if one of them raises."""
         for listener in listeners:
             try:
                 listener(event)
@@ -296,7 +298,7 @@ class Proxy:
         self.workers.forget_removed()
 
     def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
-        """Move what is on a worker that is gone, is down or stands still."""
+        """Move a request away from a worker that was removed, is down, sleeps or stalls."""
         context = exchange.context
         decision, has_started = context.decision, context.progress.first_byte_at_s is not None
         if decision is None or context.is_done:
@@ -319,7 +321,7 @@ class Proxy:
 
 
 def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
-    """Whether the core has nobody else for this request."""
+    """Return whether the core has no other worker for this request."""
     first_instruction = instructions[0] if instructions else None
     return isinstance(first_instruction, Refuse) and first_instruction.request_id == request_id
 
@@ -331,7 +333,7 @@ def _log_decision(context: RequestContext, decision: Decision) -> None:
 
 
 def _refused_field(code: str, path: str) -> str | None:
-    """The field of the body that a refusal is about, as clients of its API know it."""
+    """Return the field of the body that caused a refusal, by its name in the API of the path."""
     if code == "unknown_model":
         return "model"
     if code == "context_length_exceeded":
@@ -340,7 +342,7 @@ def _refused_field(code: str, path: str) -> str | None:
 
 
 def _refusal_message(refusal: Refuse, context: RequestContext) -> str:
-    """Why a request is refused, as clients of its API know it."""
+    """Return the message of a refusal, in the words of the API of the request's path."""
     route = context.route
     if refusal.context_max is None or route is None:
         return refusal.message

@@ -1,7 +1,7 @@
-"""Everything the edge knows of one request, from its complete head to the last byte of its answer.
+"""All facts about one request at the edge, from its complete head to the last byte of its answer.
 
-Owns no behaviour: the reader, the exchange and the core's instructions fill a context, and metrics, logs, traces, miss
-reasons and limits read it. The core keeps its own record of a request in flight, under the same `request_id`.
+The reader and the exchange fill a context; metrics, logs, traces, miss reasons and limits read it. The core keeps its
+own record of a request in flight, under the same `request_id`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RequestContext:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     __slots__ = (
         "body",
@@ -50,38 +50,37 @@ class RequestContext:
     ) -> None:
         self.request = request
         self.tenant = tenant
-        """API key's name, or the client's address where there are no keys."""
+        """Name of the API key, or address of the client where there are no keys."""
         self.request_id = request_id
-        """Unique in this process: the core's name for the request."""
+        """Id of the request in the core, unique in this process."""
         self.trace_id = trace_id
-        """`x-request-id`: the client's where it sent one."""
+        """Value of `x-request-id`, which the client may have sent."""
         self.span: tuple[Any, bytes] | None = None
         """The tracer's own record, and the `traceparent` for the worker; None where the request is not traced."""
         self.started_at_s = started_at_s
         self.headers: RoutingHeaders | None = None
-        """What the client asks of the router, once the body was read."""
+        """Routing headers; None until the body was read."""
         self.model: ResolvedModel | None = None
-        """The model that the client names, once the body was read."""
+        """Model that the client names; None until the body was read."""
         self.body: ReadBody[ResolvedModel] | None = None
-        """The body as it was read, until the request is placed."""
+        """Body of the request, from its reading until the request is placed."""
         self.charged_tokens: int | None = None
         """Prompt tokens counted in flight for the tenant; None while the request is not counted."""
         self.route: RouteRequest | None = None
-        """What the core was asked, once the prompt was read."""
+        """Request to the core; None until the prompt was read."""
         self.is_logged = False
-        """Decisions are logged with every candidate's terms."""
+        """Whether decisions are logged with the terms of every candidate."""
         self.decision: Decision | None = None
-        """The latest decision: that of the running attempt."""
+        """Decision of the latest attempt."""
         self.progress = ResponseProgress(started_at_s)
         self.continuation: StreamContinuation | None = None
-        """What the answer needs to go on at another worker; None where it cannot."""
+        """State for continuing the answer at another worker; None where that is impossible."""
         self.usage: ReportedUsage | None = None
         self.outcome = ""
-        """How the request ended, for metrics and logs."""
+        """How the request ended, as metrics and logs name it; empty until then."""
         self.is_done = False
         self.miss_analysis: PendingComparison | AnalyzedRequest | None = None
-        """The comparison of its prompt before the first byte, the reasons of its miss from then on; None where the
-        request is not compared."""
+        """Pending comparison of the prompt, and from the first byte on its result; None where nothing is recorded."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -90,7 +89,7 @@ class RequestContext:
         return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
 
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the answer."""
+        """Return whether a client waits for the answer."""
         return not self.is_done
 
     @property
@@ -100,12 +99,12 @@ class RequestContext:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answer: as the worker says, else of a stream as many as there were chunks."""
+        """Tokens of the answer as the worker reports them; else the number of chunks of a stream, or 0."""
         if self.usage is not None and self.usage.completion_tokens is not None:
             return self.usage.completion_tokens
         return self.progress.read_count if self.is_streaming else 0
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the first token is seen as it comes."""
+        """Whether the answer is a stream, so that its first token is seen when it is generated."""
         return self.route is not None and self.route.is_streaming

@@ -1,6 +1,6 @@
-"""Read a client's request for the core: the same for requests that are routed and for those that `/route` explains.
+"""Read a client's request for the core: what its path, headers and body mean for routing.
 
-Owns what path, headers and body mean for routing. Refuses to know who asks and what becomes of the response.
+The same for requests that are routed and for requests that `/route` explains.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
-"""Routes of vLLM outside of /v1 that clients ask workers."""
+"""Routes of vLLM outside of /v1 that are forwarded to workers."""
 COUNTING_PATHS: Final = ("/v1/messages/count_tokens", *TOKENIZE_PATHS)
-"""Routes whose prompts no model reads."""
+"""Routes with prompts that no model computes."""
 JSON_PATHS: Final = frozenset(
     (
         *COUNTING_PATHS,
@@ -46,23 +46,23 @@ JSON_PATHS: Final = frozenset(
         "/v1/images/generations",
     )
 )
-"""Routes besides those of prompts whose bodies are JSON, and nothing else."""
+"""Routes without a known prompt, but always with a JSON body."""
 OPENING_ITEMS: Final = 256
-"""Characters, or ids, of a prompt that tell it from others."""
+"""Characters or ids at the start of a prompt by which its conversation is recognised."""
 ESTIMATED_TOKENS_MAX: Final = 131_072
-"""Tokens, of a prompt for a model that does not tell how many it takes."""
+"""Largest estimate of a prompt's tokens where the context length of its model is unknown."""
 _JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
-"""An object in any encoding of JSON that a worker may read."""
+"""Start of a JSON object in UTF-8, UTF-16 or UTF-32."""
 _UNREAD_REQUEST = RoutingRequest(kind="other")
 
 
 def is_worker_path(path: str) -> bool:
-    """Whether a path is a client's to a worker, and none of the router's own (but for the list of models)."""
+    """Return whether the requests of a path are for workers. The list of models is the exception under /v1."""
     return path.startswith("/v1/") or path in TOKENIZE_PATHS
 
 
 class RequestReader:
-    """Reads HTTP requests: what is asked for, and the prompt's tokens."""
+    """Reads HTTP requests: the model, the session, other wishes, and the prompt's tokens."""
 
     def __init__(
         self,
@@ -79,14 +79,16 @@ class RequestReader:
         self._allowed_fields = allowed_fields
         self.stored_responses = StoredResponses()
         self.model_names: ModelNames | None = None
-        """What models' names stand for, where any stands for another one."""
+        """Aliases, canaries and fallbacks of models; None where none are configured."""
         self.model_header: bytes | None = None
-        """A header whose model counts instead of the body's: a gateway's."""
+        """Header of a gateway that names the model and replaces that of the body; None where there is no gateway."""
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
-        """Read what a request sent to `path` (None: its body decides) asks for, and its prompt's tokens, into
-        `context.body`: at once where that is quick, else what is returned is to be awaited. Raises RequestError."""
+        """Read a request to `path` into `context.body`, or return a coroutine that does where it takes long.
+
+        `path`: None where the body tells the kind of request. Raises RequestError.
+        """
         request, kind = context.request, _get_request_kind(context.request, path)
         body_format = _get_body_format(request, path, kind)
         if body_format is None:
@@ -107,7 +109,7 @@ class RequestReader:
         return None
 
     async def read(self, context: RequestContext, path: str | None) -> None:
-        """`begin_read`, awaited."""
+        """Read a request to `path` into `context.body`. Raises RequestError."""
         reading = self.begin_read(context, path)
         if reading is not None:
             await reading
@@ -118,13 +120,15 @@ class RequestReader:
     def _set_unread_body(
         self, context: RequestContext, body_request: RoutingRequest, spans: FieldSpans | None = None
     ) -> None:
-        """Note a body without a prompt."""
+        """Set the body of a request without a prompt."""
         model = self._resolve(context, body_request)
         context.body = ReadBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
-        """Give fields of the body other values, and take out those that are not the client's to set. What is neither
-        JSON nor a form stays. Raises RequestError where the body holds a field twice."""
+        """Set `fields` in the body and remove fields that clients may not set.
+
+        A body that is neither JSON nor a form stays as it is. Raises RequestError where the body has a field twice.
+        """
         request, body = context.request, context.body
         assert body is not None
         spans, allowed_fields = body.spans, self._allowed_fields
@@ -143,7 +147,7 @@ class RequestReader:
             body.fields = None
 
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
-        """Find out what the headers ask for, and which model the request names. Raises RequestError."""
+        """Set the headers and the model of the context, and return the model. Raises RequestError."""
         headers = context.headers = RoutingHeaders(context.request, self._session_names, self.model_header)
         headers.worker = (
             self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
@@ -166,7 +170,7 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext, route: RouteRequest) -> None:
-        """Cache the conversation of a prompt that was read and routed."""
+        """Store the conversation of a routed prompt in the conversation cache."""
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
@@ -183,13 +187,13 @@ class RequestReader:
         self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
-        """Build the core's request of a body that was read."""
+        """Build the core's request from a body that was read."""
         body, headers = context.body, context.headers
         assert body is not None
         assert headers is not None
         body_request, model, token_ids, size = body.request, body.target, body.prompt.token_ids, body.prompt.size
         if body_request.echoes_chat and not self._core.registry.is_blockcast(model.name):
-            token_ids = None  # nothing of it will be reused
+            token_ids = None  # nothing cached can be reused
         if token_ids is None or size is None:
             estimate = _estimate_tokens(context.request, model)
             size = PromptSize(estimate, estimate)
@@ -217,7 +221,7 @@ class RequestReader:
             common_tokens=common_tokens,
             output_tokens_max=1
             if body_request.kind == "other"
-            else size.prompt_count * body_request.output_tokens_max,  # of others, what is computed is the prompt
+            else size.prompt_count * body_request.output_tokens_max,  # requests of other kinds generate nothing
             output_tokens_min=size.prompt_count * output_tokens_min,
             is_streaming=body_request.stream,
             priority=body_request.priority if headers.priority is None else headers.priority,
@@ -231,7 +235,7 @@ class RequestReader:
         )
 
     def _resolve_model(self, name: str | None, *, is_renamed: bool) -> ResolvedModel:
-        """Resolve the name of a model; without a name, the first model there is."""
+        """Resolve the name of a model; without a name, take the first model of any worker."""
         if name is None:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served_model = self._core.resolve_model(name)
@@ -240,7 +244,7 @@ class RequestReader:
         return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
 
     def _get_scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
-        """Return the scope of a prompt. Without a salt it is one object for all requests of a model that is served."""
+        """Return the scope of a prompt. Requests without a salt share one object for each served model."""
         if salt is not None:
             return Scope(base, salt, lora)
         scope = self._scope_by_model.get((base, lora))
@@ -256,8 +260,10 @@ async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, Read
 
 
 def _find_similar_prompt(body: ReadBody[ResolvedModel]) -> tuple[PromptMemory | None, int | None]:
-    """The index's memory of an earlier prompt with the same cached prefix, and how many tokens both begin with, where
-    that is known."""
+    """Return the index's memory of the conversation's earlier prompt, and the number of tokens that both share.
+
+    Each is None where it is unknown.
+    """
     continuation = body.continuation
     if continuation is None:
         return None, None
@@ -268,14 +274,16 @@ def _find_similar_prompt(body: ReadBody[ResolvedModel]) -> tuple[PromptMemory | 
 
 
 def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
-    """Estimate the tokens of a prompt that was not tokenised: at most what its model takes, or an image in a body would
-    price its worker out."""
+    """Estimate the tokens of a prompt that was not tokenised, by the bytes of its body.
+
+    The estimate is at most the model's context: a body with an image would seem too expensive for every worker.
+    """
     body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes  # of what a model reads
     return min(max(1, body_bytes // CHARS_PER_TOKEN), model.tokens_max or ESTIMATED_TOKENS_MAX)
 
 
 def _estimate_size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
-    """A prompt's size, estimated with its media: no more than its model takes, and no less than what was counted."""
+    """Return the estimated size of a prompt with media: at most the model's context, at least the counted tokens."""
     tokens = max(counted_tokens, 1, min(tokens, tokens_max or ESTIMATED_TOKENS_MAX))
     return PromptSize(tokens, tokens, is_exact=False)
 
@@ -304,7 +312,7 @@ def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:
 
 
 def _get_body_format(request: HttpRequest, path: str | None, kind: ApiKind | None) -> Literal["json", "form"] | None:
-    """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
+    """Return the format as which a body is read; None: it is not read. A body that may be a JSON object is JSON."""
     if kind != "other":
         return "json"
     content_type = request.get_header(b"content-type")
@@ -320,8 +328,7 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
 
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
-    """An object of a body, or a form's text of one, without the fields that are not the client's; None where it has
-    none of those."""
+    """Return a JSON object without the fields that clients may not set; None where it has no such field."""
     try:
         fields = msgspec.json.decode(value)
     except msgspec.DecodeError:

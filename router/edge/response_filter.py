@@ -1,4 +1,4 @@
-"""What is changed of a worker's answer on its way to the client: framing, workers' own fields, recorded token ids."""
+"""Convert workers' answers for the client: change the framing, blank internal fields, record token ids."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter:
-    """Converts the answers of the workers that answer one request."""
+    """Converts the answers to one request, which may be one after the other from several workers."""
 
     __slots__ = ("_redactor", "rechunks", "stream", "takes_content", "unframes")
 
     def __init__(self, *, unframes: bool) -> None:
         self.unframes = unframes
-        """The client is given the content alone: it does not know chunks."""
+        """Whether the client gets the content without framing, as it does not understand chunks."""
         self.rechunks = False
-        """The answer's chunks are taken apart, and what is passed on of them is put into new ones."""
+        """Whether the content is put into new chunks."""
         self.takes_content = unframes
-        """`convert` takes the content of the body, without its framing."""
+        """Whether `convert` takes the content of the body, without its framing."""
         self.stream: StreamContinuation | None = None
-        """What notes the tokens of the answer as they pass; None where nothing does."""
+        """Continuation that records the tokens of the answer; None where they are not recorded."""
         self._redactor: ResponseRedactor | None = None
 
     def start(
@@ -37,8 +37,11 @@ class ResponseFilter:
         *,
         is_stream: bool,
     ) -> None:
-        """A worker's answer begins. `redacted_keys`: to be hidden from here on, unless None. `is_stream`: its events
-        can be noted as they pass."""
+        """Prepare for a worker's answer.
+
+        `redacted_keys`: pattern of the fields that are blanked from now on; None changes nothing. `is_stream`: the
+        answer is a stream of which events can be recorded.
+        """
         self.stream = continuation if continuation is not None and continuation.recorder is not None else None
         if redacted_keys is not None and _is_readable(head):
             self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and self.stream is None)
@@ -47,7 +50,7 @@ class ResponseFilter:
         self.takes_content = self.unframes or self.rechunks
 
     def convert(self, data: bytes, *, is_last: bool) -> bytes:
-        """Return what the client gets for the next bytes of the answer. Raises ProtocolError where they are none."""
+        """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
         if self.stream is not None:
             data = self.stream.convert_content(data, is_last=is_last)
         if self._redactor is not None:
@@ -56,18 +59,18 @@ class ResponseFilter:
 
 
 def is_event_stream(head: ResponseHead) -> bool:
-    """Whether the answer is a stream of events, and not an encoded one."""
+    """Return whether the answer is a stream of events without a content coding."""
     has_events = b"event-stream" in (head.headers.get(b"content-type") or b"")
     return has_events and head.headers.get(b"content-encoding") is None
 
 
 def is_readable_stream(head: ResponseHead) -> bool:
-    """Whether a stream's events can be noted as they pass."""
+    """Return whether the answer is a stream of which events can be recorded."""
     return head.status == 200 and head.is_chunked and is_event_stream(head)
 
 
 def _is_readable(head: ResponseHead) -> bool:
-    """Whether the answer is JSON, or a stream of it, and not an encoded one."""
+    """Return whether the answer is JSON, or a stream of it, without a content coding."""
     if head.headers.get(b"content-encoding") is not None:
         return False
     content_type = head.headers.get(b"content-type") or b""
@@ -75,5 +78,5 @@ def _is_readable(head: ResponseHead) -> bool:
 
 
 def encode_chunk(content: bytes) -> bytes:
-    """Return a chunk of a chunked body; nothing for nothing."""
+    """Return a chunk of a chunked body; no bytes where there is no content, as an empty chunk ends the body."""
     return b"%x\r\n%b\r\n" % (len(content), content) if content else b""

@@ -1,7 +1,7 @@
-"""Values in an answer that are no client's to know: where KV lies, which worker computed (prompts/worker_fields.py).
+"""Blank the values of internal fields in answers, such as the place of KV blocks (prompts/worker_fields.py).
 
-Blanks them out in place, so that the length of an answer stays what its head says. Refuses to know HTTP, and of JSON
-all but these keys: a quotation mark in a JSON string is escaped, so no generated text can look like one of them.
+The length of an answer stays as its head says. Fields are found by a pattern: a quotation mark in a JSON string is
+escaped, so generated text cannot look like one of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ REDACTED_KEYS: Final = (
     "disaggregated_params", "worker_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank",
     "decode_dp_rank",
 )  # fmt: skip
-"""Those that engines answer. `request_id` and the like are the client's own."""
+"""Internal fields in the answers of engines. `request_id` is not one: it may be the client's."""
 KEY_START_BYTES_MAX: Final = 64
-"""End of a read that may be the beginning of such a key."""
+"""Longest end of a read that may be the beginning of such a key."""
 _KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
 _KEY_START_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
 """Last bytes of what `_KEY_START_PATTERN` finds: a whole event ends with none of them."""
@@ -26,7 +26,7 @@ _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 
 
 class ResponseRedactor:
-    """Of one answer, whose content is given to `feed`."""
+    """Blanks the internal fields of one answer."""
 
     __slots__ = (
         "_depth",
@@ -40,18 +40,18 @@ class ResponseRedactor:
     )
 
     def __init__(self, key_pattern: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
-        """`is_chunked`: what is fed has the chunks of HTTP in it, and a value that is cut by one stays as it is."""
+        """`is_chunked`: the bytes include the framing of chunks. A value that is cut by a chunk is not blanked."""
         self._key_pattern = key_pattern
         self._is_chunked = is_chunked
         self._pending = b""
         self._is_blanking = False
-        """The next byte belongs to a value that is being blanked."""
+        """Whether the next byte belongs to a value that is being blanked."""
         self._depth = 0
-        """Of the value that is being blanked."""
+        """Number of open objects and arrays in the value that is being blanked."""
         self._is_in_string = self._is_escaped = self._is_in_number = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
-        """Take the next bytes of the content; return what may be passed on, in all as long as what came."""
+        """Take the next bytes; return the bytes to forward. `ends`: no further bytes follow."""
         data = self._pending + content if self._pending else content
         if self._key_pattern.search(data) is None and not self._is_blanking and data[-1:] not in _KEY_START_ENDS:
             self._pending = b""
@@ -70,7 +70,7 @@ class ResponseRedactor:
         return bytes(out)
 
     def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
-        """Begin with the first byte of a value, which stays: an empty object, array or text, or 0, is left of it."""
+        """Blank a value up to an empty object, array or text, or 0; return the position behind the blanked bytes."""
         first_byte = data[position]
         self._depth = int(first_byte in _OPENING)
         self._is_in_string = first_byte == _QUOTE
@@ -82,7 +82,7 @@ class ResponseRedactor:
         return self._blank(data, position + 1, out)
 
     def _blank(self, data: bytes, position: int, out: bytearray) -> int:
-        """Blank from there to the end of the value; return where that is."""
+        """Blank from `position` to the end of the value or of `data`; return that end."""
         while position < len(data) and self._is_blanking:
             byte = data[position]
             if self._is_in_number:
@@ -107,7 +107,7 @@ class ResponseRedactor:
 
 
 def _end_before_key(data: bytes, start: int) -> int:
-    """Return where a key begins that may go on in the next read; the end of `data` where none does."""
+    """Return the position of a key that may be cut off by the end of `data`; else that end."""
     if data[-1:] not in _KEY_START_ENDS:
         return len(data)
     key_start = _KEY_START_PATTERN.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
@@ -115,7 +115,7 @@ def _end_before_key(data: bytes, start: int) -> int:
 
 
 def build_key_pattern(allowed_fields: frozenset[str]) -> re.Pattern[bytes] | None:
-    """Build the pattern of the keys of workers, with the first byte of a value, but not of `allowed_fields`."""
+    """Build the pattern of internal fields but `allowed_fields`, up to the value. Return None if all are allowed."""
     names = [name for name in REDACTED_KEYS if name not in allowed_fields]
     if not names:
         return None

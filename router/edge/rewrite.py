@@ -1,9 +1,11 @@
-"""What changes in heads on their way: a request's to the worker, an answer's to the client. The rest is passed on.
+"""Build the heads that are forwarded: of a request to its worker, of an answer to the client.
 
-Pure: bytes in, bytes out. Owns which headers are not forwarded and which are added.
+Decides which headers are removed and which are added; all others are forwarded as they came. Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
@@ -24,9 +26,9 @@ _REQUEST_HEADERS_REMOVED = (
     b"x-blockcast-explain",
     *(name.encode() for name in WORKER_HEADERS),
 )
+"""Headers of requests that are never forwarded. `accept-encoding` is one of them: answers are read for usage and
+tokens, so they must not be compressed."""
 RANK_HEADER = "x-data-parallel-rank"
-"""Of a request. Answers are read here, for their usage and their tokens, and bodies were decoded here: neither may be
-compressed."""
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
     frozenset(
@@ -39,7 +41,7 @@ _REMOVED_HEADERS = [
     for replaces_key in (False, True)
     for replaces_trace in (False, True)
 ]
-"""By whether the client's key (2), and its `traceparent` (1), are replaced."""
+"""Removed headers, at index 2 * (the client's key is replaced) + (its `traceparent` is replaced)."""
 _RESPONSE_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP,
     b"content-length",
@@ -49,23 +51,31 @@ _RESPONSE_HEADERS_REMOVED = frozenset((
 ))  # fmt: skip
 
 
+class WorkerHeaders(NamedTuple):
+    """Headers that the router sets on a request to a worker."""
+
+    trace_id: bytes
+    authorization: bytes | None = None
+    """Replaces the client's keys; empty: no key is sent; None: the client's own are forwarded."""
+    traceparent: bytes | None = None
+    """Replaces the client's `traceparent`, unless None."""
+    rank: int | None = None
+    """Data-parallel rank that is to answer."""
+    allowed_headers: frozenset[str] = frozenset()
+    """Internal headers of workers that clients may set."""
+
+
 def build_request_head(
-    request: HttpRequest,
-    target: Endpoint,
-    trace_id: bytes,
-    rank: int | None,
-    authorization: bytes | None,
-    body: tuple[bytes, ...],
-    path: bytes | None = None,
-    traceparent: bytes | None = None,
-    allowed_worker_headers: frozenset[str] = frozenset(),
+    request: HttpRequest, endpoint: Endpoint, headers: WorkerHeaders, body: tuple[bytes, ...], path: bytes | None = None
 ) -> bytes:
-    """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
-    `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none.
-    `allowed_worker_headers`: headers of workers that clients may set."""
+    """Return the head of a request for the worker at `endpoint`, which is sent `body`.
+
+    `path`: path for the worker, with its query; None for that of the client.
+    """
+    trace_id, authorization, traceparent, rank, allowed_headers = headers
     removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
-    if allowed_worker_headers:
-        removed_headers -= {name.encode() for name in allowed_worker_headers if rank is None or name != RANK_HEADER}
+    if allowed_headers:
+        removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
     added_lines = length_line = b""
     if traceparent is not None:
         added_lines = b"traceparent: %b\r\n" % traceparent
@@ -77,8 +87,8 @@ def build_request_head(
     if body_bytes or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
         length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
-        request.method.encode(), target.path_prefix, request.target if path is None else path,
-        target.authority, trace_id, request.headers.join_lines_without(removed_headers), added_lines, length_line,
+        request.method.encode(), endpoint.path_prefix, request.target if path is None else path,
+        endpoint.authority, trace_id, request.headers.join_lines_without(removed_headers), added_lines, length_line,
     )  # fmt: skip
 
 
@@ -91,8 +101,11 @@ def build_response_head(
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
-    """The head of a worker's answer for the client. `allows_chunked`: the client understands a chunked body.
-    `cors_headers`: lines that stand in for the worker's own of their kind."""
+    """Return the head of a worker's answer for the client.
+
+    `decision`: names the worker and its cached tokens; None names neither. `allows_chunked`: the client understands a
+    chunked body. `cors_headers`: header lines that replace the worker's own CORS headers.
+    """
     cache_lines = framing = b""
     if decision is not None:
         cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (

@@ -1,4 +1,4 @@
-"""What a client asks of the router: by the headers of a request, and the model that it names."""
+"""Headers by which a client controls routing, and the model that its request names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER_NAMES: Final = frozenset(
 
 
 class RoutingHeaders:
-    """What the headers of a request ask for."""
+    """Values of the routing headers of one request."""
 
     __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
 
@@ -29,13 +29,13 @@ class RoutingHeaders:
             {} if names.header_names.isdisjoint(header_names) else names.read_headers(request.headers.get)
         )
         self.priority: int | None = None
-        """Stands in for that of the body."""
+        """Priority that replaces the one in the body."""
         self.deadline_ms: int | None = None
-        """How long the router may hold the request."""
+        """Longest time that the request may wait in the router."""
         self.ttft_ms: int | None = None
-        """By when its first token must be predicted."""
+        """Longest predicted time to first token with which the request is accepted."""
         self.worker: str | None = None
-        """The only worker that may answer."""
+        """Id of the only worker that may answer."""
         self.role: str | None = None
         self.wants_explanation = False
         """Whether the client asks for the reasons of its miss."""
@@ -55,9 +55,9 @@ class ResolvedModel(NamedTuple):
     base_model: str
     lora: str | None = None
     tokens_max: int | None = None
-    """Tokens that it takes, where that is known."""
+    """Longest context in tokens; None where it is unknown."""
     is_renamed: bool = False
-    """The body names another model, or none where a gateway names one."""
+    """Whether the body of the request has another model, or none."""
 
 
 def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -1,7 +1,4 @@
-"""Which worker holds a stored response: it alone can go on from it, show it or cancel it.
-
-Owns the ids of the newest STORED_RESPONSES_MAX responses. Refuses to know what a response says. Pure.
-"""
+"""Workers that store responses: only the worker that stores a response can continue, show or cancel it. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _RESPONSE_ID_PATTERN = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % RESPONSE_ID_
 
 
 class StoredResponses:
-    """Workers which store responses of this router, by response id."""
+    """Workers of the newest stored responses, by response id."""
 
     def __init__(self, capacity: int = STORED_RESPONSES_MAX) -> None:
         self._capacity = capacity
@@ -29,7 +26,7 @@ class StoredResponses:
         return len(self._worker_by_response_id)
 
     def record_ended_request(self, context: RequestContext) -> None:
-        """Note what a request that ended has stored, if it was one that stores."""
+        """Record the worker of a request to the Responses API that ended well."""
         request, decision = context.request, context.decision
         if request.path != RESPONSES_PATH or decision is None or not context.outcome.startswith("status_200"):
             return
@@ -44,7 +41,7 @@ class StoredResponses:
             self._worker_by_response_id.popitem(last=False)
 
     def find_worker(self, request: HttpRequest, previous_response_id: str | None) -> str | None:
-        """Return the worker that this request has to go to; None where any will do, or none is known.
+        """Return the only worker that can answer this request; None where any can, or that worker is unknown.
 
         `previous_response_id`: the response that the request continues.
         """

@@ -1,8 +1,7 @@
-"""Token ids of one streamed answer: noted as they pass, and taken out where only the router asked for them.
+"""Record the token ids of a streamed answer, so that another worker can continue it, and remove ids not asked for.
 
-Owns what must be known to let another worker go on when this one dies. Passes on whole server-sent events only, so that
-what the client has seen is what was noted. Refuses to know HTTP, and of JSON all but a few keys: a quotation mark in a
-JSON string is escaped, so no generated text can look like one of them.
+Only complete server-sent events are forwarded, so that the recorded tokens are those that the client has. Keys are
+found by patterns: a quotation mark in a JSON string is escaped, so generated text cannot look like one of them.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Annotated, Final
 import msgspec
 
 EVENT_BYTES_MAX: Final = 4 << 20
-"""An event that has not ended by then is passed on as it comes, and nothing is noted any more."""
+"""Longest event. From a longer one on, bytes are forwarded as they come, and nothing is recorded."""
 IDS_MAX: Final = 2 << 20
-"""Ids noted of an answer, and of its prompt; no worker goes on with a longer one."""
+"""Most recorded ids of an answer, and of its prompt. A longer answer is not continued."""
 
 _BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
 _KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
 _TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
-"""With the comma before the key, or where it is the first one, the comma behind its value."""
+"""Pattern of a field with token ids, with the comma before it, or behind it where the field is the first one."""
 _BEFORE_KEY: Final = len(',,"prompt_')
 _FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
 _FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
@@ -32,7 +31,7 @@ _token_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0,
 
 
 class TokenRecorder:
-    """Of one answer, whose content is given to `feed`."""
+    """Records the events of one answer."""
 
     __slots__ = (
         "_is_passthrough",
@@ -52,35 +51,35 @@ class TokenRecorder:
     )  # fmt: skip
 
     def __init__(self, removes_ids: bool) -> None:
-        """`removes_ids`: token ids are taken out of what is passed on."""
+        """`removes_ids`: token ids are removed from the forwarded events."""
         self.prompt_ids = array("I")
         self.output_ids = array("I")
         self.text_token_count = 0
-        """Tokens of `output_ids` when text last came with them."""
+        """Number of leading `output_ids` with complete text."""
         self.last_event = b""
-        """The last event with a choice, as it was passed on."""
+        """Last forwarded event with a choice."""
         self.event_count = 0
-        """Events passed on."""
+        """Number of forwarded events."""
         self.is_unrecognized = False
-        """What is neither text, thought nor call was told, or text without its ids."""
+        """Whether an event had output of an unknown kind, or text without token ids."""
         self.has_parsed_output = False
-        """A thought or a tool's call was told."""
+        """Whether an event had reasoning or a tool call."""
         self.has_finish_reason = False
-        """A finish reason has come."""
+        """Whether an event had a finish reason."""
         self.is_done = False
-        """The stream's last event, [DONE], has come."""
+        """Whether the last event, [DONE], has come."""
         self.has_worker_failed = False
-        """An event says that the worker failed."""
+        """Whether an event reports that the worker failed."""
         self._removes_ids = removes_ids
         self._is_passthrough = False
-        """Everything is passed on as it comes."""
+        """Whether all bytes are forwarded as they come."""
         self._pending = bytearray()
-        """Of an event that has not ended."""
+        """Bytes of an incomplete event."""
         self._search_start = 0
-        """No blank line of `_pending` begins before."""
+        """Position in `_pending` before which no blank line begins."""
 
     def feed(self, content: bytes) -> bytes:
-        """Take the next bytes of the content; return the whole events that may be passed on."""
+        """Take the next bytes of the content; return the complete events, which are to be forwarded."""
         if self._is_passthrough:
             return content
         if not self._pending and _is_single_event(content):  # as nearly always
@@ -104,7 +103,7 @@ class TokenRecorder:
         return b"".join(complete_events)
 
     def finish(self) -> bytes:
-        """The answer is complete: return what came behind the last blank line, as an event."""
+        """Return the bytes behind the last blank line as an event, as the answer has ended."""
         event = bytes(self._pending)
         if not event or self.has_worker_failed:
             return b""
@@ -115,7 +114,7 @@ class TokenRecorder:
         return self._record_event(event)
 
     def release_failure_event(self) -> bytes:
-        """Return an event that says that the worker failed, and what follows it: kept back until now."""
+        """Return the event that reports the worker's failure, which was held back, and the bytes behind it."""
         self._is_passthrough = True
         self.has_worker_failed = False
         pending, self._pending = bytes(self._pending), bytearray()
@@ -123,14 +122,16 @@ class TokenRecorder:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether an answer that ends now lacks its end. False where its events are not understood."""
+        """Whether an answer that ends now is incomplete. False where its events are not understood."""
         return self.event_count > 0 and not (
             self.is_unrecognized or self.has_finish_reason or self.is_done or self._is_passthrough
         )
 
     def rewind(self, drops_incomplete_text: bool) -> None:
-        """Another worker goes on: forget the event that never ended, and if `drops_incomplete_text` tokens whose
-        text is incomplete."""
+        """Forget the incomplete event, as another worker continues the answer.
+
+        `drops_incomplete_text`: forget tokens without complete text, too.
+        """
         if drops_incomplete_text:
             del self.output_ids[self.text_token_count :]
         self._pending.clear()
@@ -138,7 +139,7 @@ class TokenRecorder:
         self.has_worker_failed = False
 
     def _record_event(self, event: bytes) -> bytes:
-        """Note what an event says; return what is passed on of it."""
+        """Record the tokens and the state in an event; return the event as it is forwarded."""
         self.event_count += 1
         if b'"' not in event:
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
@@ -167,12 +168,12 @@ class TokenRecorder:
         return event
 
     def _record_ids(self, match: re.Match[bytes]) -> bytes:
-        """Note ids; return what is left of them in the event."""
+        """Record the ids of a field; return the bytes that replace the field in the event."""
         value = match[2] or match[4]
         try:
             token_ids = [] if value == b"null" else _token_ids_decoder.decode(value or b"")
         except msgspec.MsgspecError:
-            self.is_unrecognized = True  # not what was asked for: no worker goes on from here
+            self.is_unrecognized = True  # the answer cannot be continued
             return match[0]
         if len(self.output_ids) + len(token_ids) > IDS_MAX:
             self.is_unrecognized = True
@@ -184,7 +185,7 @@ class TokenRecorder:
 
 
 def _is_single_event(content: bytes) -> bool:
-    """Whether an event of one line that says of no failure is all there is."""
+    """Return whether the bytes are one event of one line that reports no failure."""
     return (
         0 < content.find(b"\n") == len(content) - 2 and content[-1] == 10 and not content.startswith(_FAILURE_PREFIXES)
     )

@@ -1,7 +1,6 @@
-"""Keep-alive connections to workers, and nothing about what is sent over them.
+"""Keep-alive connections to workers, one request at a time on each.
 
-Owns sockets and their reuse: one request at a time a connection, newest idle connection first (the one least likely to
-have been closed by the other side), idle ones dropped before usual servers drop them. Whoever uses a connection
+The newest idle connection is used first, as the worker is least likely to have closed it. The user of a connection
 implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has exactly one user, or is closed.
 """
 
@@ -19,16 +18,16 @@ from router.http.fair_scheduler import FairScheduler
 from router.http.response import ResponseHeadParser
 
 JOIN_BYTES_MAX: Final = 64 * 1024
-"""Up to this size a copy is cheaper than a vectored write."""
+"""Size up to which copying a body is cheaper than a vectored write."""
 SILENT_S_MAX: Final = 30
-"""A worker's machine that acknowledges nothing for so long is gone: its connections break."""
+"""Time after which connections to a machine that acknowledges nothing are broken."""
 SLICE_BYTES: Final = 16 * 1024
-"""Of one read that is handed over before others get their turn, where a byte may cost much: 2,700 chunks of a byte."""
+"""Bytes of a read that are delivered in one turn of the loop, where they may be many chunks: 2,700 of one byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """Where a worker listens, taken apart once. Compared by identity: one object a worker, and its key in the pool."""
+    """Address of a worker. Compared by identity: each worker has one object, which is its key in the pool."""
 
     host: str
     port: int
@@ -36,11 +35,11 @@ class Endpoint:
     authority: bytes
     """Value of the `Host` header."""
     path_prefix: bytes
-    """Path that stands before every request's path, without its last slash; usually empty."""
+    """Prefix of every request's path, without its last slash; usually empty."""
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """From `http(s)://host[:port][/path]`, as router/fleet/discovery.py normalises it."""
+        """Parse `http(s)://host[:port][/path]`, as router/fleet/discovery.py normalises it."""
         parts = urlsplit(url)
         assert parts.hostname is not None
         is_tls = parts.scheme == "https"
@@ -55,26 +54,30 @@ class Endpoint:
 
 
 class UpstreamUser(Protocol):
-    """What a connection tells whoever holds it, and what it raised meanwhile."""
+    """Callbacks of the object that uses a connection."""
 
-    def connection_opened(self, connection: UpstreamConnection) -> None: ...
+    def connection_opened(self, connection: UpstreamConnection) -> None:
+        """Take a connection; one that is closed already has no transport."""
 
-    def connection_failed(self, error: Exception) -> None: ...
+    def connection_failed(self, error: Exception) -> None:
+        """Handle that no connection could be opened."""
 
-    def upstream_data(self, data: bytes) -> None: ...
+    def upstream_data(self, data: bytes) -> None:
+        """Take bytes from the worker."""
 
-    def crash(self, error: Exception) -> None: ...
+    def crash(self, error: Exception) -> None:
+        """End the request, because a callback raised `error`."""
 
     @property
     def reads_in_slices(self) -> bool:
-        """Long reads are handed over in parts, between the turns of others."""
+        """Whether a long read is delivered in parts, between which other connections are served."""
 
     def upstream_lost(self, reason: str) -> None:
-        """The connection ended; the user no longer holds it."""
+        """Handle that the connection ended; it has no user any more."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
+    """One TCP connection to a worker. An exception in one of its callbacks ends its user's request alone."""
 
     __slots__ = (
         "_is_buffer_full",
@@ -96,21 +99,21 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self.target = target
         self.transport: Any = None
-        """An asyncio transport, or uvloop's, which is none by its type."""
+        """Transport of asyncio or uvloop, which have no common type; None while the connection is closed."""
         self.user: UpstreamUser | None = None
         self.head_parser = ResponseHeadParser()
         self.request_count = 0
-        """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
+        """Requests sent so far: a connection that breaks on a later request may just have been idle for too long."""
         self._unread_data = b""
-        """Of a long read; meanwhile nothing more is read."""
+        """Bytes of a long read that are not delivered yet. Meanwhile nothing more is read."""
         self._is_paused = False
-        """By the user."""
+        """Whether the user wants no more bytes for now."""
         self._unsent_pieces: deque[bytes] = deque()
-        """Of a long body."""
+        """Pieces of a long body that are not written yet."""
         self._is_buffer_full = False
-        """What was written waits for the worker to read it."""
+        """Whether the worker has to read before more is written."""
         self._is_send_scheduled = False
-        """`_send_next_piece` will be called."""
+        """Whether `_send_next_piece` is scheduled."""
         self._loss_reason = ""
         """Why the connection was lost."""
         self.idle_since_s = 0.0
@@ -121,9 +124,9 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         user = self.user
         if user is None:
-            self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
+            self.close()  # bytes without a request could be taken for the next answer
             return
-        if self._unread_data:  # a transport that is paused may still hand over what it has decrypted
+        if self._unread_data:  # a paused TLS transport may still deliver decrypted bytes
             self._unread_data += data
             return
         try:
@@ -158,7 +161,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._unsent_pieces.clear()
         self._pool.discard(self)
         self._loss_reason = str(exc) if exc else "closed by the worker"
-        if not self._unread_data:  # else its user gets that first, in its turns
+        if not self._unread_data:  # else the user gets these bytes first
             self._notify_lost()
 
     def _notify_lost(self) -> None:
@@ -171,7 +174,7 @@ class UpstreamConnection(asyncio.Protocol):
             user.crash(error)
 
     def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Write one request, whose body is in pieces; none is copied where it is long, and each has a turn."""
+        """Write one request. A long body is in pieces, of which one is written in each turn of the loop."""
         assert self.transport is not None
         self.request_count += 1
         if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:
@@ -205,7 +208,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """More was read than its user was given, or it was answered before all was sent."""
+        """Whether bytes are left that were not delivered or not sent: then the connection cannot be reused."""
         return bool(self._unread_data or self._unsent_pieces)
 
     def pause_reading(self) -> None:
@@ -221,7 +224,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def close(self) -> None:
-        """Give up the connection, and with it whatever the worker is still computing for it."""
+        """Close the connection at once, which tells the worker to stop computing."""
         self.user = None
         self._unread_data = b""
         self._unsent_pieces.clear()
@@ -230,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamPool:
-    """Idle connections by target. `idle_s_max` stays under the 5 s after which uvicorn closes an idle connection."""
+    """Idle connections by endpoint. Uvicorn closes an idle connection after 5 s, and `idle_s_max` is less."""
 
     def __init__(
         self,
@@ -247,11 +250,11 @@ class UpstreamPool:
         self._connect_s_max = connect_s_max
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
         self.connections_opened = 0
-        """Connections made since the start."""
+        """Number of connections opened since the start."""
         self.scheduler = FairScheduler()
 
     def acquire(self, target: Endpoint) -> UpstreamConnection | None:
-        """The newest idle connection, now the caller's, or None."""
+        """Return the newest idle connection, which is no longer idle then; None where there is none."""
         idle_connections = self._idle_connections.get(target)
         while idle_connections:
             connection = idle_connections.pop()
@@ -260,7 +263,7 @@ class UpstreamPool:
         return None
 
     def open(self, target: Endpoint, user: UpstreamUser) -> asyncio.Task[None]:
-        """Connect, and tell `user` how that ended."""
+        """Open a connection in a task, and call `user` with the result."""
         return asyncio.get_running_loop().create_task(self._open(target, user))
 
     async def _open(self, target: Endpoint, user: UpstreamUser) -> None:
@@ -295,7 +298,7 @@ class UpstreamPool:
         return connection
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
-        """Take back a connection whose answer was read to its end."""
+        """Make a connection idle after a complete answer."""
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
@@ -319,7 +322,7 @@ class UpstreamPool:
                 del self._idle_connections[connection.target]
 
     def close_idle(self, now: float) -> None:
-        """Close what was idle for too long; call every second or so."""
+        """Close connections that were idle for too long. Call every second or so."""
         for target in list(self._idle_connections):
             idle_connections = self._idle_connections[target]
             expired_connections = [
@@ -337,13 +340,12 @@ class UpstreamPool:
         self._idle_connections.clear()
 
     def count_connections(self) -> tuple[int, int]:
-        """(open connections, idle ones)."""
+        """Return the numbers of open and of idle connections."""
         return len(self._connections), sum(map(len, self._idle_connections.values()))
 
 
 def _enable_keepalive(sock: Any) -> None:
-    """Have the kernel ask the other side of a silent connection whether it is there: a machine that lost its power or
-    its network sends nothing, an end of the connection least of all."""
+    """Have the kernel probe a silent connection: a machine without power or network sends no end of it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option_name, option_value in (
         ("TCP_KEEPIDLE", SILENT_S_MAX // 2),

@@ -1,4 +1,4 @@
-"""How workers are reached: their addresses, the key that they are sent, the engines that they say they are."""
+"""Addresses, API keys and engines of workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class WorkerDirectory:
     def __init__(self, workers: Mapping[str, Worker], authorization: bytes | None = None) -> None:
         self._workers = workers
         self.authorization = authorization
-        """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        """Value of `Authorization` for workers; None forwards the client's."""
         self.may_send_key: Callable[[str], bool] = lambda worker_id: True
-        """Whether a worker may be sent `authorization`; the others get none at all."""
+        """Returns whether a worker may get `authorization`. Other workers get no key."""
         self._endpoint_by_worker: dict[str, tuple[str, Endpoint]] = {}
-        """Worker id -> (URL, the same taken apart)."""
+        """Worker id -> (URL, its parts)."""
 
     def get_endpoint(self, worker_id: str) -> Endpoint | None:
-        """Return where a worker listens; None where it is known no more."""
+        """Return the address of a worker; None for one that was removed or has no URL."""
         worker = self._workers.get(worker_id)
         if worker is None or not worker.spec.url:
             return None
@@ -31,21 +31,21 @@ class WorkerDirectory:
         return entry[1]
 
     def get_authorization(self, worker_id: str) -> bytes | None:
-        """Return what stands in for the client's `Authorization`: None keeps the client's, empty sends none."""
+        """Return the value of `Authorization` for a worker: None forwards the client's, empty sends none."""
         if self.authorization is None or self.may_send_key(worker_id):
             return self.authorization
         return b""
 
     def get_engine(self, worker_id: str) -> str:
-        """Return the engine that a worker says it is; empty where it does not say."""
+        """Return the engine that a worker reports; empty where it reports none."""
         worker = self._workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 
     def find_workers_by_engine(self, engine: str) -> frozenset[str]:
-        """Return the workers that say they are this engine."""
+        """Return the ids of the workers that report this engine."""
         return frozenset(name for name, worker in self._workers.items() if worker.spec.engine == engine)
 
     def forget_removed(self) -> None:
-        """Drop the addresses of workers that are known no more."""
+        """Forget the addresses of workers that were removed."""
         for worker_id in self._endpoint_by_worker.keys() - self._workers.keys():
             del self._endpoint_by_worker[worker_id]

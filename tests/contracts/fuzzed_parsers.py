@@ -172,7 +172,7 @@ def _stream(data: bytes) -> None:
     find_usage(data[-4096:])
     for shape in (None, {"id": "1", "choices": [{"index": 0}]}):
         answer = StreamContinuation({}, b'{"stream":true}', True)
-        answer.request_body_for("vllm")
+        answer.build_request_body("vllm")
         answer._event_template = shape  # as where another worker goes on
         for piece in _pieces(data):
             if answer.recorder is not None:

@@ -78,7 +78,7 @@ def test_fields_that_the_router_has_read_are_not_read_again(body: str, engine: s
         None, parse_body("chat", made.body)[1], locate_raw_fields(made.pieces, locate_fields(made.body)),
     ):  # fmt: skip
         continuation = build_continuation(made, fields)
-        asked.append(None if continuation is None else continuation.request_body_for(engine))
+        asked.append(None if continuation is None else continuation.build_request_body(engine))
     assert asked[0] == asked[1] == asked[2]
     assert locate_raw_fields((b"{", b"}"), locate_fields(b"{}")) is None, "a body in pieces is not copied"
 
@@ -111,7 +111,7 @@ def test_only_our_engine_takes_back_all_of_its_state(more: dict[str, Any], exact
     for engine, wanted in (("blockcast", True), ("vllm", exact), ("sglang", False), ("", False)):
         made = build_continuation(request({**CHAT, **more}))
         assert made is not None
-        (asked,) = made.request_body_for(engine) or (b"",)
+        (asked,) = made.build_request_body(engine) or (b"",)
         body = json.loads(asked)
         assert body.get("return_token_ids", False) is wanted, engine
         assert (made.recorder is not None) is wanted
