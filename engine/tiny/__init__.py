@@ -1,1 +1,1 @@
-"""Small random checkpoints with real configs, tokenizers and weights files: the built-in model and the tests'."""
+"""Small random checkpoints in the files of real ones, for `engine serve` without a model, the demo and tests."""

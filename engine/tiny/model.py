@@ -1,12 +1,11 @@
-"""Seeded random checkpoints in Hugging Face's layout: for tests, for the demo, and for `engine serve` without a model.
+"""Write seeded random checkpoints in Hugging Face's layout.
 
-Owns the recipes and how weights are drawn; the files are the real thing (config.json, safetensors under HF's names,
-tokenizer.json, chat template, generation_config.json), so whatever reads them reads real checkpoints too. transformers
-is imported only when a checkpoint is made. A tensor's values depend on (seed, its name, its shape) alone.
+The files are those of real checkpoints: config.json, safetensors under HF's names, tokenizer.json, a chat template,
+generation_config.json. transformers is imported only to write one. A tensor's values depend only on the seed, the
+tensor's name and its shape.
 
-Weights are drawn so that a random model behaves like one in the ways that tests care about: greedy output depends on
-the whole context and varies, norm weights and biases are not the identity, and activations stay near 1, so that fp32
-implementations agree closely.
+The weights make a random model useful for tests: greedy output varies and depends on the whole context, norm weights
+and biases are not the identity, and activations stay near 1, so that fp32 implementations agree closely.
 """
 
 from __future__ import annotations
@@ -26,30 +25,32 @@ if TYPE_CHECKING:
     import torch
 
 _RECIPE_VERSION = 2
-"""Part of the cache key: raise it when the same recipe would make other bytes."""
+"""Part of the cache key. Raise it when a recipe would make different bytes."""
 _LOGIT_STD = 2.5
-"""Spread of the logits: wide enough that the likeliest token is clear, narrow enough that sampling is not greedy."""
-_GAINS = (
+"""Standard deviation of the logits. The likeliest token is clear, but sampling still varies."""
+_GAIN_BY_PATTERN = (
     (re.compile(r"self_attn\.(o_proj|out_proj)\.weight$"), 5.0),
     (re.compile(r"(o_proj|down_proj|out_proj|output_linear|w2)(\.weight)?$"), 2.0),
     (re.compile(r"q_proj\.weight$"), 2.0),
 )
-"""Layers speak louder than the token's own embedding, and attention, sharpened, loudest: else a network with tied
-embeddings answers every token with itself, and one that hardly looks back soon repeats itself."""
+"""(Pattern of a weight's name, factor of its values). Layers outweigh the token's own embedding, and attention most.
+
+Without these factors a network with tied embeddings answers every token with the same token, or soon repeats itself.
+"""
 
 _NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
     "qwen3": (("q_norm", 1.0),),
     "qwen3_moe": (("q_norm", 1.0),),
     "qwen3_5": (("q_norm", 1.0),),
-    # Norms after a branch decide there how loud it is, whatever its last matrix does.
+    # A norm after a branch sets the branch's scale, whatever the branch's last matrix does.
     "gemma3_text": (("q_norm", 3.0), ("post_attention", 5.0), ("post_feedforward", 4.0)),
 }
-"""Part of a norm weight's name -> value added to it: the same two aims where a norm undoes a matrix's gain."""
+"""Family -> (part of a norm weight's name, value added to the weight), where a norm would undo a matrix's factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the bytes of a checkpoint."""
+    """Settings that determine the bytes of a checkpoint."""
 
     family: str = "qwen3"
     hidden_size: int = 64
@@ -60,15 +61,15 @@ class Recipe:
     intermediate_size: int = 128
     vocab_size: int = 2048
     max_position: int = 40960
-    """Agents begin with 11,000 to 34,000 tokens."""
+    """Long enough for agents, which begin with 11,000 to 34,000 tokens."""
     dtype: str = "float32"
     seed: int = 0
     tie_embeddings: bool = True
     max_shard_size: str = "1000GB"
-    """Largest weights file."""
+    """Size of the largest weights file."""
 
 
-PRESETS = {
+PRESETS: dict[str, Recipe] = {
     "tiny": Recipe(),
     # 0.5 s to prefill 2,500 tokens with transformers on one EPYC core with AVX-512 bf16.
     "demo": Recipe(
@@ -96,7 +97,7 @@ def _dense_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _attention_layers(recipe: Recipe) -> list[int]:
-    """Indices of the full-attention layers of a hybrid: every second layer, and always the last one."""
+    """Return the indices of a hybrid's full-attention layers: every second layer, and always the last one."""
     return sorted({*range(1, recipe.layers, 2), recipe.layers - 1})
 
 
@@ -106,7 +107,7 @@ def _layer_types(recipe: Recipe, other: str) -> list[str]:
 
 
 def _mamba_config(recipe: Recipe) -> dict[str, Any]:
-    """Mamba-2 sizes: 2 x hidden channels in heads of head_dim, state 16."""
+    """Return the fields of Mamba-2: 2 x hidden channels in heads of head_dim, state 16."""
     return {
         "mamba_n_heads": 2 * recipe.hidden_size // recipe.head_dim, "mamba_d_head": recipe.head_dim,
         "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
@@ -114,7 +115,7 @@ def _mamba_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nemotron_config(recipe: Recipe) -> dict[str, Any]:
-    """Layers alternate state space, MLP and attention, each a layer of its own."""
+    """Return the config of a model whose layers are each a state space, an MLP or attention, in turn."""
     pattern = ("linear_attention", "mlp", "full_attention", "mlp")
     config = _dense_config(recipe)
     del config["num_hidden_layers"]
@@ -155,9 +156,9 @@ FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
 
 
 def make_model(path: str | Path, recipe: Recipe) -> Path:
-    """Write the checkpoint of `recipe` into the folder `path` (made if absent) and return it.
+    """Write the checkpoint of `recipe` into the folder `path`, which is made if absent. Return the folder.
 
-    Raises ValueError for a recipe that its family cannot have, or a folder that holds something already.
+    Raises ValueError for a recipe that the family cannot have, or a folder that is not empty.
     """
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
@@ -183,9 +184,9 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
-    model_type, fields_of = FAMILIES[recipe.family]
+    model_type, make_config = FAMILIES[recipe.family]
     tokens = {"eos_token_id": special_ids["<|im_end|>"], "pad_token_id": special_ids["<|endoftext|>"]}
-    config = AutoConfig.for_model(model_type, **fields_of(recipe), bos_token_id=None, **tokens)
+    config = AutoConfig.for_model(model_type, **make_config(recipe), bos_token_id=None, **tokens)
     with torch.random.fork_rng(devices=[]):  # some families draw their decay rates at construction
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -202,7 +203,7 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
 
 
 def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
-    """Fill one parameter in place. Matrices keep the variance of what they multiply; vectors are nudged."""
+    """Fill one parameter in place. Matrices preserve the variance of their input; vectors change a little."""
     import torch
 
     generator = torch.Generator().manual_seed(zlib.crc32(f"{recipe.seed}:{name}".encode()))
@@ -210,8 +211,8 @@ def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
     if "embed" in name or "lm_head" in name:
         parameter.copy_(noise * (_LOGIT_STD / math.sqrt(recipe.hidden_size)))
     elif parameter.ndim >= 2:
-        # Linear [out, in], experts [expert, out, in], depthwise convolutions [channel, 1, kernel]: the last is summed.
-        gain = next((gain for pattern, gain in _GAINS if pattern.search(name)), 1.0)
+        # Linear [out, in], experts [expert, out, in], convolutions [channel, 1, kernel]: the last axis is summed.
+        gain = next((gain for pattern, gain in _GAIN_BY_PATTERN if pattern.search(name)), 1.0)
         parameter.copy_(noise * (gain / math.sqrt(parameter.shape[-1])))
     else:
         # Norm weights near their identity, biases near 0, decay rates near what the family draws.
@@ -220,6 +221,6 @@ def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
 
 
 def cached_model(recipe: Recipe) -> Path:
-    """The checkpoint of `recipe` in the user's cache folder, made once. Safe against several processes at a time."""
+    """Return the folder of the recipe's checkpoint in the user's cache, written once. Several processes may call it."""
     cache_inputs = json.dumps([_RECIPE_VERSION, asdict(recipe), CHAT_TEMPLATE])
     return build_cached(recipe.family, cache_inputs, lambda folder: make_model(folder, recipe))

@@ -1,8 +1,8 @@
-"""The tokenizer of the built-in random models: byte-level BPE with ChatML's special tokens and a Qwen-style template.
+"""Build the tokenizer of the random models: byte-level BPE with ChatML's special tokens and a Qwen-style template.
 
-Its merges lie in data/tiny_merges.txt, trained once on this repository's text, so that ids stay the same when the
-sources change. Merges are ordered, so a smaller vocabulary is a prefix of a larger one. Any text encodes and decodes
-without loss.
+The merges in data/tiny_merges.txt were trained once on this repository's text, so that ids do not change with the
+sources. Merges are ordered, so a smaller vocabulary is a prefix of a larger one. Any text encodes and decodes without
+loss.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MERGES_FILE = Path(__file__).parent / "data" / "tiny_merges.txt"
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PLAIN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added tokens that stay visible in decoded text, as in Qwen's vocabularies."""
-_ADDED = (*SPECIAL_TOKENS, *PLAIN_TOKENS)
-_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-# Words with their leading space, numbers in groups of at most three, punctuation with the line breaks after it.
-_WORDS = (
+"""Added tokens that decoded text shows, as in Qwen's vocabularies."""
+_ADDED_TOKENS = (*SPECIAL_TOKENS, *PLAIN_TOKENS)
+_BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""Words with their leading space, numbers of at most three digits, punctuation with the line breaks after it."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -56,24 +56,24 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """The tokenizer with at most `vocab_size` ids. Raises ValueError where the bytes alone do not fit."""
-    vocab_size_min = len(_BYTES) + len(_ADDED)
+    """Return the tokenizer with at most `vocab_size` ids. Raises ValueError if that is too few for the bytes."""
+    vocab_size_min = len(_BYTE_CHARS) + len(_ADDED_TOKENS)
     if vocab_size < vocab_size_min:
         raise ValueError(f"vocab_size: got {vocab_size}, expected at least {vocab_size_min} (bytes and special tokens)")
-    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[: vocab_size - vocab_size_min]
-    tokenizer = _backend([(a, b) for a, _, b in (line.partition(" ") for line in lines)])
+    merge_lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[: vocab_size - vocab_size_min]
+    tokenizer = _build_bpe([(a, b) for a, _, b in (line.partition(" ") for line in merge_lines)])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS])
     return tokenizer
 
 
-def _backend(merges: list[tuple[str, str]]) -> Tokenizer:
-    vocab = {token: index for index, token in enumerate([*_BYTES, *(a + b for a, b in merges)])}
+def _build_bpe(merges: list[tuple[str, str]]) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate([*_BYTE_CHARS, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_WORD_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -103,7 +103,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[st
 
 
 def cached_tokenizer() -> Path:
-    """A folder with the tokenizer alone, in the user's cache folder, made once."""
+    """Return a folder with the tokenizer alone, in the user's cache, written once."""
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -113,9 +113,9 @@ def cached_tokenizer() -> Path:
 
 
 def build_cached(name: str, cache_inputs: str, write: Callable[[Path], object]) -> Path:
-    """A folder in the user's cache folder that `write` fills unless it is there.
+    """Return a folder in the user's cache, which `write` fills if it is absent. Several processes may call it.
 
-    `cache_inputs` is all that it depends on besides the merges. Safe against several processes at a time.
+    `cache_inputs`: text of everything that the folder depends on, besides the merges.
     """
     cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
     key = sha256(cache_inputs.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]
@@ -128,7 +128,7 @@ def build_cached(name: str, cache_inputs: str, write: Callable[[Path], object]) 
         write(scratch / "made")
         try:
             (scratch / "made").rename(folder)
-        except OSError:  # another process was first; its bytes are the same
+        except OSError:  # another process was first, and wrote the same bytes
             if not folder.is_dir():
                 raise
     finally:
