@@ -16,6 +16,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from engine.config import ServerConfig
@@ -95,12 +96,20 @@ async def _generate(
     data = await state.read_body(request)
     with state.reserve_admission():
         parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes)
-        body = parsed_request.body
-        state.check_model(body.model)
-        constraint = None if parsed_request.constraint is None else await state.reader.check(parsed_request.constraint)
-        generation = _make_generation(state, request, parsed_request, id_prefix, constraint)
+        state.check_model(parsed_request.body.model)
+        if parsed_request.constraint is not None:
+            constraint = await state.reader.check(parsed_request.constraint)
+            parsed_request = msgspec.structs.replace(parsed_request, constraint=constraint)
+        generation = make_generation(
+            parsed_request,
+            id=id_prefix + _choose_answer_id(request, parsed_request, id_prefix),
+            request_prefix=state.make_request_prefix(),
+            model=parsed_request.body.model or state.model_names[0],
+            limits=state.limits,
+            factory=state.detokenizer_factory,
+        )
         formatter = _make_formatter(state, parsed_request, generation)
-        stream = state.submit(state.name_kv_source(body.kv_transfer_params, generation.requests))
+        stream = state.submit(state.name_kv_source(parsed_request.body.kv_transfer_params, generation.requests))
     return await _respond(state, request, generation, stream, formatter)
 
 
@@ -118,28 +127,12 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
     return CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
 
 
-def _make_generation(
-    state: ServerState,
-    request: web.Request,
-    parsed_request: ParsedRequest,
-    id_prefix: str,
-    constraint: Constraint | None,
-) -> Generation:
-    body = parsed_request.body
-    client_id = body.request_id or request.headers.get("X-Request-Id") or ""
-    # A stored response can be read by everybody who knows its id, so that id is always random.
-    can_use_client_id = id_prefix != _RESPONSE_ID_PREFIX and _REQUEST_ID_PATTERN.fullmatch(client_id) is not None
-    return make_generation(
-        body,
-        parsed_request.prompts,
-        id=id_prefix + (client_id if can_use_client_id else make_random_id()),
-        request_prefix=state.make_request_prefix(),
-        model=body.model or state.model_names[0],
-        limits=state.limits,
-        factory=state.detokenizer_factory,
-        parser_config=parsed_request.parser_config,
-        constraint=constraint,
-    )
+def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_prefix: str) -> str:
+    """Return the id that the client gives to its request, or a random one."""
+    client_id = parsed_request.body.request_id or request.headers.get("X-Request-Id") or ""
+    if id_prefix == _RESPONSE_ID_PREFIX:  # whoever knows the id of a stored response can read it
+        return make_random_id()
+    return client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) else make_random_id()
 
 
 async def _respond(

@@ -15,8 +15,9 @@ from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
+from engine.protocol.parsed_request import ParsedRequest
 from engine.protocol.usage import Usage, make_usage
-from engine.types import Constraint, Request, SamplingParams
+from engine.types import Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
 
@@ -65,26 +66,23 @@ class Generation:
 
 
 def make_generation(
-    body: ChatRequest | CompletionRequest,
-    prompts: list[list[int]],
+    parsed_request: ParsedRequest,
     *,
     id: str,
     request_prefix: str,
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
-    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
-    constraint: Constraint | None = None,
 ) -> Generation:
-    """Check a body's parameters against the model and make its sequences and choices. Raises RequestError.
+    """Check a request's parameters against the model and make its sequences and choices. Raises RequestError.
 
     `id`: name of the answer; `request_prefix`: makes the names of its sequences unique in the core.
     """
-    skips_special = body.skip_special_tokens is not False
+    body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
     requests: list[Request] = []
     answered_tokens = check_answered_tokens(body, prompts)
     for prompt in prompts:
-        params = sampling_params(body, limits, len(prompt) - answered_tokens, constraint)
+        params = sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
         requests += make_sample_requests(
             request_prefix, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered_tokens
         )
@@ -94,7 +92,7 @@ def make_generation(
             request.params,
             factory,
             keeps_text=not body.stream,
-            skip_special_tokens=skips_special,
+            skip_special_tokens=body.skip_special_tokens is not False,
             parser_config=parser_config,
         )
         for index, request in enumerate(requests)

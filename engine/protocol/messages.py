@@ -57,12 +57,6 @@ class MessageResponse(Struct, frozen=True, kw_only=True):
     usage: MessageUsage
 
 
-class TokenCount(Struct, frozen=True):
-    """The answer of `/v1/messages/count_tokens`."""
-
-    input_tokens: int
-
-
 def format_event(type: str, **fields: Any) -> bytes:
     """Return one event of a stream. Clients expect its type twice."""
     data = _encoder.encode({"type": type, **fields})

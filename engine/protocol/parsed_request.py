@@ -17,10 +17,10 @@ from engine.output.choice import PLAIN_TEXT_CONFIG
 from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reasoning_end_token, initial_reasoning_state
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import parameter_types
-from engine.protocol.messages import TokenCount
 from engine.protocol.params import ModelLimits, check_prompt
-from engine.protocol.responses import ECHOED_FIELDS, ResponseContext
+from engine.protocol.response_context import ECHOED_FIELDS, ResponseContext
 from engine.protocol.support import check_supported
+from engine.protocol.usage import TokenCount
 from engine.structured_output.constraint import make_scripted_constraint, parse_requested_constraint, requires_call
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
@@ -61,8 +61,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     body: ChatRequest | CompletionRequest
     """The body without its prompts, and without fields that only a chat template reads."""
     prompts: list[list[int]]
-    prompt_texts: list[str]
-    """Texts of the prompts if the answer echoes them; else empty strings."""
+    prompt_texts: list[str] = []
+    """Text of each prompt if the answer echoes it; else empty strings. Empty for chats."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
     """How the generated text is parsed."""
     constraint: Constraint | None = None
@@ -216,7 +216,7 @@ def _read_chat_body(
         last_message.pop("content", None)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
-    return ParsedRequest(_strip_large_fields(body, messages=[last_message]), prompts, [""], parser_config, constraint)
+    return ParsedRequest(_strip_large_fields(body, messages=[last_message]), prompts, [], parser_config, constraint)
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:

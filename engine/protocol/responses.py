@@ -15,26 +15,12 @@ from engine.output.choice import Choice, ChoiceDelta
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.output.custom_input import CustomInputDecoder
 from engine.protocol.generation import Generation
+from engine.protocol.response_context import ResponseContext
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
 
 _encoder = msgspec.json.Encoder()
-
-
-class ResponseContext(Struct, frozen=True):
-    """Fields of a `/v1/responses` body that its answer needs; large ones stay encoded."""
-
-    messages: bytes
-    """JSON list of the rendered messages, for a response that continues this one."""
-    echoed_fields: bytes
-    """JSON object of the fields that the answer repeats."""
-    should_store: bool
-    previous_response_id: str | None
-    tools: dict[str, ClientTool] = {}
-    """Name that the model sees -> tool, for tools with another name or with free text as input."""
-    skipped_item_types: list[str] = []
-    """Types of input items that the model does not see."""
 
 
 class InputDetails(Struct, frozen=True):
@@ -144,10 +130,6 @@ class DeletedResponse(Struct, frozen=True):
     deleted: bool = True
 
 
-ECHOED_FIELDS = (
-    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
-    "tool_choice", "tools", "top_p", "truncation", "user",
-)  # fmt: skip
 _echoed_decoder = msgspec.json.Decoder(dict[str, Raw])
 _ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 

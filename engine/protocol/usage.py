@@ -1,4 +1,4 @@
-"""Token counts in the answers of OpenAI's endpoints."""
+"""Token counts in answers: the usage of OpenAI's endpoints, and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -30,3 +30,9 @@ def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, r
         PromptTokensDetails(cached_tokens),
         UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
     )
+
+
+class TokenCount(Struct, frozen=True):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int

@@ -13,7 +13,7 @@ from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
-from engine.protocol.parsed_request import make_parser_config
+from engine.protocol.parsed_request import ParsedRequest, make_parser_config
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import parse_chat
@@ -43,14 +43,12 @@ class RecordedServer:
         prompt = chunks[0]["prompt_token_ids"]
         plan = make_parser_config(body, self.tokenizer.decode(prompt, skip_special_tokens=False), self.limits)
         generation = make_generation(
-            body,
-            [prompt],
+            ParsedRequest(body, [prompt], parser_config=plan),
             id="x",
             request_prefix="u",
             model="m",
             limits=self.limits,
             factory=self.factory,
-            parser_config=plan,
         )
         answer, (choice,), streamed_bytes = ChatFormatter(generation, body, self.factory), generation.choices, b""
         pieces = list(filter(None, pieces))

@@ -13,6 +13,7 @@ from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import ParsedRequest
 from engine.types import FinishReason, SequenceOutput
 from prompts import RequestError
 from prompts.schemas import ChatRequest
@@ -26,7 +27,8 @@ def generation(stream: bool) -> Generation:
     tokenizer.decoder = decoders.Fuse()
     body = ChatRequest(messages=[{"role": "user"}], max_tokens=20, stop=["STOP"], stream=stream)
     factory = DetokenizerFactory(tokenizer)
-    return make_generation(body, [[1, 2, 3]], id="msg_1", request_prefix="u", model="m", limits=LIMITS, factory=factory)
+    parsed_request = ParsedRequest(body, [[1, 2, 3]])
+    return make_generation(parsed_request, id="msg_1", request_prefix="u", model="m", limits=LIMITS, factory=factory)
 
 
 def push_all(

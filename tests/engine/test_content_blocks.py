@@ -14,7 +14,8 @@ from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ToolCallDelta
 from engine.protocol.generation import Generation
 from engine.protocol.messages import MessagesFormatter
-from engine.protocol.responses import ResponseContext, ResponsesFormatter
+from engine.protocol.response_context import ResponseContext
+from engine.protocol.responses import ResponsesFormatter
 from engine.types import SamplingParams
 from prompts import RequestError
 from prompts.responses import ClientTool

@@ -22,9 +22,10 @@ from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.logprobs import LOGPROB_FLOOR
 from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
-from prompts import RequestError, parse_chat, parse_completion
+from prompts import ChatRequest, CompletionRequest, RequestError, parse_chat, parse_completion
 
 FACTORY = DetokenizerFactory(build_tokenizer(1024))
 LIMITS = ModelLimits(max_model_len=100_000, vocab_size=1024)
@@ -53,15 +54,20 @@ def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
     }
 
 
+def generate(body: ChatRequest | CompletionRequest) -> Generation:
+    parsed_request = ParsedRequest(body, [PROMPT])
+    return make_generation(parsed_request, id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
+
+
 def chat(**fields: Any) -> tuple[Generation, ChatFormatter]:
     body = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], "logprobs": True, **fields}).encode())
-    generation = make_generation(body, [PROMPT], id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
+    generation = generate(body)
     return generation, ChatFormatter(generation, body, FACTORY)
 
 
 def completion(**fields: Any) -> tuple[Generation, CompletionFormatter]:
     body = parse_completion(json.dumps({"prompt": PROMPT, "logprobs": 3, **fields}).encode())
-    generation = make_generation(body, [PROMPT], id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
+    generation = generate(body)
     return generation, CompletionFormatter(generation, body, FACTORY, ["abc" if body.echo else ""])
 
 

@@ -27,7 +27,7 @@ from engine.output.parser import OutputParser, OutputParserConfig
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.generation import Generation, make_generation
 from engine.protocol.params import ModelLimits
-from engine.protocol.parsed_request import make_parser_config
+from engine.protocol.parsed_request import ParsedRequest, make_parser_config
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import ChatTemplate, parse_chat
@@ -61,7 +61,12 @@ def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: 
     request = parse_chat(json.dumps({**BODY, **body}).encode())
     plan = make_parser_config(request, prompt, limits)
     generation = make_generation(
-        request, [[1, 2]], id="x", request_prefix="u", model="m", limits=limits, factory=FACTORY, parser_config=plan
+        ParsedRequest(request, [[1, 2]], parser_config=plan),
+        id="x",
+        request_prefix="u",
+        model="m",
+        limits=limits,
+        factory=FACTORY,
     )
     answer = ChatFormatter(generation, request, FACTORY)
     (choice,), stream_bytes = generation.choices, b""

@@ -24,6 +24,7 @@ from engine.http.weights import resolve_weights_folder
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
+from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import RequestError, parse_completion
@@ -187,10 +188,10 @@ def test_fewer_file_descriptors_are_fewer_connections(
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 500)])
 def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, status: int) -> None:
     factory = DetokenizerFactory(build_tokenizer(300))
+    constraint = Constraint(lark_grammar="start: X", param="structured_outputs.regex")
     generation = make_generation(
-        parse_completion(b'{"prompt": [5]}'), [[5]], id="i", request_prefix="u", model="m",
-        limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
-        constraint=Constraint(lark_grammar="start: X", param="structured_outputs.regex"),
+        ParsedRequest(parse_completion(b'{"prompt": [5]}'), [[5]], constraint=constraint),
+        id="i", request_prefix="u", model="m", limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
     )  # fmt: skip
     follower = DeltaStream(
         SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]
