@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from programs import Program, call
+from programs import Program, call, wait_until
 
 from prompts.kv_source import RemoteKVSource
 
@@ -141,5 +147,89 @@ def test_no_engine_starts_without_a_key(tmp_path: Path, key: str | None, problem
     try:
         assert program.process.wait(60) == 2
         assert problem in program.log()
+    finally:
+        program.close()
+
+
+def test_an_engine_that_pulls_from_a_frozen_source_sleeps_when_the_pull_is_over(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(FLEET_KEY)
+    flags = ("--port", "0", "--kv-transfer", "0", "--kv-transfer-key-file", str(tmp_path / "key"))
+    source = Program(tmp_path / "source.log", "engine", "serve", *flags)
+    consumer = Program(
+        tmp_path / "consumer.log", "engine", "serve", *flags, "--enable-sleep-mode", "--kv-transfer-timeout", "3",
+    )  # fmt: skip
+    answers: list[tuple[int, Any]] = []
+    try:
+        source.await_ready()
+        consumer.await_ready()
+        path, body = bodies("chat")
+        assert call(source.url + path, body)[0] == 200
+        core_pid = source.children()[0]
+        os.kill(core_pid, signal.SIGSTOP)
+        body = {**body, "kv_transfer_params": transfer_params(source)}
+        requests = threading.Thread(target=lambda: answers.append(call(consumer.url + path, body)[::2]))
+        requests.start()
+        wait_until(lambda: waiting_requests(consumer) == 1, "the request waits for its pull")
+        assert call(f"{consumer.url}/sleep", {}, method="POST")[0] == 200
+        requests.join(30)
+        assert answers
+        assert answers[0][0] == 200, "the request was answered before the engine slept"
+        assert cached_tokens(answers[0][1]["usage"]) == 0
+        assert call(f"{consumer.url}/wake_up", {}, method="POST")[0] == 200
+        os.kill(core_pid, signal.SIGCONT)
+        time.sleep(2.1)  # a source that has failed is not asked for so long
+        status, _, answer = call(consumer.url + path, body)
+        assert status == 200
+        assert cached_tokens(answer["usage"]) > 300
+    finally:
+        with suppress(ProcessLookupError, UnboundLocalError):
+            os.kill(core_pid, signal.SIGCONT)
+        source.close()
+        consumer.close()
+
+
+def waiting_requests(program: Program) -> float:
+    with urllib.request.urlopen(f"{program.url}/metrics", timeout=30) as answer:
+        match = re.search(r"^vllm:num_requests_waiting\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert match is not None
+    return float(match[1])
+
+
+def test_simulated_engines_move_no_bytes_and_take_the_time_of_the_bandwidth(tmp_path: Path) -> None:
+    """300 blocks of 16 tokens of 100 kB each at .5 GB/s: at least .9 s, as the source has each of them."""
+    spec = {"prefill_s_per_token": 1e-6, "kv_tokens": 100_000, "kv_bytes_per_token": 100_000, "transfer_gb_s": 0.5}
+    (tmp_path / "key").write_text(FLEET_KEY)
+    flags = ("--port", "0", "--kv-transfer", "0", "--kv-transfer-key-file", str(tmp_path / "key"), "--simulate")
+    programs = [
+        Program(tmp_path / f"{name}.log", "engine", "serve", *flags, json.dumps(spec))
+        for name in ("source", "consumer")
+    ]
+    try:
+        source, consumer = (program.await_ready() for program in programs)
+        body = {"prompt": [100 + i * i % 997 for i in range(4810)], "max_tokens": 4}
+        status, _, first_answer = call(f"{source.url}/v1/completions", body)
+        assert status == 200
+        params = transfer_params(source)
+        status, _, answer = call(f"{consumer.url}/v1/completions", {**body, "kv_transfer_params": params})
+        assert status == 200
+        assert _texts(answer) == _texts(first_answer)
+        assert cached_tokens(answer["usage"]) == 300 * 16
+        moved = metrics(consumer)
+        assert moved["pulled_blocks_total"] == 300
+        assert moved["pulled_bytes_total"] == 300 * 16 * 100_000
+        assert moved["pull_seconds_total"] > 0.9
+    finally:
+        for program in programs:
+            program.close()
+
+
+def test_a_simulation_without_bytes_a_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(FLEET_KEY)
+    spec = json.dumps({"prefill_s_per_token": 1e-6, "kv_tokens": 1000})
+    flags = ("--kv-transfer", "0", "--kv-transfer-key-file", str(tmp_path / "key"), "--simulate", spec)
+    program = Program(tmp_path / "log", "engine", "serve", "--port", "0", *flags)
+    try:
+        assert program.process.wait(60) == 1
+        assert "--kv-transfer: with --simulate SPEC must have kv_bytes_per_token" in program.log()
     finally:
         program.close()
