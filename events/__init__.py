@@ -1,6 +1,6 @@
 """KV cache events: the wire format that engine and router share. docs/reference/wire-format.md describes every byte.
 
-What is imported here is what others may use.
+Other rooms may use the names that are imported here.
 """
 # ruff: noqa: F401
 

@@ -1,8 +1,7 @@
-"""Event batches to bytes and back: the msgpack payload of docs/reference/wire-format.md.
+"""Encoding of event batches as msgpack (docs/reference/wire-format.md), for all versions of vLLM.
 
-Owns the encoding, of every vLLM version, and nothing else: no sockets, no sequence numbers, no meaning. Reading is
-liberal: map and positional events may be mixed in one batch, unknown fields and types are skipped, and an event that
-cannot be read costs only itself. Writing is exact: byte for byte what vLLM writes for the same events.
+Decoding is liberal: maps and positional events may be mixed in a batch, unknown fields and types are skipped, and a
+malformed event does not affect the others. Encoding is exact: the bytes are those that vLLM writes for equal events.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def decode_batch_rank(payload: bytes) -> int | None:
-    """Return the data-parallel rank that a batch names; None where it names none, or cannot be read."""
+    """Return the data-parallel rank of a batch; None if it has none, or cannot be decoded."""
     try:
         return _RAW_BATCH_DECODER.decode(payload).data_parallel_rank
     except _DECODE_ERRORS:

@@ -1,6 +1,6 @@
 """Settings of `--kv-events-config`: vLLM's keys, defaults and addresses.
 
-Owns parsing and the address rules (bind or connect, one port for each data-parallel rank). Opens nothing.
+Owns parsing and the rules of addresses: bind or connect, and one port for each data-parallel rank. Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""One event of a batch, read field by field: what an engine of another age or make may have sent.
+"""Parser of one event, field by field, for events of other engines and versions.
 
-Owns what is read liberally and what is not. An event is malformed where a field that says what is stored, removed or
-cleared has another type than docs/reference/wire-format.md gives it, where a text is no UTF-8, or where a map's key is
-no text. Unknown fields are stepped over unread, and so are the values that no reader here needs. The native decoder
-(router/index/native/events.cpp) reads the same events and refuses the same ones. Refuses to know batches.
+An event is malformed if a field that says what is stored, removed or cleared has another type than in
+docs/reference/wire-format.md, if a text is no UTF-8, or if a key of a map is no text. Unknown fields are skipped. The
+native decoder (router/index/native/events.cpp) accepts and refuses the same events.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
             raise ValidationError("empty array")
         type_name = _TEXT_DECODER.decode(values[0])
         field_names = _POSITIONAL_FIELDS.get(type_name, ())
-        raw_value_by_field_name = dict(
-            zip(field_names, values[1:])
-        )  # more values than known fields are of a newer version
+        raw_value_by_field_name = dict(zip(field_names, values[1:]))  # a newer version may have more values
     else:
         raise ValidationError("expected a map or an array")
     event_class = EVENT_CLASS_BY_NAME.get(type_name)
@@ -66,7 +63,7 @@ def infer_block_size(event: BlockStored) -> None:
 
 
 def _convert_texts_to_media_keys(event: BlockStored) -> None:
-    """Make a media key of the first text among each block's token ids: TensorRT-LLM sends texts where media stand."""
+    """Make media keys of the texts among token ids, which TensorRT-LLM sends in the places of media."""
     token_ids: list[Any] = event.token_ids
     text_positions = [position for position, value in enumerate(token_ids) if isinstance(value, str)]
     if not text_positions:
@@ -92,10 +89,8 @@ def _decode_fields(event_class: type[Event], raw_value_by_field: dict[str, Raw])
             yield field_name, None
             continue
         if event_class is AllBlocksCleared:
-            yield (
-                field_name,
-                _decode_or_none(str | None, raw_value),
-            )  # of a medium that cannot be read, all blocks count as cleared
+            # if the medium cannot be read, the blocks of all media count as cleared
+            yield field_name, _decode_or_none(str | None, raw_value)
             continue
         try:
             yield field_name, _DECODER_BY_FIELD[field_name](raw_value)
@@ -108,7 +103,7 @@ def _make_decoder(value_type: Any) -> Callable[[Raw], Any]:
 
 
 def _decode_or_none(value_type: Any, raw: Raw) -> Any:
-    """Decode a value that is only shown; None where it has another type."""
+    """Decode a value that is only shown; None if it has another type."""
     try:
         return msgspec.msgpack.decode(raw, type=value_type)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -155,8 +150,7 @@ def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
 
 
 def _decode_extra_key(raw: Raw) -> object:
-    """Decode a text, bytes, or a media item as (identifier, offset); None for anything else, which matches no
-    prompt."""
+    """Decode a text, bytes, or a media item as (identifier, offset); None for other values, which match nothing."""
     msgpack_type = _get_msgpack_type(raw)
     if msgpack_type == "text":
         return _TEXT_DECODER.decode(raw)

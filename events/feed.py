@@ -1,10 +1,10 @@
-"""Feed that follows many publisher streams from one thread: sockets in, instructions out.
+"""Feed that follows many publisher streams on one thread and hands their batches to a handler.
 
-A shell: owns the SUB, monitor and DEALER sockets, one thread and the clock. All decisions are StreamState's; what is
-applied is the handler's. Streams come and go while it runs.
+A shell: owns the SUB, monitor and DEALER sockets, one thread and the clock. StreamState makes all decisions. Streams
+may be added and removed at any time.
 
-Why the monitor sockets: a restarted publisher can be back with a higher sequence number before anyone looks. What came
-on a connection is handed over only after checking that the connection is still the one the stream knows.
+Monitor sockets are needed because a restarted publisher may continue with a higher sequence number before its messages
+are read. Messages are handed over only after checking that their connection is still the one that the stream knows.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from events.types import DecodeError
 logger = logging.getLogger(__name__)
 
 LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
-"""Most live messages and bytes taken from one socket before the next has its turn."""
+"""Most live messages and bytes that are read from one socket before other sockets are read."""
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
-"""Bytes of payload applied for one stream before the next has its turn."""
+"""Most bytes of payload that are applied for one stream before other streams are served."""
 TICK_S = 0.1
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""First and longest pause before a stream that failed is opened again; the pause doubles each time."""
+"""First and longest pause before a failed stream is followed again; the pause doubles each time."""
 FAULT_PAUSE_S = 0.05
 REOPEN_S = 10.0
 """Seconds after which a lost connection is opened anew: after a message that is too long ZeroMQ does not try again."""
 
 
 class FeedHandler(Protocol):
-    """Called on the feed's thread, in stream order; should not wait. What it raises ends its stream, for a while."""
+    """Receiver of a feed's instructions, on the feed's thread. An exception resets the stream. It should not wait."""
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
-        """Apply and Clear in order, and the notices. Requests are performed by the feed and not passed on.
+        """Handle an Apply, a Clear or a notice of a stream, in order. The feed performs requests itself.
 
-        What takes long gives back the rest as a function, which is called between the turns of other streams, before
-        anything else of this stream, until it says False.
+        A handler with long work returns the rest as a function. The feed serves other streams between calls of it, and
+        calls it before anything else of this stream until it returns False.
         """
 
     def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
-        """The subscription of this stream came up or went down."""
+        """Handle the connection or the loss of the subscription of a stream."""
 
 
 class _UnopenedSource(NamedTuple):
-    """A stream whose socket could not be opened; tried again at `retry_at`."""
+    """A stream without a socket, because opening it failed; the next try is at `retry_at`."""
 
     retry_at: float
     pause_s: float
@@ -71,7 +71,7 @@ class _UnopenedSource(NamedTuple):
 
 
 class EventFeed:
-    """Drives any number of streams. `start` it, `add` and `remove` streams from any thread, `close` it."""
+    """Follows any number of streams. All public methods may be called from any thread."""
 
     def __init__(self, handler: FeedHandler) -> None:
         self._handler = handler
@@ -97,45 +97,40 @@ class EventFeed:
         self._thread.start()
 
     def describe_fault(self) -> str | None:
-        """Return why no stream is followed although some should be; None where all is well."""
+        """Return why the feed's thread does not run; None if it runs."""
         fault = self._thread.describe_fault()
         return None if fault is None else f"the thread that reads events {fault}"
 
     def restart_thread(self) -> bool:
-        """Start the thread again where it has ended. What it was doing is unknown: all streams begin anew."""
+        """Start the thread again if it has ended, and reset all streams, because their state is unknown."""
         has_restarted = self._thread.restart(self._reset_all)
         if has_restarted:
             logger.error("the thread that reads events had ended; it is started again")
         return has_restarted
 
     def rematch_topics(self) -> None:
-        """Look again for the streams of unclaimed topics, as another worker is known now."""
+        """Search again for the streams of unclaimed topics, because a worker was added."""
         self._thread.submit(self._rematch_topics)
 
     def add(self, source: StreamSource) -> None:
-        """Follow a stream; one with the same stream_id is replaced."""
+        """Follow a stream, in place of one with the same `stream_id`."""
         self._thread.submit(lambda: self._add(source))
 
     def remove(self, stream_id: str) -> None:
-        """Stop following; nothing of it is handed over afterwards once this command was performed."""
+        """Stop following a stream, when the feed's thread performs this command."""
         self._thread.submit(lambda: self._remove(stream_id))
 
     def schedule_work(self, stream_id: str, work: Callable[[], bool]) -> None:
-        """Call `work` on the feed's thread until it says False, between what was taken of this stream and what comes
-        after it; other streams have their turns meanwhile. It is forgotten where the stream ends or begins anew."""
+        """Call `work` on the feed's thread, after the waiting instructions of a stream, until it returns False.
 
-        def enqueue() -> None:
-            stream = self._stream_by_id.get(stream_id)
-            if stream is not None:
-                stream.pending_work.append(work)
-                self._run_guarded(stream, self._process_stream, stream)
-
-        self._thread.submit(enqueue)
+        Other streams are served between the calls. The work is dropped if the stream is removed or reset.
+        """
+        self._thread.submit(lambda: self._enqueue_work(stream_id, work))
 
     def bind(self, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> str:
-        """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
+        """Bind a SUB socket for publishers that connect to it, and return the bound address.
 
-        Returns the bound address. Raises zmq.ZMQError if it cannot be bound.
+        `find_source` returns the stream of a topic; None leaves the topic unclaimed. Raises zmq.ZMQError.
         """
         subscription = Subscription(self._context, None, is_bound=True)
         subscription.open(endpoint)
@@ -146,13 +141,13 @@ class EventFeed:
         return bound_endpoint.rstrip(b"\0").decode()
 
     def report_epoch(self, stream_id: str, epoch: str) -> None:
-        """Pass on what the worker says about its epoch."""
+        """Tell a stream the epoch that its worker reports."""
         self._thread.submit(
             lambda: self._apply_stimulus_by_id(stream_id, lambda state: state.on_epoch(epoch, time.monotonic()))
         )
 
     def get_stream_state(self, stream_id: str) -> StreamState | None:
-        """Return the state of one stream; None where it is not followed."""
+        """Return the state of a stream; None if it is not followed."""
         stream = self._stream_by_id.get(stream_id)
         return stream.stream_state if stream is not None else None
 
@@ -165,6 +160,12 @@ class EventFeed:
         self._context.term()
 
     # The feed's thread
+
+    def _enqueue_work(self, stream_id: str, work: Callable[[], bool]) -> None:
+        stream = self._stream_by_id.get(stream_id)
+        if stream is not None:
+            stream.pending_work.append(work)
+            self._run_guarded(stream, self._process_stream, stream)
 
     def _run(self) -> None:
         next_tick_at = time.monotonic() + TICK_S
@@ -205,10 +206,10 @@ class EventFeed:
                 self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
-        """Run `work`; an exception ends one message, or begins one stream anew, and the other streams go on."""
+        """Run `work`. An exception drops one message, or resets one stream; other streams are followed on."""
         try:
             work(*args)
-        except Exception as error:  # what others send may reach any line
+        except Exception as error:  # a foreign message may cause an exception anywhere
             self.fault_count += 1
             if stream is None:
                 logger.exception("the thread that reads events goes on after an error")
@@ -217,7 +218,7 @@ class EventFeed:
                 self._reset(stream, error)
 
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
-        """Forget what the stream announced, and follow it again after a while."""
+        """Clear what a stream announced, and follow it again after a pause."""
         stream.fault_count += 1
         pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
@@ -257,12 +258,11 @@ class EventFeed:
         self._register(subscription)
 
     def _reopen(self, stream: FollowedStream) -> None:
+        """Replace the subscription of a stream that could not connect again."""
         stream.disconnected_at = time.monotonic()
-        for old_subscription in [
-            old_subscription
-            for old_subscription in set(self._subscription_by_socket.values())
-            if old_subscription.stream is stream
-        ]:
+        for old_subscription in self._list_subscriptions():
+            if old_subscription.stream is not stream:
+                continue
             try:
                 replacement = Subscription(self._context, stream.source.topic, is_bound=False)
                 replacement.open(stream.source.endpoint)
@@ -285,10 +285,13 @@ class EventFeed:
             return
         self._busy_streams.discard(stream)
         self._cancel_request(stream)
-        for subscription in set(self._subscription_by_socket.values()):
+        for subscription in self._list_subscriptions():
             if subscription.stream is stream:
                 self._unregister(subscription)
             subscription.unclaim_topics(stream)
+
+    def _list_subscriptions(self) -> set[Subscription]:
+        return set(self._subscription_by_socket.values())
 
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -326,7 +329,7 @@ class EventFeed:
     def _on_connected(self, stream: FollowedStream) -> None:
         stream.is_connected, stream.disconnected_at = True, None
         if stream.retry_at is not None:
-            return  # it broke off, and has not been quiet for long enough
+            return  # the pause after a fault is not over
         self._handler.on_connection_changed(stream.source.stream_id, True)
         self._enqueue_instructions(stream, stream.stream_state.on_connected(time.monotonic()))
 
@@ -339,11 +342,9 @@ class EventFeed:
         self._handler.on_connection_changed(stream.source.stream_id, False)
 
     def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
-        for topic in [
-            bound_topic
-            for bound_topic, bound_descriptor in subscription.descriptor_by_topic.items()
-            if bound_descriptor == descriptor
-        ]:
+        for topic, topic_descriptor in list(subscription.descriptor_by_topic.items()):
+            if topic_descriptor != descriptor:
+                continue
             del subscription.descriptor_by_topic[topic]
             stream = subscription.stream_by_topic.get(topic)
             if stream is not None:
@@ -353,7 +354,7 @@ class EventFeed:
 
     def _read_live(self, subscription: Subscription) -> None:
         if subscription.stream is not None and subscription.stream.is_busy:
-            return  # ZeroMQ keeps them
+            return  # ZeroMQ queues the messages
         messages: list[list[zmq.Frame]] = []
         received_bytes = 0
         while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
@@ -362,8 +363,8 @@ class EventFeed:
             except zmq.Again:
                 break
             received_bytes += sum(len(frame) for frame in messages[-1])
-        # A connection's end is reported before anything of the next one can be received, so if nothing is reported
-        # now, all of these are of the connection we know. Otherwise nobody can tell, and replay has them.
+        # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report,
+        # all messages came on the known connection. Otherwise that is uncertain, and replay brings the messages again.
         if self._read_monitor(subscription) and not subscription.is_bound:
             return
         for frames in messages:
@@ -400,7 +401,7 @@ class EventFeed:
     def _get_topic_stream(
         self, subscription: Subscription, message: LiveMessage, descriptor: int
     ) -> FollowedStream | None:
-        """Return the stream of a publisher that connected to us, and bring it online if this is a new connection."""
+        """Return the stream of a publisher that connected to a bound socket, and report a new connection to it."""
         topic = message.topic
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
@@ -419,14 +420,14 @@ class EventFeed:
         return stream
 
     def _claim_topic(self, subscription: Subscription, topic: bytes) -> bool:
-        """Follow an unclaimed topic, if a stream for it is known now."""
+        """Follow an unclaimed topic if it belongs to a stream; return whether it does."""
         assert subscription.find_source is not None
         source = subscription.find_source(topic.decode(errors="replace"))
         if source is None or any(
             stream.source.stream_id == source.stream_id and stream.is_connected
             for stream in subscription.stream_by_topic.values()
         ):
-            return False  # nobody's, or somebody's who is there already, by another topic
+            return False  # the topic of no stream, or of a stream that is connected under another topic
         self._remove(source.stream_id)
         stream = self._stream_by_id[source.stream_id] = subscription.stream_by_topic[topic] = FollowedStream(source)
         subscription.descriptor_by_topic[topic] = subscription.descriptor_by_unclaimed_topic.pop(topic)
@@ -434,11 +435,10 @@ class EventFeed:
         return True
 
     def _rematch_topics(self) -> None:
-        for subscription in {
-            subscription for subscription in self._subscription_by_socket.values() if subscription.is_bound
-        }:
-            for topic in list(subscription.descriptor_by_unclaimed_topic):
-                self._claim_topic(subscription, topic)
+        for subscription in self._list_subscriptions():
+            if subscription.is_bound:
+                for topic in list(subscription.descriptor_by_unclaimed_topic):
+                    self._claim_topic(subscription, topic)
 
     # Requests
 
@@ -447,7 +447,7 @@ class EventFeed:
         self._process_stream(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Work off what waits for a stream, until its share of the turn is used up."""
+        """Perform the waiting work of a stream, until its bytes of this turn are used up."""
         if stream.turn_number != self._thread.iteration:
             stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
         while stream.is_busy and stream.turn_bytes < TURN_BYTES:
@@ -486,8 +486,7 @@ class EventFeed:
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
     ) -> None:
-        """Send a request on a connection of its own, so that late replies to an older request cannot be mistaken for
-        its."""
+        """Send a request on a new connection, so that late replies to an older request cannot be mixed up with its."""
         self._cancel_request(stream)
         assert endpoint is not None
         stream.awaits_snapshot = False
@@ -545,9 +544,9 @@ class EventFeed:
         return stream.stream_state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
-        for command in self._thread.take_commands():  # what was bound or added last must be closed too
+        for command in self._thread.take_commands():  # streams that were added last must be closed too
             self._run_guarded(None, command)
         for stream in self._stream_by_id.values():
             self._cancel_request(stream)
-        for subscription in set(self._subscription_by_socket.values()):
+        for subscription in self._list_subscriptions():
             self._unregister(subscription)

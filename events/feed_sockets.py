@@ -1,7 +1,4 @@
-"""State of one followed stream, its SUB socket, and the DEALER socket of its requests.
-
-Owns how these sockets are set up and watched. Refuses to know when; that is feed.py's.
-"""
+"""State of one followed stream, its SUB socket, and the DEALER socket of its requests, as events/feed.py uses them."""
 
 from __future__ import annotations
 
@@ -112,7 +109,7 @@ class FollowedStream:
         frames = self.replies.popleft()
         frames_bytes = sum(map(len, frames))
         self.reply_bytes -= frames_bytes
-        self.turn_bytes += 64 + frames_bytes // 16  # what it has to say is applied and paid for later, if it has
+        self.turn_bytes += 64 + frames_bytes // 16  # its payload is counted when it is applied
         return frames
 
     def clear_replies(self) -> None:
@@ -174,7 +171,7 @@ class Subscription:
             raise
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
-        """Forget which topics a stream had, for a bound socket."""
+        """Make the topics of a stream unclaimed, for a bound socket."""
         for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
             del self.stream_by_topic[topic]
             self.descriptor_by_topic.pop(topic, None)
@@ -195,8 +192,7 @@ class Subscription:
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """Send a request and return the socket on which its answer will come. Raises zmq.ZMQError for an unusable
-    address."""
+    """Send a request and return the socket on which its answer will come. Raises zmq.ZMQError."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = MAX_QUEUED_MESSAGES

@@ -35,7 +35,7 @@ class WakeupPipe:
             os.write(self._write_fd, b"\0")
 
     def clear(self) -> None:
-        """Call before looking for work: what is added afterwards notifies again."""
+        """Reset the pipe, before looking for work: work that is added later notifies again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
         self._is_notified = False
@@ -71,7 +71,7 @@ class LoopThread:
         return not self._is_stopping
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Any thread: nothing happens once the end has begun."""
+        """Queue a command for the loop's thread; ignored after `stop`. May be called from any thread."""
         with self._lock:
             if not self._is_stopping:
                 self._commands.append(command)
@@ -84,7 +84,7 @@ class LoopThread:
             yield self._commands.popleft()
 
     def describe_fault(self) -> str | None:
-        """Return why the loop does not run although it should; None where all is well."""
+        """Return why the loop does not run; None if it runs, or should not."""
         if self._is_stopping or self._thread.ident is None:
             return None
         if not self._thread.is_alive():
@@ -93,7 +93,7 @@ class LoopThread:
         return f"has done nothing for {idle_s:.0f} s" if idle_s > STUCK_AFTER_S else None
 
     def restart(self, first_command: Callable[[], None]) -> bool:
-        """Start the thread again where it has ended, with `first_command` before all others."""
+        """Start the thread again if it has ended, with `first_command` before all others; return whether it did."""
         with self._lock:
             if self._is_stopping or self._thread.ident is None or self._thread.is_alive():
                 return False
@@ -104,7 +104,7 @@ class LoopThread:
         return True
 
     def stop(self) -> bool:
-        """Wait for the thread's last iteration; False where this has been done before."""
+        """Stop the loop and wait for its last iteration; return whether this is the first call."""
         with self._lock:
             if self._is_stopping:
                 return False
@@ -145,7 +145,7 @@ class SocketPoller:
         descriptor = socket.getsockopt(zmq.FD)
         self._socket_by_descriptor[descriptor], self._descriptor_by_socket[socket] = socket, descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
-        self._readable_sockets[socket] = None  # what came before it was registered rings no more
+        self._readable_sockets[socket] = None  # earlier messages do not make the descriptor ready again
 
     def unregister(self, socket: Socket) -> None:
         """Stop watching a socket, before it is closed."""

@@ -1,14 +1,13 @@
-"""Publisher of a worker's cache events: a step loop hands over lists of events and never waits.
+"""Publisher of a worker's cache events, for a step loop that must not wait.
 
-A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the resident set and the
-frames are pure and live elsewhere. What happens on which thread:
+A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock. Work of each thread:
 
-* `publish`, on the caller's: the batch gets its sequence number and its place in the ring, then waits in a queue.
-* the publisher's thread: reads the batch's events, which makes them, applies them to the resident set, encodes and
-  sends them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
+* `publish`, on the caller's thread, gives a batch its sequence number and its place in the ring, and queues it.
+* The publisher's thread reads the events of a batch, which may compute them, applies them to the resident set, encodes
+  and sends them, and answers replay and snapshot requests.
 
-Invariants: every published batch reaches the resident set, in order, also when it is not sent live; a batch that is not
-sent live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
+Invariants: every published batch reaches the resident set, in order, even if it is not sent live. Such a batch is in
+the ring, so that subscribers see a gap and repair it. At most `max_queue_size` batches wait.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from options import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_REPLIES = 64
-"""Most replies under way at once; further requests wait in their socket."""
+"""Most replies that are sent at the same time; further requests wait in their socket."""
 REPLY_SLICE = 128
-"""Messages of replies sent before live batches get their turn again."""
+"""Most messages of replies that are sent before live batches are sent again."""
 LIVE_SLICE = 256
 REPLY_STALL_S = 30.0
 """Seconds without progress after which a peer loses its reply."""
@@ -57,8 +56,8 @@ class PublisherStats:
 class EventPublisher:
     """One publisher stream of one data-parallel rank.
 
-    Raises ConfigError if the configuration is off or an address cannot be used. `close` it to flush and to free the
-    addresses. `publish` may be called from any thread.
+    Raises ConfigError if the configuration disables events or an address cannot be used. `publish` may be called from
+    any thread. `close` sends the waiting batches and frees the addresses.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class EventPublisher:
     # The caller's side
 
     def publish(self, events: Collection[Event]) -> None:
-        """Announce what a step changed. The events belong to the publisher from here on, and are read on its thread."""
+        """Publish the events of a step. The caller must not change them; the publisher's thread reads them."""
         if not events:
             return
         now = time.time()
@@ -113,7 +112,7 @@ class EventPublisher:
             self._drop_oldest()
 
     def describe_source(self) -> EventSource:
-        """This stream's entry in `GET /kv_event_sources`."""
+        """Return the entry of this stream in `GET /kv_event_sources`."""
         return EventSource(
             data_parallel_rank=self.dp_rank,
             endpoint=self._endpoint,
@@ -127,7 +126,7 @@ class EventPublisher:
         )
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Send what waits, then close; waits at most about twice `linger_s`. Safe to call twice."""
+        """Send the waiting batches and close, in at most about twice `linger_s`. May be called twice."""
         with self._lock:
             if self._is_closing:
                 return
@@ -166,7 +165,7 @@ class EventPublisher:
             ready_sockets = dict(poller.poll(wait_ms))
             has_more = self._send_live()
             if not has_more and self._wakeup.fd in ready_sockets:
-                self._wakeup.clear()  # only now: until then, `notify` costs nothing
+                self._wakeup.clear()  # as late as possible, because `notify` costs nothing until then
                 has_more = bool(self._unsent_entries)
             if self._is_closing and not self._unsent_entries:
                 break
@@ -180,7 +179,7 @@ class EventPublisher:
         self._close_sockets()
 
     def _send_live(self) -> bool:
-        """Send a slice of what waits; True where more waits."""
+        """Send some of the waiting batches; return whether more wait."""
         for _ in range(LIVE_SLICE):
             with self._resident_lock:
                 if not self._unsent_entries:
@@ -224,12 +223,12 @@ class EventPublisher:
         self.stats.replay_count += 1
         with self._lock:
             entries = self._replay_buffer.list_entries_from(start_seq)
-        # What has not reached the resident set yet is still to be sent live.
+        # Later batches have not reached the resident set, and will be sent live.
         last_seq = self._last_applied_entry.seq if self._last_applied_entry else -1
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send a slice of the replies under way, in turns; True where every peer is busy."""
+        """Send some messages of the pending replies, in turns; return whether every peer is busy."""
         busy_peer_count = 0
         for _ in range(REPLY_SLICE):
             if not self._pending_replies or busy_peer_count >= len(self._pending_replies):

@@ -1,7 +1,7 @@
-"""Buffer of a stream's last batches, for subscribers that missed some.
+"""Buffer of a stream's last batches, for subscribers that missed some. Pure.
 
-Owns sequence numbers and which batches are still there. Refuses to know sockets and threads; encodes a batch at most
-once, when it is first needed. Invariant: the sequence numbers of the ring are consecutive and end at `next_seq - 1`.
+A batch is encoded at most once, when it is first needed. Invariant: the sequence numbers of the ring are consecutive
+and end at `next_seq - 1`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from events.types import Event, EventBatch
 
 
 class ReplayEntry:
-    """One batch of the stream. `payload()` always returns the same bytes, live and replayed."""
+    """One batch of the stream, with equal bytes whether it is sent live or replayed."""
 
     __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
 
@@ -26,7 +26,7 @@ class ReplayEntry:
         self._payload: bytes | None = None
 
     def read_events(self) -> list[Event]:
-        """Return the batch's events, read from the producer once; only before `encode_payload` was first called."""
+        """Return the events, which are read from their producer once. Not to be called after `encode_payload`."""
         assert self._events is not None, f"events of seq {self.seq} were already encoded"
         if not isinstance(self._events, list):
             self._events = list(self._events)
@@ -40,21 +40,21 @@ class ReplayEntry:
 
 
 class ReplayBuffer:
-    """Ring of at most `capacity` batches; the oldest leaves when a new one comes. Appending and reading never fail."""
+    """Ring of at most `capacity` batches; a new batch replaces the oldest one."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[ReplayEntry] = deque(maxlen=capacity)
         self.next_seq = 0
 
     def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> ReplayEntry:
-        """Give a batch its sequence number and its place. Its events are not looked at before they are needed."""
+        """Append a batch and return its entry. The events are not read yet."""
         entry = ReplayEntry(self.next_seq, ts, events, dp_rank)
         self._entries.append(entry)
         self.next_seq += 1
         return entry
 
     def list_entries_from(self, start_seq: int) -> list[ReplayEntry]:
-        """Return the entries with `seq >= start_seq` that are still here, in order."""
+        """Return the entries in the ring with `seq >= start_seq`, in order."""
         first_seq = self.next_seq - len(self._entries)
         skip_count = max(0, start_seq - first_seq)
         return list(self._entries)[skip_count:]

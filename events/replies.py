@@ -1,6 +1,6 @@
-"""Replies of the replay socket, as (seq, payload) pairs in order.
+"""Replies of the replay socket, as (seq, payload) pairs in order. Pure.
 
-Pure: a reply is an iterator over things that no longer change, so it can be sent in slices between live batches.
+A reply iterates over values that do not change, so that it can be sent in slices between live batches.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def iter_snapshot(
 ) -> Iterator[SeqAndPayload]:
     """Yield at least one chunk of the resident set, then the batch it is true for, then the end marker.
 
-    `last_entry` is that batch, as replay would send it; None, and left out, where nothing was ever published: the chunk
-    is empty then.
+    `last_entry` is that batch. If nothing was published yet, it is None and left out, and the chunk is empty.
     """
     events: list[Event] = []
     block_count = 0
@@ -53,7 +52,7 @@ def iter_snapshot(
 
 
 class Reply:
-    """A reply on its way to one peer."""
+    """A reply that is being sent to one peer."""
 
     __slots__ = ("_messages", "_next_message", "identity", "progress_at")
 

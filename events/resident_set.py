@@ -1,9 +1,8 @@
-"""A copy of what a worker's cache holds: what its events say is resident, and how to say it again in a snapshot.
+"""Set of the blocks that a worker's events say are resident, and the events of a snapshot that rebuild it. Pure.
 
-Owns the set and the synthesis of Stored events from it. Refuses to know sockets, sequence numbers and encoding.
-Invariants: a block is here once for each (group, medium) that holds it; iteration order is announcement order, so in
-the full-attention group parents stand before their children (guarantee 3 of docs/reference/wire-format.md), unless they
-moved to another medium since: a snapshot puts them first again.
+Invariants: a block is in the set once for each (group, medium) that has it. Blocks are in the order of their events, so
+in the full-attention group parents come before their children (guarantee 3 of docs/reference/wire-format.md), unless
+they moved to another medium; a snapshot puts parents first again.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ MAX_BLOCKS_PER_EVENT = 256
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
-    """Resident block; never changed, so a list of them is a consistent picture."""
+    """A resident block. Blocks are never changed, so a list of them stays consistent."""
 
     name: BlockName
     parent_name: BlockName | None
     token_ids: array[int]
     extra_keys: tuple[Any, ...] | None
     stored_event: BlockStored
-    """Event that stored the block, without what is each block's own."""
+    """Event that stored the block, without the fields that belong to single blocks."""
 
 
 BlockKey = tuple[int | None, str | None, BlockName]

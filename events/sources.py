@@ -1,7 +1,7 @@
-"""`GET /kv_event_sources`: how a worker tells where its events are, and how a router reads it.
+"""Body of `GET /kv_event_sources`, in which a worker says at which addresses it publishes events. Pure.
 
-Owns the JSON shape (a superset of vLLM's: an object with one entry a data-parallel rank) and the rule that turns an
-advertised wildcard into the worker's host. Opens no connection.
+The JSON is a superset of vLLM's: an object with one entry for each data-parallel rank. A router replaces a wildcard in
+an address by the worker's host.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""One publisher stream, followed exactly: what to apply, what to ask for again, when to forget everything.
+"""State machine that follows one publisher stream exactly: which batches to apply, to request again, or to clear.
 
-A sans-IO state machine: stimuli are method calls with the time as an argument, answers are lists of instructions, and
-nothing is performed here. `feed.py` and the router drive it; simulations drive it without sockets. It refuses to know
-what a payload means.
+It is sans-IO: stimuli are method calls with the time as an argument, which return lists of instructions. `feed.py`
+performs them; simulations do without sockets. The meaning of a payload is not read here.
 
-Invariants. Between two `Clear`s the applied payloads are a snapshot true for seq S followed by S + 1, S + 2 ... of one
-publisher process, or (where there is no snapshot) a run of consecutive batches. At most one request is outstanding;
-a new one replaces it. Everything buffered is bounded, and what overflows becomes a gap that is repaired.
+Invariants. Between two `Clear`s the applied payloads are a snapshot after batch S followed by S + 1, S + 2 ... of one
+publisher process, or a run of consecutive batches if there is no snapshot. At most one request is outstanding; a new
+one replaces it. Buffers are bounded, and a batch that does not fit becomes a gap that is repaired.
 
     phase     leaves when                                             to
     LIVE      a gap, a reconnect, a doubtful frame, silence           REPAIR
@@ -46,9 +45,9 @@ NO_SNAPSHOT = "the publisher has no snapshot now"
 
 
 class StreamState:
-    """The state of one stream. Call `connected` first; every method returns what to do, in order.
+    """The state of one stream. `on_connected` is the first stimulus; each returns instructions in order.
 
-    `resume_position` = (last seq, digest of its payload) continues after a restart of the subscriber.
+    `resume_position`, as `position` returned it, continues a stream after a restart of the subscriber.
     """
 
     def __init__(self, config: StreamConfig | None = None, resume_position: tuple[int, int] | None = None) -> None:
@@ -89,7 +88,7 @@ class StreamState:
     # Stimuli
 
     def on_connected(self, now: float) -> list[Instruction]:
-        """The subscription is up, for the first time or again. Call before handing over what came on it."""
+        """Handle a new connection, before any message that came on it."""
         self.is_online = True
         self._early_batches.clear()
         self._attempt_count = self._restart_attempt_count = 0
@@ -103,15 +102,15 @@ class StreamState:
         return self._start_repair(now)
 
     def on_disconnected(self) -> list[Instruction]:
-        """The subscription is down. What is held stays; the caller decides whether the publisher is dead."""
+        """Handle the loss of the connection. Applied batches stay, as the publisher may be back."""
         self.is_online = False
         self._deadline = None
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
-        """A batch came on the subscription."""
+        """Handle a batch from the subscription."""
         if not self.is_online:
-            return []  # older than the reconnect that is coming; replay has it
+            return []  # sent before the next connection; replay brings the batch again
         if self._is_other_publisher(publisher_id):
             self._silence_began_at = now
             return self._handle_restart("the publisher has another id", now, seq, payload)
@@ -137,7 +136,7 @@ class StreamState:
     def on_reply(
         self, request_id: int, seq: int, payload: bytes, now: float, publisher_id: bytes = b""
     ) -> list[Instruction]:
-        """One message of the reply to a request, in the order it came; not the end marker."""
+        """Handle the next message of the reply to a request, other than its end marker."""
         if self._deadline is None or request_id != self._request_id:
             return []
         if self._is_other_publisher(publisher_id):
@@ -152,7 +151,7 @@ class StreamState:
         return self._handle_repair_reply(seq, payload, now)
 
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
-        """The end marker of a reply came."""
+        """Handle the end marker of a reply."""
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
@@ -162,7 +161,7 @@ class StreamState:
                 if self._next_seq is None:
                     self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
                 return self._finish_reply(now)
-            # None offered, or something else came instead of it: the ring is all there is.
+            # No snapshot, or an incomplete one: the ring must do.
             return [*self._clear("no snapshot"), *self._start_rebuild(now)]
         if self.phase is StreamPhase.REBUILD and self._next_seq is None:
             self._next_seq = min(self._early_batches.list_seqs(), default=0)
@@ -174,7 +173,7 @@ class StreamState:
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
-        """A snapshot socket answered: chunks that are true after batch `last_seq` (None: there is no snapshot now)."""
+        """Handle the chunks of a snapshot after batch `last_seq`, which is None if there is no snapshot now."""
         if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
             return []
         if last_seq is None:
@@ -188,13 +187,13 @@ class StreamState:
         return instructions + self._finish_reply(now)
 
     def _is_other_publisher(self, publisher_id: bytes) -> bool:
-        """Note the id; True where it is another process's than before."""
+        """Remember the publisher id of a message; return whether it is of another process than the last one."""
         previous_id = self._publisher_id
         self._publisher_id = publisher_id or previous_id
         return bool(previous_id) and self._publisher_id != previous_id
 
     def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
-        """The request got no (complete) answer."""
+        """Handle a request without a complete reply."""
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
@@ -215,7 +214,7 @@ class StreamState:
         return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
 
     def on_epoch(self, epoch: str, now: float) -> list[Instruction]:
-        """The worker says which start of the publisher this is."""
+        """Handle the epoch that the worker reports, which changes with each start of its publisher."""
         previous_epoch, self._epoch = self._epoch, epoch
         was_noticed, self._restarted_since_epoch = self._restarted_since_epoch, False
         if previous_epoch is None or previous_epoch == epoch or was_noticed:
@@ -224,12 +223,12 @@ class StreamState:
         if self.is_online:
             return self._handle_restart(reason, now)
         if self._has_applied_state:
-            return []  # what comes when it is back shows it, and clears
+            return []  # messages of the next connection show the restart, and clear the stream
         self.stats.restart_count += 1
         return [PublisherRestarted(reason)]
 
     def on_tick(self, now: float) -> list[Instruction]:
-        """Time passed: call a few times a second."""
+        """Handle timeouts; to be called a few times a second."""
         if not self.is_online:
             return []
         if self._deadline is not None:
@@ -274,7 +273,7 @@ class StreamState:
         return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
 
     def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
-        """A ROUTER without flow control dropped part of its reply: ask for the rest."""
+        """Request the rest of a reply, part of which a ROUTER without flow control dropped."""
         self._attempt_count += 1
         if self._attempt_count > self.config.max_attempts:
             return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
@@ -293,7 +292,7 @@ class StreamState:
     # Moves between phases
 
     def _start_repair(self, now: float) -> list[Instruction]:
-        """Ask for everything from the last seen batch on, that batch included, to compare it."""
+        """Request the batches from the last applied one on, which is compared with the replayed one."""
         self._is_tail_check = False
         if self._next_seq is None:
             self.phase = StreamPhase.LIVE
@@ -305,13 +304,13 @@ class StreamState:
                 else self._give_up(NO_REPLAY, now)
             )
         self.phase = StreamPhase.REPAIR
-        # Of the last batch in vLLM's snapshot no bytes are known: its id tells whether this is the same process.
+        # The last batch of vLLM's snapshot has no known bytes: the publisher id tells whether this is the same process.
         is_confirmed_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
         self._awaits_last_batch = self._next_seq > 0 and not is_confirmed_by_id
         return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
 
     def _start_over(self, now: float) -> list[Instruction]:
-        """Get the state from nothing; the caller has cleared."""
+        """Request a snapshot or a replay of the ring, after the stream was cleared."""
         self._restart_attempt_count += 1
         self._retry_at = None
         if not self.config.can_recover or self._restart_attempt_count > self.config.max_attempts:
@@ -338,7 +337,7 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """A reply is complete: apply what was buffered meanwhile, and see whether anything is still missing."""
+        """Apply the batches that came during a reply, and start another repair if some are still missing."""
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None
@@ -370,13 +369,13 @@ class StreamState:
         return instructions
 
     def _discard_and_start_over(self, reason: str, now: float) -> list[Instruction]:
-        """The missing batches are gone for good, so nothing that is held can be trusted."""
+        """Clear the stream and start over, because missing batches cannot be recovered."""
         return [*self._clear(reason), *self._start_over(now)]
 
     def _handle_restart(
         self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
     ) -> list[Instruction]:
-        """Another process publishes now; (seq, payload) is the batch of it that gave it away, if one did."""
+        """Clear the stream and start over after a restart of the publisher; (seq, payload) is its batch, if known."""
         self.stats.restart_count += 1
         self._restarted_since_epoch = True
         self._early_batches.clear()
@@ -385,7 +384,7 @@ class StreamState:
         return [PublisherRestarted(reason), *self._clear(reason), *self._start_over(now)]
 
     def _give_up(self, reason: str, now: float) -> list[Instruction]:
-        """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
+        """Clear the stream and continue with the newest consecutive batches, because missing ones are unavailable."""
         instructions = self._clear(reason)
         self._deadline = None
         newest_batches = self._early_batches.list_newest_run()
@@ -406,7 +405,7 @@ class StreamState:
         self._is_tail_check = self._awaits_last_batch = False
 
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
+        """Handle a live batch with an old number: a repetition, or the first batch of a restarted publisher."""
         applied_digest = self._applied_batches.get_digest(seq)
         if applied_digest == digest_payload(payload):
             return self._record_duplicate(seq)
@@ -415,7 +414,7 @@ class StreamState:
         self._store_early(seq, payload)
         return self._start_repair(now) if self.phase is StreamPhase.LIVE else []
 
-    # Small moves
+    # Parts of moves
 
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
@@ -443,7 +442,7 @@ class StreamState:
             self.stats.dropped_message_count += 1
 
     def check_invariants(self) -> None:
-        """For tests: raises AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself, for tests."""
         self._early_batches.check_invariants()
         self._applied_batches.check_invariants()
         if self.phase is StreamPhase.LIVE:

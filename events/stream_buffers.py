@@ -1,7 +1,4 @@
-"""Bounded buffers of one stream: digests of applied batches, and batches that came early.
-
-Refuses to know why anything is remembered or forgotten; that is stream.py's.
-"""
+"""Bounded buffers of one stream for stream.py: digests of applied batches, and batches that came early."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from xxhash import xxh3_64_intdigest
 
 
 def digest_payload(payload: bytes) -> int:
-    """Return the digest that is remembered of an applied payload."""
+    """Return the digest of a payload by which repetitions are recognised."""
     return xxh3_64_intdigest(payload)
 
 
@@ -28,7 +25,7 @@ class AppliedBatches:
             self._digest_by_seq.popitem(last=False)
 
     def get_digest(self, seq: int) -> int | None:
-        """Return the digest of a batch; None where it was never applied, or is forgotten."""
+        """Return the digest of a batch; None if it was not applied lately."""
         return self._digest_by_seq.get(seq)
 
     def clear(self) -> None:
@@ -51,7 +48,7 @@ class OutOfOrderBatches:
         """Newest sequence number that came, dropped or not."""
 
     def store(self, seq: int, payload: bytes) -> bool:
-        """Store a batch; return False where it does not fit."""
+        """Store a batch; return whether it fits."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
         self._used_bytes -= len(self._payload_by_seq.pop(seq, b""))
         if len(self._payload_by_seq) >= self._max_batches or self._used_bytes + len(payload) > self._max_bytes:
@@ -73,7 +70,7 @@ class OutOfOrderBatches:
         return sorted(self._payload_by_seq)
 
     def list_newest_run(self) -> list[tuple[int, bytes]]:
-        """List the consecutive batches that end with the newest; empty where the newest was dropped."""
+        """List the consecutive batches that end with the newest; empty if the newest was dropped."""
         run: list[tuple[int, bytes]] = []
         seq = self.highest_seq
         while seq is not None and (payload := self._payload_by_seq.get(seq)) is not None:

@@ -15,11 +15,11 @@ class StartMode(enum.Enum):
     """Way in which a stream starts without history."""
 
     SNAPSHOT = "snapshot"
-    """Ask for the resident set; where there is none, replay the ring."""
+    """Request a snapshot; if there is none, replay the ring."""
     RING = "ring"
     """Replay the ring from its oldest batch."""
     LIVE = "live"
-    """Take what comes from now on. After a restart or an uncovered gap the ring is replayed all the same."""
+    """Take live batches only. After a restart or an unrecoverable gap the ring is replayed nevertheless."""
 
 
 class StreamPhase(enum.Enum):
@@ -45,10 +45,10 @@ class StreamConfig:
     max_recent_batches: int = 1024
     """Most applied batches whose digests are kept to tell a repetition from a restart."""
     request_timeout_s: float = 5.0
-    """Longest silence of a publisher that owes a reply."""
+    """Longest silence of a publisher before its reply is complete."""
     max_attempts: int = 3
     snapshot_retry_s: float = 10.0
-    """Seconds until a snapshot is asked for again, after missing batches could not be had."""
+    """Seconds until a snapshot is requested again, after missing batches could not be recovered."""
     tail_check_s: float = 1.0
     """Seconds of silence after which the publisher is asked once whether the last batch seen is its last."""
 
@@ -87,7 +87,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forget everything this stream announced."""
+    """Remove everything that this stream announced."""
 
     reason: str
 

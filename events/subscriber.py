@@ -1,7 +1,7 @@
 """Subscriber for scripts: `for item in Subscriber(sources): ...` follows the cache events of workers.
 
-A thin layer over EventFeed: a bounded queue between the feed's thread and the iterating one. A consumer that is too
-slow fills the queue, then ZeroMQ's; what is dropped there shows as a gap and is replayed.
+A bounded queue joins the feed's thread and the iterating one. A consumer that is too slow fills the queue, and then
+ZeroMQ's queue. Messages that ZeroMQ drops show as a gap and are replayed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Connection:
-    """The subscription came up or went down."""
+    """Notice: the subscription was connected or lost."""
 
     up: bool
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Event of a stream besides batches. After a Clear nothing announced before counts any more."""
+    """Event of a stream other than a batch. After a Clear, earlier batches are void."""
 
     stream_id: str
     content: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection

@@ -1,8 +1,7 @@
-"""The nouns of the wire: what a worker says about its prefix cache, field by field as vLLM sends it; and its errors.
+"""Cache events and their fields as vLLM sends them, and the errors of this room.
 
-Owns the field names and their order. Refuses to know how they are encoded (codec), moved (publisher, feed) or what
-they mean for a prompt (the router's index). Invariant: the order of the fields is the order on the wire, in maps and
-in positional arrays; new fields are appended, never inserted.
+Invariant: the order of the fields is their order on the wire, in maps and in positional arrays. New fields are
+appended, never inserted.
 """
 
 from __future__ import annotations
