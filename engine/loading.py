@@ -26,6 +26,7 @@ from engine.grammars import GrammarCompiler
 from engine.model_files import locate_model
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
+from engine.transfer.block_exchange import BlockMemory
 from kernels.cpu.packed import has_bf16_instructions
 from options import ConfigError
 
@@ -97,6 +98,14 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         if leader is not None:
             leader.close()
 
+    def get_block_memory() -> BlockMemory:
+        copier = runners[0].pool.block_copier
+        if leader is None:
+            return copier
+        from engine.parallel.block_memory import RankedBlockMemory
+
+        return RankedBlockMemory(leader, copier)
+
     return Executor(
         cache_spec=rank.spec,
         model_memory=LoadedModel(config, rank, folder, runners),
@@ -114,7 +123,7 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         load_bytes_max=compute_load_bytes_max(config, rank),
         get_copy_s=lambda: runners[0].pool.block_copier.copy_s if runners else 0.0,
         overlaps_steps=should_overlap(config, device),
-        get_block_memory=(lambda: runners[0].pool.block_copier) if leader is None else None,
+        get_block_memory=get_block_memory,
         target_prefill_tokens=_choose_target_prefill_tokens(device, dtype),
     )
 

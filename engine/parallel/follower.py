@@ -36,6 +36,7 @@ from engine.execution.sizing import (
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
 from engine.models.loader import load_model
+from engine.parallel.block_messages import BlockParts, CopyBlocks, ReadBlocks, WriteBlocks
 from engine.parallel.plan_messages import PlanDecoder
 from engine.parallel.ranks import (
     GRACE_S,
@@ -80,17 +81,26 @@ class Follower:
         assert self._rank_model is not None
         size_cache(self._config, self._rank_model, all_reduce_min)
 
-    def execute(self, message: LeaderMessage) -> None:
-        """Make the runner, or compute a plan with it."""
+    def execute(self, message: LeaderMessage) -> FollowerReply | None:
+        """Make the runner, compute a plan with it, or copy blocks. Returns the reply, if the leader waits for one."""
         if isinstance(message, StartRunner):
             assert self._rank_model is not None
             self._runner = make_runner(self._config, self._rank_model, message.unit_count)
             self._runner.record_decode_steps(count_sequences_max(self._config))
             self._plan_decoder = PlanDecoder()
+            return None
+        assert not isinstance(message, LoadModel)
+        assert self._runner is not None
+        block_copier = self._runner.pool.block_copier
+        if isinstance(message, ReadBlocks):
+            return BlockParts(bytes(block_copier.read_blocks(message.places)))
+        if isinstance(message, WriteBlocks):
+            block_copier.write_blocks(message.places, memoryview(bytearray(message.contents)))
+        elif isinstance(message, CopyBlocks):
+            block_copier.execute(message.block_copies)
         else:
-            assert not isinstance(message, LoadModel)
-            assert self._runner is not None
             self._runner.execute(self._plan_decoder.decode(message))
+        return None
 
     def close(self) -> None:
         """Close the runner, before the process group is destroyed; see `ModelRunner.close`."""
@@ -110,7 +120,9 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     try:
         for message in _receive_messages(sock):
             if not isinstance(message, LoadModel):
-                follower.execute(message)
+                answer = follower.execute(message)
+                if answer is not None:
+                    sock.sendall(encode_frame(msgspec.msgpack.encode(answer)))
                 continue
             level = message.config.log_level.upper()
             logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s %(name)s (rank {rank}): %(message)s")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,7 @@ from engine.config import EngineConfig
 from engine.core import Runner
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
+from engine.parallel.block_messages import BlockParts, CopyBlocks, ReadBlocks, WriteBlocks
 from engine.parallel.plan_messages import PlanEncoder, PlanMessage
 from engine.types import RunnerLostError, StepPlan, StepResult
 
@@ -65,7 +66,7 @@ class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
     unit_count: int
 
 
-LeaderMessage = LoadModel | StartRunner | PlanMessage
+LeaderMessage = LoadModel | StartRunner | PlanMessage | CopyBlocks | ReadBlocks | WriteBlocks
 
 
 # follower -> leader
@@ -77,7 +78,7 @@ class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FollowerReply = RankLoaded | LoadFailed
+FollowerReply = RankLoaded | LoadFailed | BlockParts
 
 
 def join_process_group(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
@@ -175,7 +176,7 @@ class Leader:
 
     def __init__(self, size: int) -> None:
         assert size > 1, size
-        self._rank_count = size
+        self.rank_count = size
         listener = socket.create_server((LOOPBACK, 0))  # by default the store listens on every interface
         port = listener.getsockname()[1]
         self._store = TCPStore(
@@ -194,7 +195,7 @@ class Leader:
     @property
     def shard(self) -> Shard:
         """Part of a model that rank 0 holds."""
-        return Shard(0, self._rank_count, all_reduce_sum, gather_columns)
+        return Shard(0, self.rank_count, all_reduce_sum, gather_columns)
 
     def load(self, config: EngineConfig, folder: Path) -> None:
         """Have the followers load a model, while the caller loads its own part of it."""
@@ -210,7 +211,7 @@ class Leader:
             if isinstance(reply, LoadFailed):
                 raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
         if not self._is_joined:
-            join_process_group(0, self._rank_count, self._store, device)
+            join_process_group(0, self.rank_count, self._store, device)
             self._is_joined = True
 
     def all_reduce_min(self, count: int, device: torch.device) -> int:
@@ -228,12 +229,20 @@ class Leader:
 
     def broadcast(self, message: LeaderMessage) -> None:
         """Send a message to every follower. Raises RunnerLostError."""
-        data = encode_frame(self._encoder.encode(message))
-        for follower in self._followers:
+        self.send_each([message] * len(self._followers))
+
+    def send_each(self, messages: Sequence[LeaderMessage]) -> None:
+        """Send each follower its message, in the order of ranks. Raises RunnerLostError."""
+        for follower, message in zip(self._followers, messages, strict=True):
             try:
-                follower.send(data)
+                follower.send(encode_frame(self._encoder.encode(message)))
             except OSError as error:
                 raise self.make_lost_error(error) from error
+
+    def receive_block_parts(self) -> list[bytes]:
+        """Wait for every follower's reply to `ReadBlocks`. Raises RunnerLostError."""
+        replies = [follower.receive() for follower in self._followers]
+        return [reply.contents for reply in replies if isinstance(reply, BlockParts)]
 
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
@@ -252,7 +261,7 @@ class Leader:
             if self._lost_reason is None:
                 time.sleep(0.02)
         if self._lost_reason is None:
-            self._lost_reason = f"a step failed on rank 0 of {self._rank_count}, and the others cannot follow: {error}"
+            self._lost_reason = f"a step failed on rank 0 of {self.rank_count}, and the others cannot follow: {error}"
         return RunnerLostError(self._lost_reason)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:

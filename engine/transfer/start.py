@@ -49,12 +49,11 @@ def start_transfers(
     if not config.enable_prefix_caching:
         raise ConfigError("--kv-transfer means nothing with --no-enable-prefix-caching")
     if get_block_memory is None:
-        reason = "with --simulate SPEC must have kv_bytes_per_token" if config.simulate else "not with several ranks"
-        raise ConfigError(f"--kv-transfer: {reason}")
+        raise ConfigError("--kv-transfer: with --simulate SPEC must have kv_bytes_per_token")
     exchange = BlockExchange(cache, get_block_memory)
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
-    model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.simulate))
+    model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.tensor_parallel_size, config.simulate))
     settings = TransferSettings(
         fleet_key=transfer_config.read_key(),
         timeout_s=transfer_config.timeout_s,

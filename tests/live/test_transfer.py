@@ -233,3 +233,34 @@ def test_a_simulation_without_bytes_a_token_is_refused(tmp_path: Path) -> None:
         assert "--kv-transfer: with --simulate SPEC must have kv_bytes_per_token" in program.log()
     finally:
         program.close()
+
+
+@pytest.mark.long
+def test_engines_of_two_ranks_exchange_blocks_of_both_ranks_and_none_with_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(FLEET_KEY)
+    flags = ("--port", "0", "--kv-transfer", "0", "--kv-transfer-key-file", str(tmp_path / "key"))
+    host_memory = ("--num-gpu-blocks-override", "60", "--host-cache-memory", "64MB")
+    ranks = ("--tensor-parallel-size", "2", "--check-invariants")
+    programs = [
+        Program(tmp_path / f"{i}.log", "engine", "serve", *flags, *own_flags)
+        for i, own_flags in enumerate(((*ranks, *host_memory), ranks, ()))
+    ]
+    try:
+        source, consumer, single_rank = (program.await_ready() for program in programs)
+        path, body = bodies("chat")
+        answers = [call(program.url + path, body)[2] for program in (single_rank, source)]
+        filler = {"prompt": "fill " * 380, "max_tokens": 1}
+        assert call(f"{source.url}/v1/completions", filler)[0] == 200  # the first prompt moves to host memory
+        params = transfer_params(source)
+        status, _, answer = call(consumer.url + path, {**body, "kv_transfer_params": params})
+        assert status == 200
+        assert _texts(answer) == _texts(answers[0]) == _texts(answers[1])
+        assert cached_tokens(answer["usage"]) == metrics(consumer)["pulled_blocks_total"] * 16 > 300
+        _, other_body = bodies("completions")
+        assert call(f"{source.url}/v1/completions", other_body)[0] == 200
+        before = metrics(single_rank)['failures_total{reason="incompatible"}']
+        assert call(f"{single_rank.url}/v1/completions", {**other_body, "kv_transfer_params": params})[0] == 200
+        assert metrics(single_rank)['failures_total{reason="incompatible"}'] == before + 1
+    finally:
+        for program in programs:
+            program.close()
