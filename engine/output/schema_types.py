@@ -24,7 +24,7 @@ class Property(NamedTuple):
     is_required: bool
 
 
-def type_of(value: Json) -> str:
+def get_json_type(value: Json) -> str:
     """Return JSON's name for the type of a decoded value."""
     return _JSON_TYPES.get(type(value), "string")
 
@@ -69,7 +69,7 @@ def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
     types = {
         _ALIASES.get(t, t) for t in (type_names if isinstance(type_names, list) else [type_names]) if isinstance(t, str)
     }
-    types |= {type_of(value) for value in _enum_values(schema) or ()}
+    types |= {get_json_type(value) for value in _enum_values(schema) or ()}
     for branch in _BRANCHES:
         for inner in schema[branch] if isinstance(schema.get(branch), list) else ():
             types |= _collect_types(inner, root, depth + 1)
@@ -83,7 +83,7 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
     return values if isinstance(values, list) and values else None
 
 
-def listed_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
+def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
     """Return the values that a schema lists by `enum`, `const` or branches; None if it lists none, or objects."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
@@ -95,14 +95,14 @@ def listed_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None
             return None
         values = []
         for branch in branches:
-            inner = listed_values(branch, root, depth + 1)
+            inner = list_values(branch, root, depth + 1)
             if inner is None:
                 return None
             values += inner
     return None if any(isinstance(value, (dict, list)) for value in values) else values
 
 
-def properties_of(schema: Json) -> list[Property] | None:
+def list_properties(schema: Json) -> list[Property] | None:
     """Return the properties of an object's schema, each with the definitions that it may refer to.
 
     None: the schema names no properties, or has branches or patterns beside them.
@@ -121,24 +121,24 @@ def properties_of(schema: Json) -> list[Property] | None:
     ]
 
 
-def parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
+def read_parameter_types(tools: list[dict[str, Json]]) -> ParameterTypes:
     """Return the types of the tools' parameters, for call formats without types of their own."""
     functions = [tool.get("function") or {} for tool in tools]
     return {
-        function["name"]: property_types(function.get("parameters"))
+        function["name"]: read_property_types(function.get("parameters"))
         for function in functions
         if isinstance(function.get("name"), str)
     }
 
 
-def property_types(schema: Json) -> dict[str, tuple[str, ...]]:
+def read_property_types(schema: Json) -> dict[str, tuple[str, ...]]:
     """Return the types of every property that an object's schema names in any of its branches."""
     types: dict[str, set[str]] = {}
-    _add_property_types(schema, schema, 0, types)
+    _collect_property_types(schema, schema, 0, types)
     return {name: tuple(sorted(property_types)) or ("string",) for name, property_types in types.items()}
 
 
-def _add_property_types(schema: Json, root: Json, depth: int, types: dict[str, set[str]]) -> None:
+def _collect_property_types(schema: Json, root: Json, depth: int, types: dict[str, set[str]]) -> None:
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return
@@ -147,4 +147,4 @@ def _add_property_types(schema: Json, root: Json, depth: int, types: dict[str, s
         types.setdefault(name, set()).update(_collect_types(inner, root, 0))
     for branch in _BRANCHES:
         for inner in schema[branch] if isinstance(schema.get(branch), list) else ():
-            _add_property_types(inner, root, depth + 1, types)
+            _collect_property_types(inner, root, depth + 1, types)

@@ -11,7 +11,7 @@ from engine.output.delta_builder import DeltaBuilder
 from engine.output.growing_text import SPACE, DelimiterScanner, GrowingText, Steps
 from engine.output.json_calls import MAX_NAME_CHARS, escape_control_chars
 from engine.output.python_calls import encode_json, parse_literal
-from engine.output.schema_types import ParameterTypes, type_of
+from engine.output.schema_types import ParameterTypes, get_json_type
 
 FUNCTION_MARKER = "<function="
 _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
@@ -231,11 +231,11 @@ def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
     """Return (type, JSON) of a value that is JSON, or a Python literal of one of `types`; None if it is neither."""
     value_json = escape_control_chars(text)
     try:
-        return type_of(msgspec.json.decode(value_json)), value_json
+        return get_json_type(msgspec.json.decode(value_json)), value_json
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         pass
     if text[:1] in ("{", "["):
         literal = parse_literal(text)
-        if literal is not None and type_of(literal.value) in types:
-            return type_of(literal.value), literal.json
+        if literal is not None and get_json_type(literal.value) in types:
+            return get_json_type(literal.value), literal.json
     return None

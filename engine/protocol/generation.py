@@ -14,7 +14,7 @@ import msgspec
 from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
-from engine.protocol.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
+from engine.protocol.params import ModelLimits, check_answered_tokens, is_echo_only_request, make_sampling_params
 from engine.protocol.parsed_request import ParsedRequest
 from engine.protocol.usage import Usage, make_usage
 from engine.types import Request, SamplingParams
@@ -82,7 +82,7 @@ def make_generation(
     requests: list[Request] = []
     answered_tokens = check_answered_tokens(body, prompts)
     for prompt in prompts:
-        params = sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
+        params = make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
         requests += make_sample_requests(
             request_prefix, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered_tokens
         )
@@ -104,7 +104,7 @@ def make_generation(
         prompts = [prompts[0][:-answered_tokens]]
     return Generation(
         id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
-        is_echo_only=echoes_only(body), parser_config=parser_config,
+        is_echo_only=is_echo_only_request(body), parser_config=parser_config,
     )  # fmt: skip
 
 

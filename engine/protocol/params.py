@@ -39,7 +39,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Turns of a simulation's script; empty: answers are free."""
 
 
-def sampling_params(
+def make_sampling_params(
     request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Return the parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
@@ -62,7 +62,7 @@ def sampling_params(
     return check_params(params, limits)
 
 
-def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
+def is_echo_only_request(request: ChatRequest | CompletionRequest) -> bool:
     """Return whether a request wants its prompt back, usually with logprobs, and no new token."""
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
@@ -145,7 +145,7 @@ def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelL
     name, max_tokens = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         name, max_tokens = "max_completion_tokens", request.max_completion_tokens
-    if echoes_only(request):
+    if is_echo_only_request(request):
         return 1  # the step that reads the prompt samples a token, which is dropped
     if max_tokens is None:
         default = limits.default_sampling.get("max_tokens")

@@ -16,12 +16,12 @@ from engine.grammars import read_added_tokens
 from engine.output.choice import PLAIN_TEXT_CONFIG
 from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reasoning_end_token, initial_reasoning_state
 from engine.output.parser import OutputParserConfig
-from engine.output.schema_types import parameter_types
+from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.response_context import ECHOED_FIELDS, ResponseContext
 from engine.protocol.support import check_supported
 from engine.protocol.usage import TokenCount
-from engine.structured_output.constraint import make_scripted_constraint, parse_requested_constraint, requires_call
+from engine.structured_output.constraint import is_call_required, make_scripted_constraint, parse_requested_constraint
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
 from prompts import (
@@ -282,9 +282,9 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
         initial_state=reasoning_state,
         shows_reasoning=body.include_reasoning is not False,
         call_format=limits.call_format if tools else None,
-        parameter_types=parameter_types(tools) if tools and limits.call_format == "qwen3_coder" else {},
+        parameter_types=read_parameter_types(tools) if tools and limits.call_format == "qwen3_coder" else {},
         single_call=body.parallel_tool_calls is False,
-        requires_call=requires_call(body),
+        requires_call=is_call_required(body),
         names_function=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
     )
 

@@ -49,7 +49,7 @@ class ToolMarkup:
     """Text after all calls, as `calls_begin` is the text before them and `separator` the text between two."""
 
 
-def _json_call(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
+def _make_json_tag_factory(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
     def tag(name: str, schema: Json) -> Format:
         head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
         return {"type": "tag", "begin": head, "content": json_schema(schema), "end": "}" + end}
@@ -57,7 +57,7 @@ def _json_call(begin: str, arguments: str, end: str) -> Callable[[str, Json], Fo
     return tag
 
 
-def _qwen3_coder(name: str, schema: Json) -> Format:
+def _make_qwen3_coder_tag(name: str, schema: Json) -> Format:
     content = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
     return {
         "type": "tag",
@@ -67,20 +67,22 @@ def _qwen3_coder(name: str, schema: Json) -> Format:
     }
 
 
-def _pythonic(name: str, schema: Json) -> Format:
+def _make_pythonic_tag(name: str, schema: Json) -> Format:
     content = {"type": "json_schema", "json_schema": schema, "style": "python"}
     return {"type": "tag", "begin": f"{name}(", "content": content, "end": ")"}
 
 
-_HERMES = ToolMarkup(_json_call("<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n")
-_PLAIN = _json_call("", "arguments", "")
+_HERMES_TAG = _make_json_tag_factory("<tool_call>\n", "arguments", "\n</tool_call>")
+_PLAIN_JSON_TAG = _make_json_tag_factory("", "arguments", "")
 MARKUPS = {
-    "hermes": _HERMES,
-    "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
-    "llama3_json": ToolMarkup(_json_call("", "parameters", ""), '{"name": ', separator="; "),
-    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
-    "pythonic": ToolMarkup(_pythonic, "[", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
-    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
+    "hermes": ToolMarkup(_HERMES_TAG, "<tool_call>", separator="\n"),
+    "qwen3_coder": ToolMarkup(_make_qwen3_coder_tag, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
+    "llama3_json": ToolMarkup(_make_json_tag_factory("", "parameters", ""), '{"name": ', separator="; "),
+    "mistral": ToolMarkup(_PLAIN_JSON_TAG, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
+    "pythonic": ToolMarkup(_make_pythonic_tag, "[", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
+    "granite": ToolMarkup(
+        _PLAIN_JSON_TAG, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"
+    ),
 }
 """Tool-call format -> its markup."""
 
@@ -122,7 +124,7 @@ def parse_requested_constraint(
     return RequestedConstraint("tools", _make_text_with_calls_format(tool_markup_format, tools, allows_several))
 
 
-def requires_call(body: ChatRequest) -> bool:
+def is_call_required(body: ChatRequest) -> bool:
     """Return whether the answer must be calls and nothing else. Raises RequestError."""
     return _select_tools(body)[0]
 
@@ -214,7 +216,7 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
             "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
         )
     legacy_tag = {"structures": response_format.structures, "triggers": response_format.triggers}
-    return RequestedConstraint("response_format.structures", structural_tag(legacy_tag, "response_format"))
+    return RequestedConstraint("response_format.structures", parse_structural_tag(legacy_tag, "response_format"))
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
@@ -226,27 +228,29 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
     if outputs.disable_additional_properties:
         path = f"{name}.disable_additional_properties"
         raise bad_value(path, True, 'false: say "additionalProperties": false in the schema')
-    kind, param = kinds[0], f"{name}.{kinds[0]}"
-    value = getattr(outputs, kind)
+    param = f"{name}.{kinds[0]}"
     whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
+    return RequestedConstraint(param, _make_structured_format(kinds[0], getattr(outputs, kinds[0]), param, whitespace))
+
+
+def _make_structured_format(kind: str, value: Json, param: str, whitespace: str | None) -> Format:
+    """Return the format that the field `kind` of `structured_outputs` asks for by its value."""
     if kind == "json_object":
-        return RequestedConstraint(param, json_schema({"type": "object"}, whitespace))
+        return json_schema({"type": "object"}, whitespace)
     if kind == "json":
-        return RequestedConstraint(param, json_schema(_decode_json_text(value, param), whitespace))
+        return json_schema(_decode_json_text(value, param), whitespace)
     if kind == "regex":
-        return RequestedConstraint(param, {"type": "regex", "pattern": value})
+        return {"type": "regex", "pattern": value}
     if kind == "choice":
         if not value:
             raise bad_value(param, value, "at least one text")
-        return RequestedConstraint(
-            param, {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
-        )
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
     if kind == "grammar":
-        return RequestedConstraint(param, {"type": "grammar", "grammar": value})
-    return RequestedConstraint(param, structural_tag(_decode_json_text(value, param), param))
+        return {"type": "grammar", "grammar": value}
+    return parse_structural_tag(_decode_json_text(value, param), param)
 
 
-def structural_tag(tag: Json, param: str) -> Format:
+def parse_structural_tag(tag: Json, param: str) -> Format:
     """Return the format in a structural tag: `{"format": ...}`, or the older `{"structures": ..., "triggers": ...}`."""
     if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
         return dict(tag["format"])

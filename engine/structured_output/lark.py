@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.output.json_calls import NAME_PATTERN
-from engine.output.schema_types import Property, listed_values, properties_of, resolve, schema_types
+from engine.output.schema_types import Property, list_properties, list_values, resolve, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.escaped_lark import UnsupportedGrammar, escape_grammar
@@ -215,7 +215,7 @@ class _LarkWriter:
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise RequestError(f"{path}: expected tags, and triggers that are texts", param=path)
         free = self._write_free_text(path, format)
-        by_trigger: dict[str, list[str]] = {}
+        tag_tails_by_trigger: dict[str, list[str]] = {}
         for number, tag in enumerate(tags):
             tag_path = f"{path}.tags[{number}]"
             begin = _get_text(tag_path, tag, "begin")
@@ -223,25 +223,25 @@ class _LarkWriter:
             if trigger is None:
                 raise bad_value(f"{tag_path}.begin", begin, f"a text that begins with one of {', '.join(triggers)}")
             tag_tail = f"{self._write_text(begin[len(trigger) :])} {self._write_tag_tail(tag_path, tag, depth)}"
-            by_trigger.setdefault(trigger, []).append(self._add_rule(tag_tail))
-        alternatives = []
-        for trigger, tag_tails in by_trigger.items():
-            is_token = self._write_text(trigger) != _quote(trigger)
-            head = (
-                f"{free} {self._write_text(trigger)}"
-                if is_token
-                else self._add_rule(f"{free} {_quote(trigger)}", "[lazy]")
-            )
-            alternatives.append(self._add_rule(f"{head} ({' | '.join(tag_tails)})"))
+            tag_tails_by_trigger.setdefault(trigger, []).append(self._add_rule(tag_tail))
+        alternatives = [
+            self._add_rule(f"{self._write_free_text_before(trigger, free)} ({' | '.join(tag_tails)})")
+            for trigger, tag_tails in tag_tails_by_trigger.items()
+        ]
         calls = self._add_rule(" | ".join(alternatives))
         if format.get("stop_after_first"):
             return calls if format.get("at_least_one") else f"{calls} | {free}"
         return f"{calls}{'+' if format.get('at_least_one') else '*'} {free}"
 
+    def _write_free_text_before(self, trigger: str, free_text: str) -> str:
+        """Return an expression of free text up to the first `trigger`, and the trigger."""
+        trigger_expression = self._write_text(trigger)
+        is_plain_text = trigger_expression == _quote(trigger)
+        expression = f"{free_text} {trigger_expression}"
+        return self._add_rule(expression, "[lazy]") if is_plain_text else expression
+
     def tags_with_separator(self, path: str, format: Format, depth: int) -> str:
         tags = self._write_elements(path, format, "tags", depth)
-        if not tags:
-            raise bad_value(f"{path}.tags", [], "at least one tag")
         tag = self._add_rule(" | ".join(tags))
         separator = self._write_text(_get_text(path, format, "separator"))
         tag_list = tag if format.get("stop_after_first") else f"{tag} ({separator} {tag})*"
@@ -249,7 +249,9 @@ class _LarkWriter:
 
     def _write_xml(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
         """Return an expression of Qwen3-Coder's parameters: strings without quotation marks, other values as JSON."""
-        properties = _writable_properties(param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None)
+        properties = _list_writable_properties(
+            param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None
+        )
         if properties is None:
             name = self._add_terminal('/[^>\\n]+/ ">\\n"')
             free = self._add_rule(f"{_ANY} {_quote(_XML_END)}", "[lazy]")
@@ -266,10 +268,10 @@ class _LarkWriter:
 
         The parser reads the value as text if `schema_types` names only strings.
         """
-        values = listed_values(schema, root)
+        values = list_values(schema, root)
         if values is not None:
             types = schema_types(schema, root)
-            texts = (_xml_text(value, types) for value in values)
+            texts = (_write_listed_value(value, types) for value in values)
             return f"({' | '.join(map(self._write_text, texts))}) {_quote(_XML_END)}"
         if schema_types(schema, root) == ("string",) and resolve(schema, root) is not None:
             return self._add_rule(f"{self._write_plain_text(schema, root, 0)} {_quote(_XML_END)}", "[lazy]")
@@ -280,17 +282,17 @@ class _LarkWriter:
         schema = resolve(schema, root)
         if not isinstance(schema, dict) or depth > DEPTH_MAX:
             return _ANY
-        values = listed_values(schema, root)
+        values = list_values(schema, root)
         if values is not None:
             return self._add_terminal(" | ".join(_quote(value) for value in values if isinstance(value, str)))
-        min_length, max_length = (_length(schema.get(name)) for name in ("minLength", "maxLength"))
+        min_length, max_length = (_get_length(schema.get(name)) for name in ("minLength", "maxLength"))
         parts = (
             []
             if min_length is max_length is None
             else [f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/"]
         )
         if isinstance(schema.get("pattern"), str):
-            parts.append(_search_regex(schema["pattern"]))
+            parts.append(_make_search_regex(schema["pattern"]))
         if schema.get("format") in TEXT_FORMATS:
             parts.append(_slash_regex(TEXT_FORMATS[schema["format"]]))
         for name, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
@@ -304,7 +306,7 @@ class _LarkWriter:
 
     def _write_python(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
         """Return an expression of arguments as Python literals. Nested values are JSON, which the parser takes too."""
-        properties = _writable_properties(param, schema, options, lambda name: True)
+        properties = _list_writable_properties(param, schema, options, lambda name: True)
         if properties is None:
             name = self._add_terminal("/[A-Za-z_][A-Za-z_0-9]*/")
             free = self._add_rule(f'{name} "=" {self._write_python_literal(options)}')
@@ -327,7 +329,7 @@ class _LarkWriter:
         return " | ".join(alternatives[: required_indices[0] + 1] if required_indices else [*alternatives, '""'])
 
     def _write_python_value(self, schema: Json, root: Json, options: Mapping[str, Any], depth: int) -> str:
-        values = listed_values(schema, root)
+        values = list_values(schema, root)
         if values is not None:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(_quote, texts))})"
@@ -348,7 +350,7 @@ class _LarkWriter:
             branches = [{**resolved_schema, "type": branch} for branch in kind]
         if isinstance(branches, list) and branches and depth < DEPTH_MAX:
             return f"({' | '.join(self._write_python_value(branch, root, options, depth + 1) for branch in branches)})"
-        return self._add_rule(_json_directive({**_definitions(root), **resolved_schema}, options))
+        return self._add_rule(_json_directive({**_get_definitions(root), **resolved_schema}, options))
 
     def _write_python_literal(self, options: Mapping[str, Any]) -> str:
         """Return a rule of any Python literal that JSON can hold."""
@@ -433,7 +435,7 @@ def _is_plain(format: Json, tokens: Mapping[str, int]) -> bool:
     return isinstance(value, str) and not any(token in value for token in tokens)
 
 
-def _writable_properties(
+def _list_writable_properties(
     param: str, schema: Json, options: Mapping[str, Any], can_write: Callable[[str], bool]
 ) -> list[Property] | None:
     """Return the properties that arguments may have; None: any.
@@ -441,7 +443,7 @@ def _writable_properties(
     `can_write`: whether the markup can hold a property's name. Raises RequestError for the schema of a strict tool that
     only calls in JSON could follow.
     """
-    properties = properties_of(schema)
+    properties = list_properties(schema)
     if properties is not None and all(can_write(property.name) for property in properties):
         return properties
     keywords = set(schema if isinstance(schema, dict) else ()) - _ANNOTATIONS - {"type", "additionalProperties"}
@@ -456,19 +458,19 @@ def _writable_properties(
     )
 
 
-def _definitions(root: Json) -> dict[str, Json]:
+def _get_definitions(root: Json) -> dict[str, Json]:
     names = ("$defs", "definitions")
     return {name: root[name] for name in names if name in root} if isinstance(root, dict) else {}
 
 
-def _xml_text(value: Json, types: tuple[str, ...]) -> str:
+def _write_listed_value(value: Json, types: tuple[str, ...]) -> str:
     """Return the text that the parser reads as a listed value: "5" among numbers needs quotation marks."""
     value_json = json.dumps(value, ensure_ascii=False)
     is_plain = isinstance(value, str) and (types == ("string",) or encode_as_types(value, types) == value_json)
     return value if is_plain else value_json
 
 
-def _length(value: Json) -> int | None:
+def _get_length(value: Json) -> int | None:
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 
@@ -477,7 +479,7 @@ _ESCAPE = re.compile(r"\\.", re.S)
 _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 
 
-def _search_regex(pattern: str) -> str:
+def _make_search_regex(pattern: str) -> str:
     """Return a regular expression, between slashes, for texts in which a pattern of JSON Schema is found.
 
     Anchors inside of an alternative stay, and the compiler refuses them.
@@ -489,16 +491,16 @@ def _search_regex(pattern: str) -> str:
         if part == "|" and depth == 0:
             alternatives.append([])
         else:
-            alternatives[-1].append(_ESCAPE.sub(_ascii_digits, part) if part[0] == "[" else _DIGITS.get(part, part))
-    return _slash_regex("|".join(map(_anchor, alternatives)))
+            alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part) if part[0] == "[" else _DIGITS.get(part, part))
+    return _slash_regex("|".join(map(_anchor_alternative, alternatives)))
 
 
-def _ascii_digits(escape: re.Match[str]) -> str:
+def _use_ascii_digits(escape: re.Match[str]) -> str:
     """Return an escape inside of a character class, with ASCII digits for `\\d`, as in JavaScript."""
     return "0-9" if escape[0] == r"\d" else escape[0]
 
 
-def _anchor(parts: list[str]) -> str:
+def _anchor_alternative(parts: list[str]) -> str:
     is_anchored_start, is_anchored_end = parts[:1] == ["^"], parts[-1:] == ["$"]
     inner = "".join(parts[is_anchored_start : len(parts) - is_anchored_end])
     return f"{'' if is_anchored_start else '(?s:.*)'}(?:{inner}){'' if is_anchored_end else '(?s:.*)'}"

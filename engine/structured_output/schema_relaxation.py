@@ -46,7 +46,7 @@ class SchemaRelaxer:
     def relax(self, schema: Json) -> Json:
         """Return the schema with as much of it as can be compiled."""
         relaxed_schema = self._relax_part("", schema, self._check)
-        for keyword, named_schemas in _definitions(relaxed_schema).items():
+        for keyword, named_schemas in _get_definitions(relaxed_schema).items():
             if isinstance(named_schemas, dict):  # the compiler reads definitions only where something refers to them
                 relaxed_schemas = {
                     name: self._relax_part(f".{keyword}.{name}", part, self._check_inner)
@@ -57,7 +57,7 @@ class SchemaRelaxer:
             return relaxed_schema
         if self._is_strict:
             raise self._find_unsupported_reference(schema)
-        definitions = _definitions(relaxed_schema)
+        definitions = _get_definitions(relaxed_schema)
         bad_references = {
             reference
             for reference in _find_references(relaxed_schema)
@@ -135,7 +135,7 @@ def _order_keywords(schema: dict[str, Json]) -> list[str]:
     return [*first_keywords, *(keyword for keyword in schema if keyword not in first_keywords)]
 
 
-def _definitions(schema: Json) -> dict[str, Json]:
+def _get_definitions(schema: Json) -> dict[str, Json]:
     if not isinstance(schema, dict):
         return {}
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -16,7 +16,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import GrammarVocabulary
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.output.schema_types import parameter_types
+from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint
 from engine.structured_output.constraint import MARKUPS, parse_requested_constraint
@@ -359,7 +359,7 @@ def draw_text(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
 
 def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     """The arguments of the one call that the reader of the markup finds."""
-    config = OutputParserConfig(call_format=markup, parameter_types=parameter_types(tools))
+    config = OutputParserConfig(call_format=markup, parameter_types=read_parameter_types(tools))
     parser = OutputParser(config, SamplingParams())
     parser.push(text, may_stop=True)
     parser.finish()

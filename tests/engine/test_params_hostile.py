@@ -17,7 +17,7 @@ from engine import LLM, SamplingParams
 from engine.execution.sampler import Sampler
 from engine.messages import AddRequests, Command
 from engine.protocol.generation import make_sample_requests
-from engine.protocol.params import ModelLimits, check_params, sampling_params
+from engine.protocol.params import ModelLimits, check_params, make_sampling_params
 from engine.types import Request, Sequence
 from prompts import RequestError, parse_completion
 
@@ -85,7 +85,7 @@ def test_a_body_that_passes_can_be_sent(fields: dict[str, Any]) -> None:
         return  # JSON has no such value
     try:
         body = parse_completion(data)
-        params = sampling_params(body, LIMITS, 1)
+        params = make_sampling_params(body, LIMITS, 1)
     except RequestError:
         return
     arrives(params, body.cache_salt, body.priority or 0)

@@ -27,7 +27,7 @@ from engine.messages import FrameReader, encode_frame
 from engine.output.choice import make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import merge_outputs
-from engine.protocol.params import ModelLimits, sampling_params
+from engine.protocol.params import ModelLimits, make_sampling_params
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from options import ConfigError
 from options.entry import find_import_problem
@@ -141,13 +141,13 @@ def test_a_stop_token_is_counted_and_not_spoken() -> None:
 
 
 def test_defaults_come_from_the_model_then_the_engine() -> None:
-    params = sampling_params(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'), LIMITS, 10)
+    params = make_sampling_params(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'), LIMITS, 10)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 90)
-    params = sampling_params(parse_completion(b'{"prompt": "x", "top_k": -1, "temperature": 0}'), LIMITS, 10)
+    params = make_sampling_params(parse_completion(b'{"prompt": "x", "top_k": -1, "temperature": 0}'), LIMITS, 10)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 0, 16)
-    params = sampling_params(parse_completion(b'{"prompt": "x"}'), LIMITS, 95)
+    params = make_sampling_params(parse_completion(b'{"prompt": "x"}'), LIMITS, 95)
     assert params.max_tokens == 5
-    params = sampling_params(parse_completion(b'{"prompt": "x", "max_tokens": 91}'), LIMITS, 10)
+    params = make_sampling_params(parse_completion(b'{"prompt": "x", "max_tokens": 91}'), LIMITS, 10)
     assert params.max_tokens == 90, "what fits, as vLLM answers"
 
 
@@ -163,7 +163,7 @@ def test_defaults_come_from_the_model_then_the_engine() -> None:
 )
 def test_what_the_model_cannot_do_is_named(body: bytes, param: str) -> None:
     with pytest.raises(RequestError) as error_info:
-        sampling_params(parse_completion(body), LIMITS, 10)
+        make_sampling_params(parse_completion(body), LIMITS, 10)
     assert error_info.value.param == param
     assert error_info.value.status == 400
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.grammars import GrammarCompiler, GrammarVocabulary
 from engine.output.formats import CALL_FORMATS
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.output.schema_types import parameter_types
+from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import build_constraint
 from engine.simulation.constrained import ConstrainedAnswers
@@ -148,7 +148,7 @@ WORDS = r"( [a-z]+)+"
 
 def parse_output(answer: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
     """(text, calls) of a whole answer."""
-    types = parameter_types(TOOLS) if calls == "qwen3_coder" else {}
+    types = read_parameter_types(TOOLS) if calls == "qwen3_coder" else {}
     parser = OutputParser(OutputParserConfig(call_format=calls, parameter_types=types), SamplingParams())
     parser.push(answer, may_stop=True)
     parser.finish()

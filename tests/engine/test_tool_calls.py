@@ -22,7 +22,7 @@ from engine.output.formats import (
 )
 from engine.output.json_calls import read_object_call
 from engine.output.parser import OutputParser, OutputParserConfig
-from engine.output.schema_types import parameter_types, schema_types
+from engine.output.schema_types import read_parameter_types, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.types import SamplingParams
 from prompts import ChatTemplate
@@ -46,7 +46,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}, "y": {}}}}},
 ]
-TYPES = parameter_types(TOOLS)
+TYPES = read_parameter_types(TOOLS)
 Told = tuple[str, list[tuple[str, str]]]
 
 
