@@ -1,1 +1,1 @@
-"""Turns of conversations: what was asked before, and why a cache did not help. Pure."""
+"""Find the reasons why tokens of a prompt were not cached, by the earlier prompts of its conversation. Pure."""

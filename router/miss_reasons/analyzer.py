@@ -1,8 +1,7 @@
-"""What became of the last requests: each with the reasons why its prompt was not cached. Pure.
+"""The latest requests, each with the reasons why its prompt was not cached, and the sums by reason. Pure.
 
-Owns the history of prompts, the last answers to "why", and the sums by reason. Refuses to know sockets, workers' load
-and how a prompt is read. Of most requests only the decision is kept: reasons that need no more are made of it when
-somebody asks. A share of the conversations, and those that somebody asks for, are compared turn by turn.
+Most requests are only placed: their reasons are found from the decision when a client asks for them. Requests of a
+sampled share of the conversations, and of watched ones, are compared with the last prompt of their conversation.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from router.miss_reasons.prompt_history import PreviousPrompt, PromptHistory
 from router.prompting.chat_outline import Outline
 
 SHORT_KEY_TOKENS: Final = 16
-"""Between the keys of a prompt's first chunk, by which one that has no more is found."""
+"""Tokens between the short keys of a prompt: a prompt without a whole chunk is found by these."""
 
 
 class AnalyzedPrompt:
-    """A prompt that is compared: its answer has begun, or it is asked about."""
+    """A prompt that is compared, after the first byte of its answer or for `POST /route`."""
 
     def __init__(
         self,
@@ -45,30 +44,30 @@ class AnalyzedPrompt:
         is_history_incomplete: bool = False,
     ) -> None:
         self.request_id = request_id
-        """That the client knows the request by."""
+        """Id by which the client knows the request."""
         self.token_ids, self.scope, self.outline = token_ids, route.scope, outline
         self.session_name, self.parent, self.is_final = route.session, route.parent, route.is_final
         self.chunk_keys = chunk_keys
-        """Digests of its chunks, where its session has no name."""
+        """Digests of the prompt up to the end of each chunk, where its session has no name."""
         self.short_keys = short_keys
-        """Digests of its first chunk's beginnings, where its session has no name and it has no chunk, or others have
-        none."""
+        """Digests of beginnings of the first chunk, where the session has no name and some prompt has no chunk."""
         self.opening_key = opening_key
-        """Digest of what its user said first, where its session has no name: conversations with one system prompt may
-        have all their chunks in common."""
+        """Digest of the first message of the user, where the session has no name.
+
+        It tells conversations apart that share all of their chunks, as they share a system prompt.
+        """
         self.is_history_incomplete = is_history_incomplete
-        """Earlier prompts of its conversation may have been, and were not kept."""
+        """Whether the conversation may have had earlier prompts that were not stored."""
 
     @property
     def lookup_keys(self) -> list[int]:
-        """Of which prompts it may be a continuation, the shortest first. Of prompts that merely begin alike the short
-        ones tell too little: they are not looked for by these."""
+        """Keys of the prompts that this prompt may continue, the shortest first."""
         opening_keys = () if self.opening_key is None else (self.opening_key,)
         return [*self.short_keys, *self.chunk_keys, *opening_keys]
 
 
 class PlacedRequest:
-    """A request from its first byte on, whose prompt is not compared."""
+    """A request with a prompt that is not compared, from the first byte of its answer on."""
 
     __slots__ = ("_placement", "_reported_tokens", "_session", "id", "prompt_tokens")
 
@@ -84,7 +83,7 @@ class PlacedRequest:
 
     @property
     def explanation(self) -> MissExplanation:
-        """The reasons that need only the decision and the index."""
+        """Explanation by the reasons that need only the decision and the index."""
         explanation = _new_explanation(self.id, self._session, self.prompt_tokens, self._placement)
         explanation.is_compared = False
         explanation.uncached_ranges = attribute_without_comparison(self.prompt_tokens, self._placement)
@@ -94,12 +93,12 @@ class PlacedRequest:
         return explanation
 
     def apply_reported_tokens(self, reported_tokens: int) -> None:
-        """The worker said how much it reused."""
+        """Record the number of tokens that the worker reported as reused."""
         self._reported_tokens = reported_tokens
 
 
 class ComparedRequest:
-    """A request from its first byte on, whose prompt was compared with the last one of its conversation."""
+    """A request with a prompt that was compared, from the first byte of its answer on."""
 
     __slots__ = ("decision", "explanation", "is_final", "is_sampled", "stored_prompt")
 
@@ -117,7 +116,7 @@ class ComparedRequest:
         self.decision = decision
         self.is_final = is_final
         self.is_sampled = is_sampled
-        """Counted by reason: its conversation is one of the share."""
+        """Whether the request is counted by reason, as its conversation belongs to the sampled share."""
 
     @property
     def id(self) -> str:
@@ -128,7 +127,7 @@ class ComparedRequest:
         return self.explanation.prompt_tokens
 
     def apply_reported_tokens(self, reported_tokens: int) -> None:
-        """The worker said how much it reused."""
+        """Record the number of tokens that the worker reported as reused."""
         self.explanation.apply_reported_tokens(self.decision.terms.resident_tokens, reported_tokens)
 
 
@@ -136,7 +135,7 @@ AnalyzedRequest: TypeAlias = PlacedRequest | ComparedRequest
 
 
 class MissAnalyzer:
-    """One a process."""
+    """Analyses the requests of a process."""
 
     def __init__(
         self,
@@ -146,36 +145,36 @@ class MissAnalyzer:
         tokens_by_reason: Counter[str] | None = None,
         reuse_sums: Counter[str] | None = None,
     ) -> None:
-        """`count_common_tokens`: how many tokens two prompts begin with alike."""
+        """`count_common_tokens` returns the length of the common beginning of two prompts."""
         self.history = PromptHistory(config.memory_mb << 20, config.ttl_s, count_common_tokens)
         self._max_recent_requests = config.requests_max
         self._recent_requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
-        """id -> the last request of that id, the oldest first."""
+        """Request id -> last request of that id, the oldest first."""
         self.requests_by_reason: Counter[str] = Counter() if requests_by_reason is None else requests_by_reason
-        """reason -> requests, of the share that is compared."""
+        """Main reason -> requests of the sampled share."""
         self.tokens_by_reason: Counter[str] = Counter() if tokens_by_reason is None else tokens_by_reason
-        """reason -> tokens that had to be computed, of the same."""
+        """Reason -> uncached tokens of the sampled share."""
         self.reuse_sums: Counter[str] = Counter() if reuse_sums is None else reuse_sums
-        """prompt, best, chosen, reported: tokens of all requests whose worker said what it reused."""
+        """Tokens of all requests with a report of the worker: prompt, best, chosen, reported."""
 
     def __len__(self) -> int:
         return len(self._recent_requests)
 
     def get(self, request_id: str) -> MissExplanation | None:
-        """What is known of a request."""
+        """Return the explanation of a request; None where the request is unknown."""
         request = self._recent_requests.get(request_id)
         return None if request is None else request.explanation
 
     def needs_short_keys(self, chunk_keys: Sequence[int]) -> bool:
-        """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""
+        """Return whether a prompt with these chunks, in a session without a name, needs short keys."""
         return not chunk_keys or self.history.short_prompts > 0
 
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
-        """The same as `record_compared`, of a request that was not sent. Changes nothing."""
+        """Explain a request that was not sent. Changes nothing."""
         return self._explain(prompt, self._compare(prompt), placement, facts)
 
     def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> PlacedRequest:
-        """Its answer has begun, and its prompt of so many tokens is not compared."""
+        """Record a request at its first byte, without comparing its prompt."""
         request = PlacedRequest(id, session, prompt_tokens, placement)
         self._store(request)
         return request
@@ -183,7 +182,7 @@ class MissAnalyzer:
     def record_compared(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> ComparedRequest:
-        """Its answer has begun: the prompt was computed. Raises ValueError for blocks without tokens."""
+        """Compare and record a request at its first byte. Raises ValueError for blocks without tokens."""
         decision, block_tokens, now = placement.decision, placement.block_tokens, placement.at_s
         if block_tokens < 1:
             raise ValueError(f"a block of {block_tokens} tokens: expected at least 1")
@@ -199,14 +198,14 @@ class MissAnalyzer:
         stored_prompt = PreviousPrompt(
             prompt.scope, prompt.token_ids, prompt.outline, decision.worker, now, session, keys, is_short
         )
-        if len(prompt.token_ids) >= block_tokens:  # of less nothing can be cached
+        if len(prompt.token_ids) >= block_tokens:  # a shorter prompt is never cached
             self.history.add(stored_prompt, replaces=comparison.previous)
         request = ComparedRequest(explanation, stored_prompt, decision, is_final=prompt.is_final, is_sampled=is_sampled)
         self._store(request)
         return request
 
     def record_end(self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        """Its answer is whole, with so many tokens."""
+        """Record the end of a request, with the usage that the worker reported."""
         if usage is not None and usage.cached_tokens is not None:
             reported_tokens, decision, sums = max(usage.cached_tokens, 0), request.decision, self.reuse_sums
             request.apply_reported_tokens(reported_tokens)
@@ -233,7 +232,7 @@ class MissAnalyzer:
             requests.popitem(last=False)
 
     def _compare(self, prompt: AnalyzedPrompt) -> PromptComparison:
-        """The prompt beside the one it goes on from."""
+        """Compare a prompt with the last prompt of its conversation."""
         token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session_name, self.history
         previous = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
         comparison = PromptComparison(len(token_ids), previous)
@@ -260,12 +259,12 @@ class MissAnalyzer:
 
 
 def compute_short_keys(index: PrefixIndex, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
-    """The keys of a prompt's first chunk of so many tokens."""
+    """Return the digests of beginnings of a prompt's first chunk of `chunk_tokens`."""
     return index.chunk_keys(token_ids[: chunk_tokens + 1], scope, SHORT_KEY_TOKENS)
 
 
 def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
-    """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
+    """Return the keys by which a prompt is stored: those of the last chunk, and at half, a quarter, ... of it."""
     remaining_count, selected_keys = len(keys), list[int]()
     while remaining_count:
         selected_keys.append(keys[remaining_count - 1])

@@ -1,8 +1,8 @@
-"""Why a prompt was not cached: every token that had to be computed, and the reason. Pure.
+"""Attribute every uncached token of a prompt to a reason. Pure.
 
-Owns the reasons. A prompt's tokens [0, L) are cut at the ends of nested beginnings: what was predicted to be cached
-where it went, what the best worker had, what the fleet held once, what the conversation's last prompt and answer had.
-Invariant: the parts are what lies between what was predicted and L, in order and without a gap.
+The tokens are split at the ends of four prefixes: the one predicted to be cached at the chosen worker, the one cached
+at the best worker, the one that any worker had before, and the one shared with the conversation's last prompt and
+answer. Invariant: the ranges cover the tokens behind the predicted prefix, in order and without a gap.
 """
 
 from __future__ import annotations
@@ -17,63 +17,63 @@ from router.miss_reasons.prompt_history import PreviousPrompt
 from router.prompting.chat_outline import Outline
 
 BLOCK_TOKENS: Final = 16
-"""Where a worker does not tell."""
+"""Block size of a worker that reports none."""
 TEMPLATE_TAIL_TOKENS: Final = 16
-"""A prompt's end, with which the template asks for an answer."""
+"""Most tokens at the end of a prompt with which the template asks for an answer."""
 ANNOUNCEMENT_S_MAX: Final = 5.0
-"""What was computed longer ago and was never announced will not be."""
+"""Time after which blocks that were computed and not announced count as evicted."""
 
 
 class RemovedPrefix(NamedTuple):
-    """Some of a prompt that was held, and removed."""
+    """A prefix of a prompt that a worker had, and has removed."""
 
     end_token: int
-    """Tokens of the prompt up to where it was held."""
+    """Length of the prefix in tokens."""
     worker: str
     removed_at_s: float
 
 
 class Placement(NamedTuple):
-    """Where a request went, and what was known then."""
+    """The worker of a request, and the facts at its first byte."""
 
     decision: Decision
     removed_prefix: RemovedPrefix | None
-    """What of its prompt was held and removed, behind what some worker has."""
+    """Longest removed prefix beyond what any worker has; None where there is none."""
     block_tokens: int
-    """Tokens of the chosen worker's blocks."""
+    """Block size of the chosen worker in tokens."""
     at_s: float
-    """When its answer began."""
+    """Time of the answer's first byte, by the monotonic clock."""
     timestamp: float
-    """The same by the wall clock."""
+    """Time of the answer's first byte, by the wall clock."""
 
 
 class MissFacts(Protocol):
-    """What is asked only where something is missing."""
+    """Facts that are looked up only for uncached tokens."""
 
     def last_emptied_s(self, worker_id: str) -> float | None:
-        """When a worker last lost all it held; None where it did not."""
+        """Return when a worker last lost its whole cache; None where it never did."""
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
-        """Whether what a few tokens say begins or ends a thought."""
+        """Return whether the text of these tokens begins or ends a reasoning block."""
 
     def has_approximate_cache(self, worker_id: str) -> bool:
-        """Whether a worker's cache is guessed: it tells nothing of what it removes."""
+        """Return whether a worker's cache is estimated, as the worker does not announce what it removes."""
 
 
 class PromptComparison:
-    """One prompt of so many tokens, and what came before it."""
+    """A prompt of `prompt_tokens`, and the last prompt of its conversation."""
 
     def __init__(self, prompt_tokens: int, previous: PreviousPrompt | None) -> None:
         self.prompt_tokens, self.previous = prompt_tokens, previous
         self.common_tokens = 0
-        """Tokens that both begin with."""
+        """Length of the common beginning of both prompts."""
         self.outline: Outline | None = None
         self.is_same_session = True
-        """False: the past prompt is the parent's."""
+        """Whether the last prompt is of the same session, and not of its parent."""
         self.scope_difference: str | None = None
-        """What of the scope does: salt, lora, model."""
+        """Field in which the scopes of both prompts differ (model, lora, salt); None where they are equal."""
         self.is_history_incomplete = False
-        """Earlier prompts of its conversation may have been, and were not kept."""
+        """Whether the conversation may have had earlier prompts that were not stored."""
 
 
 class _RangeBuilder:
@@ -127,7 +127,7 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
 
 
 def attribute_misses(comparison: PromptComparison, placement: Placement, facts: MissFacts) -> list[UncachedRange]:
-    """The same of a prompt that is compared with the last one of its conversation."""
+    """Attribute the tokens behind the predicted hit, by comparison with the last prompt of the conversation."""
     previous, block_tokens, prompt_tokens = comparison.previous, placement.block_tokens, comparison.prompt_tokens
     builder = _start_ranges(prompt_tokens, placement.decision)
     is_continuation = previous is not None and comparison.common_tokens == len(previous.token_ids)
@@ -196,7 +196,7 @@ def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
 
 
 def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
-    """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
+    """Return why the blocks of the last prompt are gone, and how long ago they were lost, if that is known."""
     emptied_s = facts.last_emptied_s(previous.worker)
     if emptied_s is not None and emptied_s >= previous.computed_s:
         return "worker_lost", round(now - emptied_s, 3)
@@ -208,7 +208,7 @@ def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tu
 def _classify_message_difference(
     comparison: PromptComparison, previous: PreviousPrompt, facts: MissFacts
 ) -> tuple[str, int | None]:
-    """How the prompt differs from the past one, in which message."""
+    """Return how the prompt differs from the last one, and the index of the message that differs."""
     if comparison.outline is None or previous.outline is None:
         return "edited", None
     difference, message_index = classify_difference(
@@ -217,19 +217,19 @@ def _classify_message_difference(
     is_tail = len(previous.token_ids) - comparison.common_tokens <= TEMPLATE_TAIL_TOKENS
     if difference == "re_encoded" and not is_tail:
         added_prompt_index = find_added_system_prompt(previous.outline, comparison.outline)
-        if added_prompt_index is not None:  # the template put it before what had been said
+        if added_prompt_index is not None:  # the template renders it before the earlier messages
             return "system_prompt", added_prompt_index
     if (
         difference == "re_encoded"
         and is_tail
         and classify_answer_change(comparison.outline, previous.message_count) is not None
     ):
-        # What the template put before the answer is not what stands before it now.
+        # The template renders another text before the answer, now that the answer is a message.
         is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
         return ("thinking_dropped" if is_thought else difference), previous.message_count
     return difference, message_index
 
 
 def _round_down_to_blocks(tokens: int, block_tokens: int) -> int:
-    """Rounded down to blocks."""
+    """Return the largest multiple of `block_tokens` that is at most `tokens`."""
     return tokens - tokens % block_tokens

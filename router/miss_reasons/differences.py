@@ -1,4 +1,4 @@
-"""How the messages of a conversation differ from those of the prompt before. Pure."""
+"""Classify how the messages of a prompt differ from those of the last prompt of its conversation. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.prompting.chat_outline import (
 
 _ROLE_BY_KIND = bytes([kind & ROLE_BITS for kind in range(256)])
 _POSITION_TOLERANCE = 0.1
-"""A message may begin so much of the prompt earlier or later than its characters say."""
+"""Largest error of a message's position, as a share of the prompt, where it is estimated by characters."""
 
 DifferenceKind = Literal[
     "billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments", "truncated",
@@ -27,27 +27,31 @@ DifferenceKind = Literal[
 
 
 def unpack_words(outline: Outline) -> array[int]:
-    """WORDS of each message."""
+    """Return the fingerprints of the messages, FINGERPRINT_FIELDS numbers each."""
     return array("I", outline.messages)
 
 
 def select_message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
-    """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
-    `without_system`, without system prompts, which many conversations share."""
+    """Return the digests of the messages. Unrelated conversations have no digest in common.
+
+    `without_system`: leave out system prompts, which many conversations share.
+    """
     words = unpack_words(outline)
     digests, kinds = words[2::FINGERPRINT_FIELDS], words[3::FINGERPRINT_FIELDS]
     return compress(digests, bytes(kinds.tolist()).translate(_ROLE_BY_KIND)) if without_system else digests
 
 
 def is_dialogue(kind: int) -> bool:
-    """Whether a message of this kind is no system prompt."""
+    """Return whether a message of this kind is no system prompt."""
     return kind & ROLE_BITS != 0
 
 
 def classify_difference(old: Outline, new: Outline, share: float) -> tuple[DifferenceKind, int | None]:
-    """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
-    one's. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
-    thought, or another encoding was chosen."""
+    """Return how `new` differs from `old`, and the index of the message that differs.
+
+    `share`: share of the old prompt's tokens that both begin with. If no message, tool or flag differs, the template
+    has dropped reasoning, or the same text was encoded to other tokens.
+    """
     old_words, new_words = unpack_words(old), unpack_words(new)
     common_message_count = min(len(old_words), len(new_words)) // FINGERPRINT_FIELDS
     changed_messages = _find_changed_messages(old_words, new_words, common_message_count)
@@ -69,27 +73,29 @@ def classify_difference(old: Outline, new: Outline, share: float) -> tuple[Diffe
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
-    """Whether `new` was asked beside the conversation of `old`, as agents ask for titles, and does not go on from it:
-    with other tools, under another system prompt, and without an answer where the one to `old` would stand."""
+    """Return whether `new` does not continue `old`, but is a request beside it, as agents make for titles.
+
+    It has other tools, another system prompt, and no answer at the place of the answer to `old`.
+    """
     if old.tools == new.tools or _find_system_prompt_digest(old) == _find_system_prompt_digest(new):
         return False
     return classify_answer_change(new, old.message_count) is None
 
 
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
-    """The first message behind those of `old` that is a system prompt; None where there is none."""
+    """Return the index of the first system prompt behind the messages of `old`; None where there is none."""
     kinds = unpack_words(new)[3::FINGERPRINT_FIELDS]
     return next((i for i in range(old.message_count, len(kinds)) if kinds[i] & ROLE_BITS == 0), None)
 
 
 def _find_system_prompt_digest(outline: Outline) -> int | None:
-    """Digest of the first message without billing lines, if that is a system prompt."""
+    """Return the digest of the first message without billing lines; None where it is no system prompt."""
     words = unpack_words(outline)
     return words[2] if words and words[3] & ROLE_BITS == 0 else None
 
 
 def _find_changed_messages(old_words: array[int], new_words: array[int], count: int) -> list[int]:
-    """Of the first `count` messages, those that were sent otherwise."""
+    """Return the indexes of the messages that differ, among the first `count`."""
     last_offset = FINGERPRINT_FIELDS * (count - 1)
     if count and old_words[:last_offset] == new_words[:last_offset]:  # nearly always
         return [count - 1] if old_words[last_offset] != new_words[last_offset] else []
@@ -97,7 +103,7 @@ def _find_changed_messages(old_words: array[int], new_words: array[int], count: 
 
 
 def _find_diverging_message(old_words: array[int], changed_messages: list[int], share: float) -> int:
-    """Of the messages that changed, the one where the tokens part: what a template drops anyway changes nothing."""
+    """Return the changed message at which the tokens diverge: a template may drop the text of earlier ones."""
     if len(changed_messages) == 1:
         return changed_messages[0]
     sizes = old_words[4::FINGERPRINT_FIELDS]
@@ -123,8 +129,7 @@ def _classify_message_change(old_words: array[int], new_words: array[int], messa
 
 
 def classify_answer_change(outline: Outline, message: int) -> DifferenceKind | None:
-    """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
-    stands there."""
+    """Return why the answer at index `message` may be rendered otherwise than it was generated; None for no answer."""
     words, offset = unpack_words(outline), message * FINGERPRINT_FIELDS + 3
     if offset >= len(words) or words[offset] & ROLE_BITS != 2:
         return None

@@ -1,4 +1,4 @@
-"""What is said of one request: the parts of its prompt that had to be computed, and why. Values only."""
+"""Explanation of one request: the uncached ranges of its prompt, and their reasons. Values only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 NOT_COMPARED: Final = "not_compared"
-"""The conversation's last prompt was not kept: the reason may be any that needs a comparison."""
+"""Reason of tokens that were not compared, as the conversation's last prompt was not stored."""
 NO_LOSS: Final = frozenset(("new_session", "new_text", "partial_block", NOT_COMPARED))
-"""Had to be computed, whoever it was sent to, as far as is known."""
+"""Reasons of tokens that no worker could have cached, as far as is known."""
 GROUPS: Final = {
     **dict.fromkeys(("billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments",
                      "truncated", "edited", "re_encoded", "salt", "lora", "model"), "workload"),
@@ -17,26 +17,27 @@ GROUPS: Final = {
     "cached_elsewhere": "routing",
     **dict.fromkeys(("not_announced", "mispredicted"), "index"),
 }  # fmt: skip
-"""reason -> whose doing it is."""
+"""Reason -> part of the system that causes it."""
 
 
 class UncachedRange(msgspec.Struct, omit_defaults=True):
-    """Some of the tokens that had to be computed."""
+    """A range of uncached tokens with one reason."""
 
     reason: str
     start: int
     end: int
     position: int | None = None
-    """The first token that differs from what was there before."""
+    """Position of the first token that differs from the last prompt."""
     message: int | None = None
-    """Of the body's messages, the one with that token; the first is 0."""
+    """Index of the message with that token."""
     worker: str | None = None
-    """Who had it."""
+    """Worker that had the tokens."""
     lost_ago_s: float | None = None
-    """When it lost it."""
+    """Time since the worker lost the tokens."""
     chosen_ttft_s: float | None = None
+    """Predicted time to first token at the chosen worker."""
     best_ttft_s: float | None = None
-    """Time to the first token where the request went, and where more was cached."""
+    """Predicted time to first token at the worker that had more of the prompt."""
 
     @property
     def tokens(self) -> int:
@@ -48,25 +49,25 @@ class UncachedRange(msgspec.Struct, omit_defaults=True):
 
 
 class MissExplanation(msgspec.Struct, omit_defaults=True):
-    """One request."""
+    """Why the prompt of one request was not cached."""
 
     id: str
     timestamp: float
-    """Wall clock."""
+    """Time of the answer's first byte, by the wall clock."""
     session: str | None
     worker: str
     prompt_tokens: int
     best_cached_tokens: int
-    """Cached at the worker that had most of it and could have been chosen."""
+    """Cached tokens at the eligible worker that had the most."""
     best_worker: str
     predicted_cached_tokens: int
-    """Predicted to be cached where it went."""
+    """Tokens predicted to be cached at the chosen worker."""
     reported_cached_tokens: int | None = None
-    """As the worker says, where it does."""
+    """Cached tokens as the worker reports them; None where it does not."""
     reason: str = ""
-    """That of most of the lost tokens; where none was lost, of the new ones."""
+    """Reason of most of the lost tokens; if none was lost, of the new tokens."""
     position: int | None = None
-    """Where the prompt leaves what is or was held, for that reason."""
+    """Position at which the main reason begins; None where all tokens were cached."""
     lost_tokens: int = 0
     uncached_ranges: list[UncachedRange] = []
     attempt: int = 0
@@ -74,7 +75,7 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
     """Whether the prompt was compared with the last one of its conversation."""
 
     def update_main_reason(self) -> None:
-        """Find the main reason and its position in the parts."""
+        """Set the main reason, its position and the lost tokens from the ranges."""
         lost_tokens = largest_loss = largest_new = 0
         main_range: UncachedRange | None = None
         new_range: UncachedRange | None = None
@@ -95,8 +96,10 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
         )
 
     def apply_reported_tokens(self, resident_tokens: int, reported_tokens: int) -> None:
-        """The worker said how much it reused: what was predicted beyond that is missing too, what it had beyond is not.
-        `resident_tokens`: announced by the worker when the request was sent."""
+        """Correct the ranges by the number of tokens that the worker reported as reused.
+
+        `resident_tokens`: tokens that the worker had announced when the request was sent.
+        """
         self.reported_cached_tokens = reported_tokens
         reused_tokens, predicted_tokens = min(reported_tokens, self.prompt_tokens), self.predicted_cached_tokens
         remaining_ranges = [

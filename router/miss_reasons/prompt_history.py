@@ -1,8 +1,8 @@
-"""The last prompts of conversations: token ids and digests, no text. Pure.
+"""The last prompts of conversations, as token ids and digests without text. Pure.
 
-Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
-by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts take, at most `bytes_max`;
-every prompt is found from each of its names; the oldest goes first, and none stays longer than `ttl_s`.
+Finds the earlier prompt that a new one continues: by the name of its session or of the parent session, or else by a
+common beginning. Invariants: `used_bytes` is the sum of the prompts' sizes and at most `bytes_max`; every prompt is
+found by its session or by each of its keys; the oldest prompt is dropped first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from router.miss_reasons.differences import is_dialogue, is_side_request, select
 from router.prompting.chat_outline import FINGERPRINT_FIELDS, Outline
 
 BRANCHES_MAX: Final = 4
-"""Conversations that go on under one session's name: agents ask for titles and summaries in between."""
+"""Most conversations under one session's name: agents make requests for titles and summaries in between."""
 PROMPT_BYTES: Final = 600
-"""Of a prompt, besides ids and outline."""
+"""Memory of a prompt besides its ids and outline."""
 OUTLINE_BYTES: Final = 256
-"""Of an outline, besides its numbers."""
+"""Memory of an outline besides its numbers."""
 _SHARED_RATIO_MIN: Final = 0.5
-"""Two prompts without messages are one conversation's where they share so much of the shorter one."""
+"""Share of the shorter of two prompts without messages that both begin with, if they are of one conversation."""
 
 
 class PreviousPrompt:
-    """A prompt that was computed, by the target `worker`. `keys`: chunks by which it is found where its session has no
-    name; `is_short`: it has none, and its key is that of a beginning of its first chunk."""
+    """A prompt that was computed by the target `worker`.
+
+    `keys`: digests by which it is found, where its session has no name. `is_short`: it is shorter than a chunk.
+    """
 
     def __init__(
         self,
@@ -48,38 +50,38 @@ class PreviousPrompt:
         self.computed_s = computed_s
         self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
-        """Generated, once that is known."""
+        """Tokens of the answer; 0 until they are known."""
         self.size_bytes = PROMPT_BYTES + 4 * len(token_ids)
         if outline is not None:
             self.size_bytes += OUTLINE_BYTES + len(outline.messages) + len(outline.tools)
 
     @property
     def message_count(self) -> int:
-        """How many it had."""
+        """Number of messages; 0 without an outline."""
         return 0 if self.outline is None else self.outline.message_count
 
     @property
     def cacheable_tokens(self) -> int:
-        """Of prompt and answer, what a cache can hold: the last token was never computed."""
+        """Tokens of prompt and answer that can be cached: the last one was never computed."""
         return len(self.token_ids) + max(self.answer_tokens - 1, 0)
 
 
 class PromptHistory:
-    """One a process."""
+    """Last prompts of the conversations of a process."""
 
     def __init__(
         self, bytes_max: int, ttl_s: float, count_common_tokens: Callable[[array[int], array[int]], int]
     ) -> None:
-        """`count_common_tokens`: how many tokens two prompts begin with alike."""
+        """`count_common_tokens` returns the length of the common beginning of two prompts."""
         self._bytes_max, self._ttl_s, self._count_common_tokens = bytes_max, ttl_s, count_common_tokens
         self._prompts: OrderedDict[int, PreviousPrompt] = OrderedDict()
-        """id -> prompt, the longest unused first."""
+        """Python id of a prompt -> prompt, the oldest first."""
         self._by_session: dict[str, list[PreviousPrompt]] = {}
-        """The last first."""
+        """Session name -> its prompts, the newest first."""
         self._by_key: dict[int, PreviousPrompt] = {}
         self.used_bytes = 0
         self.short_prompts = 0
-        """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
+        """Number of prompts without a whole chunk: if there are none, short keys need not be computed."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -87,7 +89,7 @@ class PromptHistory:
     def find_continued(
         self, token_ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]
     ) -> PreviousPrompt | None:
-        """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
+        """Return a prompt of which all tokens are the beginning of this one. Cheap, and usually found."""
         for prompt in self._candidates(session, None, keys):
             if prompt.scope == scope and self._starts_with(token_ids, prompt.token_ids):
                 return prompt
@@ -102,7 +104,7 @@ class PromptHistory:
         parent: str | None,
         keys: Sequence[int],
     ) -> tuple[PreviousPrompt, int] | None:
-        """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
+        """Return the prompt that this one most likely continues, and the length of their common beginning."""
         candidates = self._candidates(session, parent, keys)
         if outline is not None:
             candidates = [
@@ -110,7 +112,9 @@ class PromptHistory:
                 for prompt in candidates
                 if prompt.outline is None or not is_side_request(prompt.outline, outline)
             ]
-        if len(candidates) == 1 and _share_message(outline, candidates[0], session):  # as usual: it need not be counted
+        if len(candidates) == 1 and _share_message(
+            outline, candidates[0], session
+        ):  # as usual: there is nothing to compare
             return candidates[0], self._count_common_tokens(candidates[0].token_ids, token_ids)
         best_score, best_match = (-1, -1), None
         digests = (
@@ -134,7 +138,7 @@ class PromptHistory:
         )
 
     def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
-        """Record a prompt that was computed. `replaces`: the prompt that it goes on from."""
+        """Add a prompt that was computed. `replaces`: the prompt that it continues, which is dropped."""
         if replaces is not None and replaces.session == prompt.session:
             self._drop(replaces)
         if prompt.size_bytes > self._bytes_max:
@@ -153,12 +157,12 @@ class PromptHistory:
             self._drop(next(iter(self._prompts.values())))
 
     def forget_session(self, session: str) -> None:
-        """It is over."""
+        """Drop the prompts of a session that has ended."""
         for prompt in list(self._by_session.get(session, ())):
             self._drop(prompt)
 
     def expire(self, now: float) -> None:
-        """Forget what is too old."""
+        """Drop prompts older than `ttl_s`."""
         while self._prompts:
             prompt = next(iter(self._prompts.values()))
             if now - prompt.computed_s < self._ttl_s:
@@ -168,7 +172,7 @@ class PromptHistory:
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[PreviousPrompt]:
         if session is None:
             candidates, by_key = list[PreviousPrompt](), self._by_key
-            for i in range(len(keys) - 1, -1, -1):  # the longest common beginning first
+            for i in range(len(keys) - 1, -1, -1):  # the longest prefix first
                 prompt = by_key.get(keys[i])
                 if prompt is not None and prompt not in candidates:
                     candidates.append(prompt)
@@ -203,7 +207,7 @@ class PromptHistory:
 
 
 def _share_message(outline: Outline | None, previous: PreviousPrompt, session: str | None) -> bool:
-    """Return whether a message, at its place, is the same in both prompts: then `_similarity` is above 0."""
+    """Return whether both prompts have the same message at the same place, so that `_similarity` is above 0."""
     if outline is None or previous.outline is None:
         return False
     new_words, old_words = unpack_words(outline), unpack_words(previous.outline)
@@ -219,7 +223,10 @@ def _share_message(outline: Outline | None, previous: PreviousPrompt, session: s
 def _similarity(
     previous: PreviousPrompt, digests: set[int] | None, common_tokens: int, prompt_tokens: int
 ) -> int | None:
-    """`digests`: the messages of the prompt that it may have come before."""
+    """Return how much an earlier prompt has in common with the new one; None for too little.
+
+    `digests`: digests of the new prompt's messages; None where it has none.
+    """
     if digests is not None and previous.outline is not None:
         return (
             len(digests.intersection(select_message_digests(previous.outline, without_system=previous.session is None)))

@@ -1,4 +1,4 @@
-"""Conversations that somebody asked to have compared, beside the share of all. Pure."""
+"""Conversations that a client or an operator wants compared, besides the sampled share. Pure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections import OrderedDict
 from typing import Final
 
 WATCHED_MAX: Final = 1024
-"""Conversations; of more the longest unused is forgotten."""
+"""Most conversations; beyond it the least recently used one is forgotten."""
 
 
 class WatchedConversations:
-    """Conversations by their key, each with the time of its last prompt that was kept."""
+    """Conversations by their key, each with the time of its last stored prompt."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._stored_s: OrderedDict[int, float | None] = OrderedDict()
-        """key -> when a prompt was last kept; None where none was yet."""
+        """Key -> time of the last stored prompt; None where none was stored."""
 
     def __len__(self) -> int:
         return len(self._stored_s)
 
     def add(self, key: int) -> None:
-        """Follow a conversation from its next request on."""
+        """Compare a conversation from its next request on."""
         self._stored_s.setdefault(key, None)
         self._stored_s.move_to_end(key)
         if len(self._stored_s) > WATCHED_MAX:
@@ -31,12 +31,12 @@ class WatchedConversations:
         return key in self._stored_s
 
     def has_recent_prompt(self, key: int, now: float) -> bool:
-        """Whether a prompt of that conversation was kept, not too long ago."""
+        """Return whether a prompt of the conversation was stored less than `ttl_s` ago."""
         stored_s = self._stored_s.get(key)
         return stored_s is not None and now - stored_s < self._ttl_s
 
     def record_prompt(self, key: int, now: float) -> None:
-        """Note that a prompt of that conversation is kept, where it is followed."""
+        """Record that a prompt of the conversation is stored, if the conversation is watched."""
         if key in self._stored_s:
             self._stored_s[key] = now
             self._stored_s.move_to_end(key)
