@@ -1,4 +1,4 @@
-"""Envoy's endpoint picker: what `router epp` says over the Endpoint Picker Protocol. Envoy carries the bytes.
+"""Endpoint picker for Envoy: `router epp` chooses workers, and Envoy carries the bytes of requests and answers.
 
-The door: `PickerServer` (router/picker/server.py, which needs grpcio and xds-protos) and `PickerConfig`.
+Others use `PickerServer` (router/picker/server.py, which needs grpcio and xds-protos) and `PickerConfig`.
 """

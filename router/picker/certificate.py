@@ -1,4 +1,4 @@
-"""A certificate that nobody vouches for, made at the start: Envoy's gateways ask pickers for TLS and check no name."""
+"""Make a self-signed certificate: Envoy's gateways want TLS from pickers, and check neither name nor issuer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIFETIME = datetime.timedelta(days=3650)
 
 
 def self_signed(host: str) -> tuple[bytes, bytes]:
-    """(certificate, key), PEM, for `host`, this machine's name and localhost."""
+    """Return a certificate for `host`, this machine's name and localhost, and its private key, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
     names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName(socket.gethostname())]

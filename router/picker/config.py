@@ -1,4 +1,4 @@
-"""What the endpoint picker can be told."""
+"""Settings of the endpoint picker."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class PickerConfig:
 
     @property
     def priorities(self) -> dict[str, int]:
-        """Objective -> priority."""
+        """Objective -> priority of its requests."""
         pairs = [text.rpartition("=") for text in self.objectives]
         return {name: int(number) for name, _, number in pairs}

@@ -1,7 +1,7 @@
-"""Workers as Envoy names them: `ip:port`. Our workers are URLs, whose host may be a name that is looked up.
+"""Endpoints of workers as Envoy names them, `ip:port`, for URLs with host names that have to be resolved.
 
-Owns what names resolved to. An https URL is taken like any other (TLS to workers is the cluster's to speak); a path in
-one cannot be told to Envoy.
+An https URL is treated like any other, as TLS to workers is configured in the cluster. Envoy cannot be given the path
+of a URL.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from router.decide.workers import Worker
 log = logging.getLogger("router")
 
 REFRESH_S = 1.0
-"""Between two looks at who the workers are."""
+"""Time between two comparisons with the list of workers."""
 RESOLVE_S = 10.0
-"""Between two resolutions of a name."""
+"""Time between two resolutions of a host name."""
 
 
 class EndpointMap:
-    """Of one process. `beat` it; needs a running event loop only where there are names."""
+    """Endpoints of the workers of a process. Call `refresh` often, on a running event loop."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
         self._entries: dict[str, tuple[str, str | None]] = {}
-        """worker -> (URL, endpoint)."""
+        """Worker id -> (URL, endpoint; None while its host is not resolved)."""
         self._worker_ids: dict[str, str] = {}
+        """Endpoint -> worker id."""
         self._addresses: dict[str, str] = {}
-        """host -> IP."""
+        """Host name -> IP address."""
         self._next_lookup_at_s: dict[str, float] = {}
         self._refreshed_at_s = -REFRESH_S
         self._lookups: set[asyncio.Task[None]] = set()
 
     def get_endpoint(self, worker_id: str) -> str | None:
-        """None where the worker, or what its name stands for, is not known."""
+        """Return the endpoint of a worker; None where the worker is unknown or its host is not resolved."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
@@ -50,16 +51,16 @@ class EndpointMap:
         return entry[1]
 
     def get_worker_id(self, endpoint: str) -> str | None:
-        """Who is there."""
+        """Return the id of the worker at an endpoint; None where there is none."""
         worker_id = self._worker_ids.get(endpoint)
         return worker_id if worker_id is not None and self.get_endpoint(worker_id) == endpoint else None
 
     def find_worker_ids(self, endpoints: Iterable[str]) -> frozenset[str]:
-        """Who is at any of these; unknown ones are left out."""
+        """Return the ids of the workers at these endpoints. Unknown endpoints are left out."""
         return frozenset(worker_id for endpoint in endpoints if (worker_id := self.get_worker_id(endpoint)) is not None)
 
     def refresh(self, now: float) -> None:
-        """Look names up. Call often."""
+        """Forget removed workers, add new ones, and resolve host names when it is time. Call often."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now

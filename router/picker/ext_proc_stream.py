@@ -1,16 +1,15 @@
-"""One request of Envoy's, sans IO: ProcessingRequests in, ProcessingResponses out, in the order that Envoy waits for.
+"""The ext_proc stream of one request: ProcessingRequests in, ProcessingResponses out, in the order that Envoy expects.
 
     request headers -> [body ...] -> [trailers] -> (chosen or refused) -> answer's headers -> [body ...] -> [trailers]
 
-How the body comes is the gateway's to say (`protocol_config` of the first message; without one, FULL_DUPLEX_STREAMED):
+The gateway decides how the body comes (`protocol_config` of the first message; without one, FULL_DUPLEX_STREAMED):
 
 * FULL_DUPLEX_STREAMED: nothing is answered until the body's end; then the headers, the body again in pieces, trailers.
-* BUFFERED: headers are let pass at once, the one message with the body is answered with the choice.
+* BUFFERED: the headers pass at once; the one message with the body is answered with the choice.
 * NONE, STREAMED, BUFFERED_PARTIAL: the choice is made on the headers; what follows passes.
 
-Owns order and framing. Refuses to know workers, prompts, sockets and clocks; it asks its handler. An answer whose
-request was never seen (another filter made it) passes. What Envoy must not send raises `UnexpectedMessage` and changes
-nothing."""
+An `ExtProcHandler` makes the choice. An answer without a request, which another filter made, passes. A message that
+Envoy must not send raises `UnexpectedMessage` and changes nothing. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ from router.picker.messages import (
 
 
 class UnexpectedMessage(Exception):
-    """The gateway sent what does not follow from what it sent before."""
+    """The gateway sent a message that is not allowed in this phase."""
 
 
 class Phase(enum.Enum):
-    """How far a request has got."""
+    """Phase of a request."""
 
     HEAD = "head"
     BODY = "body"
@@ -61,47 +60,47 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes."""
+    """The endpoints that a request is sent to, and changes of its headers."""
 
     endpoints: Sequence[str]
-    """ip:port, the first choice first."""
+    """Endpoints `ip:port`: the chosen one, then fallbacks in their order."""
     headers: Sequence[Header] = ()
-    """Set besides, on what the worker gets."""
+    """Headers that are set on the request."""
     removed_headers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseStart:
-    """The head of an answer."""
+    """Facts from the head of an answer."""
 
     status: int
     served_by: str | None
-    """The endpoint it came from, where Envoy says."""
+    """Endpoint that answered; None where Envoy does not tell."""
     is_event_stream: bool
-    """It is a stream of server-sent events."""
+    """Whether the answer is a stream of server-sent events."""
 
 
 class ExtProcHandler(Protocol):
-    """Whom the conversation is about: told as soon as each thing is known."""
+    """Callbacks of a stream."""
 
     def request_complete(self, request: HttpRequest) -> None:
-        """Choose, now or later: `choose` or `refuse` is called."""
+        """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
 
     def book_body_bytes(self, size: int) -> None:
-        """So many bytes of its body are kept. Raises RequestError where that is too much."""
+        """Charge the bytes of the body that are kept. Raises RequestError where they are too many."""
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
-        """Headers for the client."""
+        """Return headers for the client."""
 
     def response_content(self, data: bytes) -> None:
-        """Of an answer, where its body comes by here."""
+        """Take bytes of the answer's body, where Envoy sends the body."""
 
     def response_ended(self) -> None:
-        """The whole answer has passed."""
+        """Handle the end of the answer."""
 
 
 class ExtProcStream:
-    """See the module's docstring. `receive` may call the party, which may call `choose` at once."""
+    """State of one stream. `receive` may call the handler, which may call `choose` at once."""
 
     def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
         self._handler = handler
@@ -115,28 +114,28 @@ class ExtProcStream:
         self._is_head_answered = False
         self._has_trailers = False
         self._original_pieces: tuple[bytes, ...] = ()
-        """The body as it came."""
+        """Body before the handler changed it."""
         self.phase = Phase.HEAD
         self.allowed_endpoints: list[str] | None = None
-        """Endpoints that may be chosen; None: all."""
+        """Endpoints that may be chosen; None for all."""
 
     @property
     def request(self) -> HttpRequest | None:
-        """Its head was read; its body may be to come."""
+        """The request, with its head and maybe not all of its body; None before the head."""
         return self._request
 
     @property
     def sees_response_body(self) -> bool:
-        """Whether the body of the answer comes by here."""
+        """Whether Envoy sends the body of the answer."""
         return bool(self._response_mode != NONE)
 
     def pop_responses(self) -> list[Response]:
-        """What is to be sent, once."""
+        """Return the messages to send, and forget them."""
         responses, self._responses = self._responses, []
         return responses
 
     def receive(self, message: Request) -> None:
-        """Raises UnexpectedMessage, or RequestError for what the client did."""
+        """Take a message. Raises UnexpectedMessage for a fault of the gateway, RequestError for one of the client."""
         message_kind = message.WhichOneof("request")
         if message_kind == "request_headers":
             self._handle_request_headers(message)
@@ -187,7 +186,7 @@ class ExtProcStream:
         self._release_body()
 
     def refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Answer the client ourselves."""
+        """Answer the client instead of a worker."""
         assert self.phase in (Phase.HEAD, Phase.BODY, Phase.CHOOSING), f"refused while {self.phase.value}"
         self.phase = Phase.OVER
         self._responses = [build_immediate_response(status, headers, body)]
@@ -285,5 +284,5 @@ class ExtProcStream:
             raise UnexpectedMessage(f"{message_kind} while {self.phase.value}")
 
     def _release_body(self) -> None:
-        """The body is on its way."""
+        """Forget the body, which was sent."""
         self._pieces, self._body, self._original_pieces = [], bytearray(), ()

@@ -1,7 +1,7 @@
-"""Envoy's messages as values: what is read out of a ProcessingRequest, and how answers are written.
+"""Read Envoy's ProcessingRequests and build ProcessingResponses. Pure.
 
-Pure. Owns the protocol's names (Endpoint Picker Protocol of the Gateway API Inference Extension) and the validation of
-headers: what comes over gRPC has passed no HTTP parser that we know of.
+Has the names of the Endpoint Picker Protocol (Gateway API Inference Extension), and validates headers: no known HTTP
+parser has checked them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SERVED_ENDPOINT_FIELD = "x-gateway-destination-endpoint-served"
 LOAD_BALANCER_METADATA = "envoy.lb"
 SUBSET_HINT_METADATA, SUBSET_HINT_FIELD = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 EXT_PROC_ATTRIBUTES, UPSTREAM_ADDRESS_ATTRIBUTE = "envoy.filters.http.ext_proc", "upstream.address"
-"""Where Envoy says which worker served, if its configuration asks for the attribute."""
+"""Attribute with the worker that answered, where Envoy's configuration asks for it."""
 OBJECTIVE_HEADER = b"x-gateway-inference-objective"
 FAIRNESS_HEADER = b"x-gateway-inference-fairness-id"
 REWRITE = b"x-gateway-model-name-rewrite"
 PIECE_BYTES = 62_000
-"""Of a body in one message: Envoy takes no more."""
+"""Most bytes of a body that Envoy accepts in one message."""
 UNREAD_BODY_PATH = ""
-"""Path of a request whose body is not seen: only load decides."""
+"""Path that replaces the real one where the body is not seen, so that only load decides."""
 
 Request = Any
-"""A ProcessingRequest: generated classes have no types."""
+"""A ProcessingRequest or a message in it: generated classes have no types."""
 Response = Any
 Header = tuple[bytes, bytes]
 
@@ -49,7 +49,7 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def read_head(headers: Any) -> HttpRequest:
-    """The request that an HttpHeaders message describes, without its body. Raises RequestError."""
+    """Return the request in an HttpHeaders message, without its body. Raises RequestError."""
     pseudo_headers: dict[str, bytes] = {}
     headers_read: list[Header] = []
     for name, value in _iter_headers(headers):
@@ -71,7 +71,7 @@ def read_head(headers: Any) -> HttpRequest:
 
 
 def read_status(headers: Any) -> tuple[int, bool]:
-    """(status, whether it is a stream of events) of an answer's HttpHeaders; status 0 where there is none."""
+    """Return the status of an answer, 0 where it has none, and whether the answer is a stream of events."""
     status, is_event_stream = 0, False
     for name, value in _iter_headers(headers):
         if name == ":status" and value.isdigit() and len(value) == 3:
@@ -82,7 +82,7 @@ def read_status(headers: Any) -> tuple[int, bool]:
 
 
 def read_subset_hint(message: Request) -> list[str] | None:
-    """The endpoints that may be picked; None where the gateway does not say."""
+    """Return the endpoints that may be chosen; None where the gateway does not restrict them."""
     if not message.HasField("metadata_context"):
         return None
     hints = message.metadata_context.filter_metadata.get(SUBSET_HINT_METADATA)
@@ -95,7 +95,7 @@ def read_subset_hint(message: Request) -> list[str] | None:
 
 
 def read_served_endpoint(message: Request) -> str | None:
-    """The endpoint that answered, where Envoy says."""
+    """Return the endpoint that answered; None where Envoy does not tell."""
     metadata = message.metadata_context.filter_metadata.get(LOAD_BALANCER_METADATA)
     if metadata is not None and SERVED_ENDPOINT_FIELD in metadata.fields:
         return str(metadata.fields[SERVED_ENDPOINT_FIELD].string_value) or None
@@ -106,7 +106,7 @@ def read_served_endpoint(message: Request) -> str | None:
 
 
 def build_header_mutation(set_headers: Iterable[Header], removed_headers: Iterable[str] = ()) -> Any:
-    """Each header set replaces what was there."""
+    """Build a mutation that replaces and removes headers."""
     options = [
         base_pb2.HeaderValueOption(
             header=base_pb2.HeaderValue(key=name.decode("ascii"), raw_value=value), append_action=_OVERWRITE
@@ -117,12 +117,12 @@ def build_header_mutation(set_headers: Iterable[Header], removed_headers: Iterab
 
 
 def set_destination_metadata(response: Response, endpoints: str) -> None:
-    """Say it in the metadata too, where load balancing policies look."""
+    """Set the endpoints in the metadata, where load balancing policies look for them."""
     response.dynamic_metadata.update({LOAD_BALANCER_METADATA: {DESTINATION_HEADER: endpoints}})
 
 
 def split_body(pieces: Iterable[bytes], ends: bool) -> Iterator[Any]:
-    """A body as BodyResponses of at most PIECE_BYTES; the last says that it is, unless trailers follow."""
+    """Yield a body as BodyResponses of at most PIECE_BYTES. `ends`: no trailers follow the last one."""
     slices = [piece[start : start + PIECE_BYTES] for piece in pieces for start in range(0, len(piece), PIECE_BYTES)]
     for number, slice_bytes in enumerate(slices or [b""], 1):
         streamed_response = pb.StreamedBodyResponse(body=slice_bytes, end_of_stream=ends and number >= len(slices))
@@ -132,7 +132,7 @@ def split_body(pieces: Iterable[bytes], ends: bool) -> Iterator[Any]:
 
 
 def build_immediate_response(status: int, headers: Iterable[Header], body: bytes) -> Response:
-    """An answer of our own instead of a worker's."""
+    """Build an answer of the router, which replaces a worker's."""
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
             status={"code": status}, headers=build_header_mutation(headers), body=body

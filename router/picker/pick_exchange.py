@@ -1,11 +1,9 @@
-"""A request whose bytes Envoy carries: an exchange that says where to, and learns from Envoy what became of it.
+"""The exchange of a request that Envoy carries: it tells Envoy the worker, and reports the outcome to the core.
 
-Owns what the core hears of such a request. Refuses to know Envoy's messages (router/picker/ext_proc_stream.py). Rules:
-
-* Nothing can be sent a second time from here: where the worker fails, Envoy goes down the list of fallbacks, and the
-  books follow to whoever served.
-* Without the answer's body, its first token is its head where the engines are ours, which send it then; else it is
-  estimated.
+* The router cannot repeat such a request. If the worker fails, Envoy tries the fallbacks, and the request is moved in
+  the core to the worker that answered.
+* Without the answer's body, the head of the answer counts as its first token where the engine is ours, which sends both
+  together. For other engines the first token is estimated.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ if TYPE_CHECKING:
     from router.picker.endpoint_map import EndpointMap
 
 PRIORITY_STEP = 1_000
-"""Between two priorities there is room for so many requests in flight of one fairness id."""
+"""Factor of priorities, which leaves room to order the requests in flight of one fairness id within each."""
 FAIRNESS_IDS_MAX = 10_000
 Header = tuple[bytes, bytes]
 
 
 class PickerState:
-    """What all picks of a process share."""
+    """State that all requests of a process share."""
 
     def __init__(self, config: PickerConfig, endpoints: EndpointMap) -> None:
         self.config = config
         self.endpoints = endpoints
         self.priorities = config.priorities
         self.in_flight_counts: Counter[str] = Counter()
-        """Fairness id -> requests."""
+        """Fairness id -> requests in flight."""
 
 
 class EnvoyClient(Client, Protocol):
-    """Envoy, as far as one request goes: router/picker/picker_client.py."""
+    """Interface of Envoy for one request (router/picker/picker_client.py)."""
 
     picker_state: PickerState
     objective: str | None
@@ -54,11 +52,11 @@ class EnvoyClient(Client, Protocol):
 
     @property
     def allowed_endpoints(self) -> Sequence[str] | None:
-        """Endpoints that may be chosen; None: all."""
+        """Endpoints that may be chosen; None for all."""
 
     @property
     def sees_response_body(self) -> bool:
-        """Whether the answer's body comes by."""
+        """Whether Envoy sends the body of the answer."""
 
     def attach_pick(self, pick: PickExchange) -> None: ...
 
@@ -68,7 +66,7 @@ class EnvoyClient(Client, Protocol):
 
 
 class PickExchange:
-    """One request."""
+    """One request that Envoy carries."""
 
     __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
 
@@ -79,14 +77,14 @@ class PickExchange:
         self.picker_state = client.picker_state
         client.attach_pick(self)
         self._status = 0
-        """Of the answer; 0 before it."""
+        """Status of the answer; 0 before it."""
         self._fairness_id: str | None = None
-        """Counted in flight under this id; None while the request is not counted."""
+        """Fairness id under which the request is counted; None while it is not counted."""
 
     # From the core ------------------------------------------------------------------------------------------------
 
     def place(self, route: RouteRequest) -> None:
-        """Find a worker, with the priority and the endpoints that the gateway allows."""
+        """Ask the core for a worker, with the priority and the endpoints that the gateway allows."""
         envoy, picker_state = self.client, self.picker_state
         if self.context.is_done:
             return
@@ -108,7 +106,7 @@ class PickExchange:
         return in_flight_counts[self._fairness_id] - 1
 
     def forward(self, decision: Decision) -> None:
-        """Tell Envoy where to; once."""
+        """Tell Envoy the chosen worker and the fallbacks. Only the first choice is told."""
         proxy, context = self._proxy, self.context
         context.decision = decision
         if context.progress.sent_at_s is not None:
@@ -135,15 +133,17 @@ class PickExchange:
             removed_headers.append("accept-encoding")
         if context.span is not None:
             headers.append((b"traceparent", context.span[1]))
-        self.client.send_choice(Choice([endpoint, *self._fallbacks(decision, authorization)], headers, removed_headers))
+        self.client.send_choice(
+            Choice([endpoint, *self._list_fallbacks(decision, authorization)], headers, removed_headers)
+        )
 
     def _handle_unresolved_name(self) -> None:
-        """The chosen worker has no endpoint: the core says who is next."""
+        """Try another worker, as the host name of the chosen one is not resolved."""
         proxy, context = self._proxy, self.context
         proxy.record_failed_attempt(context.decision, FailureKind.OVERLOADED, "its name is not resolved")
         proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.OVERLOADED, proxy.now()))
 
-    def _fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
+    def _list_fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
         proxy, get_endpoint = self._proxy, self.picker_state.endpoints.get_endpoint
         endpoints: list[str] = []
         for worker_id in proxy.core.find_fallback_workers(
@@ -158,12 +158,12 @@ class PickExchange:
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
     ) -> None:
-        """Have Envoy answer with an error of the router's own."""
+        """Have Envoy answer with an error of the router."""
         if self._proxy.end(self.context, f"refused_{code}"):
             self.client.refuse(status, code, message, retry_after_s, param=param)
 
     def reject(self, error: RequestError) -> None:
-        """Have Envoy answer with what was found wrong with the request."""
+        """Have Envoy answer with an error in the request itself."""
         self._proxy.metrics.http_errors[str(error.status)] += 1
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
@@ -171,7 +171,7 @@ class PickExchange:
     # From Envoy -----------------------------------------------------------------------------------------------------
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
-        """The head of the answer; headers for the client."""
+        """Record the head of the answer; return headers for the client."""
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
             return ()
@@ -198,7 +198,7 @@ class PickExchange:
         )
 
     def response_content(self, data: bytes) -> None:
-        """Bytes of the answer."""
+        """Record bytes of the answer."""
         proxy, context, progress = self._proxy, self.context, self.context.progress
         if context.is_done:
             return
@@ -210,7 +210,7 @@ class PickExchange:
             proxy.core.record_progress(context.request_id, progress.read_count, now)
 
     def complete_response(self) -> None:
-        """The whole answer has passed."""
+        """Record the end of the answer."""
         proxy, context = self._proxy, self.context
         context.usage = context.progress.find_reported_usage()
         if not proxy.end(context, f"status_{self._status}"):
@@ -220,7 +220,7 @@ class PickExchange:
         proxy.finish(context, context.usage, is_error=self._status >= 400)
 
     def stream_closed(self) -> None:
-        """Envoy asks no more. Where the answer's body does not come by, that is its end."""
+        """End the request with Envoy's stream, which is the end of the answer where its body is not seen."""
         is_complete = self._status == 200 and self.context.progress.has_final_event(self.context.request.path)
         if self._status and (is_complete or not self.client.sees_response_body):
             self.complete_response()
@@ -228,7 +228,7 @@ class PickExchange:
             self.on_client_gone()
 
     def on_client_gone(self) -> None:
-        """Nobody waits for the answer any more."""
+        """End the request, as its client has left."""
         if self._proxy.end(self.context, "client_gone"):
             self._proxy.abort(self.context)
 
@@ -237,7 +237,7 @@ class PickExchange:
     def on_client_resumed(self) -> None: ...
 
     def _record_fallback(self, served_by_worker: str) -> None:
-        """The worker did not answer, and Envoy found another of the list: so do the books."""
+        """Move the request to the fallback that answered, as its worker did not."""
         proxy, context = self._proxy, self.context
         proxy.record_failed_attempt(
             context.decision, FailureKind.RESET, f"{served_by_worker} served instead, as Envoy says"
@@ -247,7 +247,7 @@ class PickExchange:
         context.route = context.route.replace(worker=served_by_worker, allowed_workers=None)
         proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.RESET, proxy.now(), context.route))
         if context.decision is None or context.decision.worker != served_by_worker:
-            self._withdraw_from_core(None)  # the core would not have it there: its load is not counted
+            self._withdraw_from_core(None)  # the core refused that worker: the load is not counted
 
     def _record_first_token(self, now: float) -> None:
         self.context.progress.has_started = True
@@ -263,26 +263,26 @@ class PickExchange:
 
     @property
     def last_progress_at_s(self) -> float | None:
-        """When the last chunk came by; None where chunks do not come by."""
+        """Time of the last chunk of a running stream; None where chunks are not seen."""
         context = self.context
         is_moving = self.client.sees_response_body and context.progress.has_started and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
-        """Envoy has it, and goes down the list of fallbacks by itself."""
+        """Do nothing: Envoy tries the fallbacks itself."""
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """What Envoy does not end is Envoy's; the books end with the longest time that an answer may take."""
+        """Stop following a request after the longest time that an answer may take. Envoy ends the request itself."""
         if now - self.context.started_at_s > timeouts.total_s and not self.context.is_done:
             self.context.outcome = "timeout"
             self.client.abandon()
 
     def crash(self, error: Exception) -> None:
-        """What handles this request raised `error`."""
+        """End this request alone, because code that handles it raised `error`."""
         self._proxy.end_crashed(self, error)
 
     def close(self) -> None:
-        """The request ended: count it no more under its fairness id."""
+        """Stop counting the request under its fairness id."""
         in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self._fairness_id
         self._fairness_id = None
         if fairness_id is not None:

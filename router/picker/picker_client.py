@@ -1,7 +1,6 @@
-"""What stands where a client's connection stands in `router run`: one gRPC stream of Envoy's, for one request.
+"""The client of an exchange for one gRPC stream of Envoy, as a connection is in `router run`.
 
-Owns the way between conversation and exchange, the bytes booked, and the future that the stream waits on. Refuses to
-know gRPC (router/picker/server.py).
+Connects the ext_proc stream with the exchange, and charges the bytes of the body. router/picker/server.py knows gRPC.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ NAME_BYTES_MAX = 256
 
 
 class PickerApplication(Protocol):
-    """router/app/picker_app.py is it."""
+    """Application behind the picker (router/app/picker_app.py)."""
 
     limits: HttpLimits
     budget: BufferBudget
     scheduler: FairScheduler
 
     def pick(self, caller: PickerClient, request: HttpRequest) -> None:
-        """Find a worker, now or later. Raises RequestError."""
+        """Place a request, now or later. Raises RequestError."""
 
     def record_rejection(self, status: int) -> None: ...
 
@@ -46,7 +45,7 @@ class PickerApplication(Protocol):
 
 
 class PickerClient:
-    """One request. `receive` what Envoy sends; while `waits`, wait for `decided`; send what `take` gives."""
+    """One request. Call `receive` with a message, await `decision_made` while `is_choosing`, send `pop_responses`."""
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
         self._app = app
@@ -59,7 +58,7 @@ class PickerClient:
         self._path = ""
         self._booked_bytes = 0
         self._booked_tenant = ""
-        """On whom."""
+        """Tenant to which the bytes are charged."""
         self._stream = ExtProcStream(self, app.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_abandoned = False
@@ -68,7 +67,7 @@ class PickerClient:
 
     @property
     def is_choosing(self) -> bool:
-        """The next thing to happen is not Envoy's."""
+        """Whether Envoy waits for a choice."""
         return self._stream.phase is Phase.CHOOSING
 
     @property
@@ -87,7 +86,7 @@ class PickerClient:
         return self._stream.pop_responses()
 
     def receive(self, message: Request) -> None:
-        """Raises UnexpectedMessage. Whatever else goes wrong ends this request alone."""
+        """Take a message of Envoy. Raises UnexpectedMessage. Any other error ends this request alone."""
         try:
             self._stream.receive(message)
         except RequestError as refused:
@@ -96,7 +95,7 @@ class PickerClient:
             self.respond_error(refused)
 
     def close(self) -> None:
-        """Envoy asks no more, or cannot be told any more."""
+        """End the request, as the stream has ended."""
         try:
             pick, self._pick = self._pick, None
             if pick is not None and not pick.context.is_done:
@@ -111,7 +110,7 @@ class PickerClient:
     # What the ext_proc stream reports -------------------------------------------------------------------------------
 
     def _client_address(self) -> str:
-        """As the gateway says, which is one peer for all of them."""
+        """Return the client's address in the gateway's header, as the peer is the gateway itself."""
         request = self._stream.request
         forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
@@ -163,7 +162,7 @@ class PickerClient:
         self.respond_error(error)
 
     def attach_pick(self, pick: PickExchange) -> None:
-        """The exchange of this request."""
+        """Set the exchange of this request."""
         self._pick = pick
 
     def book_body_bytes(self, body_bytes: int) -> None:
@@ -175,7 +174,7 @@ class PickerClient:
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         if self._stream.phase is not Phase.CHOSEN or self._pick is None:
-            self._cancel_responder()  # answered by Envoy before it was sent anywhere
+            self._cancel_responder()  # Envoy answered before a worker got the request
             return ()
         return self._pick.response_started(answer)
 
@@ -196,7 +195,7 @@ class PickerClient:
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
         if self._stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
-            return  # Envoy has gone on with it
+            return  # Envoy has sent the request to a worker
         self.responder = None
         fields = [(b"content-type", JSON), *headers, *iter_error_headers(error, headers)]
         self._stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
@@ -213,7 +212,7 @@ class PickerClient:
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
     def abandon(self) -> None:
-        """It has taken too long."""
+        """Give up the stream, as the request has taken too long."""
         self.is_abandoned = True
         self._cancel_responder()
         self._signal_decision()
