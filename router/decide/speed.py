@@ -1,15 +1,17 @@
 """Learning how fast targets are from the first tokens and answers that the router sees. Pure arithmetic.
 
 An interval of a target takes `factor * (prefill_ratio * P + step_ratio * S)`. P and S are the seconds that its prefill
-and its steps take by the prior. The two ratios belong to the pool, the factor to the target. First tokens teach the
-prefill ratio, answers the step ratio. Each ratio is an interquartile mean over the pool's last intervals, so a quarter
-of the intervals may be far too long. The prior counts as half an interval more. Routers share what they learned.
+and its steps take by the prior. The two ratios belong to the pool, the factor to the target. Both ratios are
+fitted to the middle half of the pool's last intervals between first tokens, and of those between the tokens of answers,
+so a quarter of the intervals may be far too long. The prior counts as half an interval more. Routers share what they
+learned.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -19,12 +21,18 @@ from router.decide.config import LearnConfig, ServiceModel
 
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
 _INTERVALS_MAX: Final = 192
-"""Last intervals of each kind over which a pool's ratio is averaged."""
+"""Last intervals of each kind to which the ratios of a pool are fitted."""
 _EARLY_INTERVALS: Final = 32
 """Intervals that each renew the ratios; later only every _LEARN_EVERY-th does."""
 _LEARN_EVERY: Final = 8
 _PRIOR_WEIGHT: Final = 0.5
 """Number of intervals that the prior counts as."""
+_REFINEMENTS: Final = 4
+"""Steps in which ratios are fitted."""
+_KEPT_WEIGHT: Final = 0.5
+"""Intervals that the result of the step before counts as."""
+_FACTOR_MIN: Final = 0.2
+"""Least factor by which one step changes a ratio."""
 _MODEL_TOLERANCE: Final = 1.02
 """Factor by which the model in use may differ from what was learned."""
 _TARGET_INTERVALS_MAX, _TARGET_INTERVALS_MIN = 41, 20
@@ -218,17 +226,11 @@ class PoolSpeed:
         self.observation_count += 1
         if len(intervals) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
-        has_steps = any(shared.step_weight for shared in self._get_learned())
-        prefill_ratio, prefill_weight = _compute_mean_ratio(
-            [(times.elapsed_s, times.prefill_s, times.steps_s) for times in self._prefills],
-            self._prefill_ratio,
-            self._step_ratio if has_steps else None,
+        prefill_ratio, step_ratio = _fit_ratios(
+            [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
         )
-        step_ratio, step_weight = _compute_mean_ratio(
-            [(times.elapsed_s, times.steps_s, times.prefill_s) for times in self._steps],
-            self._step_ratio,
-            self._prefill_ratio,
-        )
+        prefill_weight = sum(self._prefill_ratio * times.prefill_s / self.predict_s(times) for times in self._prefills)
+        step_weight = sum(self._step_ratio * times.steps_s / self.predict_s(times) for times in self._steps)
         self.own = SharedSpeed(
             self._prior.prefill_s_per_token * prefill_ratio,
             prefill_weight,
@@ -236,6 +238,12 @@ class PoolSpeed:
             step_weight,
         )
         return self._refresh_model()
+
+    def _take_middle_half(self, intervals: Iterable[PriorTimes]) -> list[PriorTimes]:
+        """Return the intervals without the quarter that took least, and the quarter that took most, of the expected."""
+        ordered = sorted(intervals, key=lambda times: times.elapsed_s / self.predict_s(times))
+        trimmed_count = len(ordered) // 4
+        return ordered[trimmed_count : len(ordered) - trimmed_count]
 
     def raise_prior(self, ratio: float) -> bool:
         """Multiply the prior by `ratio`, before anything was observed; return whether the model has changed."""
@@ -271,32 +279,42 @@ class PoolSpeed:
         return True
 
 
-def _compute_mean_ratio(
-    intervals: list[tuple[float, float, float]], ratio: float, other_ratio: float | None
-) -> tuple[float, float]:
-    """Return the mean ratio of one part of intervals to its time by the prior, and the weight of that mean.
+def _fit_ratios(intervals: Sequence[PriorTimes]) -> tuple[float, float]:
+    """Return how many times as long as by the prior the prefill of these intervals took, and their steps.
 
-    `intervals`: (elapsed time, time of the part by the prior, time of the other part by the prior). `ratio`: the last
-    result. `other_ratio`: ratio of the other part; None: unknown, so that both parts have the same ratio.
-    The mean is over the middle half of the intervals, in the order of elapsed by expected time. An interval is weighted
-    by the share of the part in its expected time.
+    The fit begins with one ratio for both, the median, and is refined a few times. So two parts that always come in the
+    same proportion, as with prompts of one size, keep about the same ratio.
     """
-    rows: list[tuple[float, float, float, float]] = []  # elapsed / expected, time of the part, by the prior, weight
-    for elapsed_s, part_s, other_s in intervals:
-        if other_ratio is None:
-            part_s, other_s = part_s + other_s, 0.0
-        else:
-            other_s *= other_ratio
-        expected_s = ratio * part_s + other_s
-        rows.append((elapsed_s / expected_s, elapsed_s - other_s, part_s, ratio * part_s / expected_s))
-    rows.sort()
-    trimmed_count = len(rows) // 4
-    middle_rows = rows[trimmed_count : len(rows) - trimmed_count]
-    total_prior_s = sum([weight * part_s for _, _, part_s, weight in middle_rows])
-    if total_prior_s <= 0.0:
-        return 1.0, 0.0
-    mean_ratio = sum([weight * taken_s for _, taken_s, _, weight in middle_rows]) / total_prior_s
-    return min(max(mean_ratio, _RATIO_MIN), _RATIO_MAX), sum([weight for _, _, _, weight in rows])
+    common_ratios = sorted(times.elapsed_s / (times.prefill_s + times.steps_s) for times in intervals)
+    prefill_ratio = step_ratio = common_ratios[len(common_ratios) // 2]
+    for _ in range(_REFINEMENTS):
+        prefill_ratio, step_ratio = _refine_ratios(intervals, prefill_ratio, step_ratio)
+    return prefill_ratio, step_ratio
+
+
+def _refine_ratios(intervals: Sequence[PriorTimes], prefill_ratio: float, step_ratio: float) -> tuple[float, float]:
+    """Return ratios that explain the intervals better than the given ones, from which they are taken to differ little.
+
+    Least squares of `prefill_factor * prefill_share + step_factor * step_share = 1`, where a share is the time of a
+    part by the given ratio over the time of the interval. `_KEPT_WEIGHT` intervals tell for each factor that it is 1.
+    """
+    prefill_squares = step_squares = prefill_sum = step_sum = _KEPT_WEIGHT
+    products = 0.0
+    for times in intervals:
+        prefill_share = prefill_ratio * times.prefill_s / times.elapsed_s
+        step_share = step_ratio * times.steps_s / times.elapsed_s
+        prefill_squares += prefill_share * prefill_share
+        step_squares += step_share * step_share
+        products += prefill_share * step_share
+        prefill_sum += prefill_share
+        step_sum += step_share
+    determinant = prefill_squares * step_squares - products * products
+    prefill_factor = (prefill_sum * step_squares - step_sum * products) / determinant
+    step_factor = (step_sum * prefill_squares - prefill_sum * products) / determinant
+    return (
+        min(max(prefill_ratio * max(prefill_factor, _FACTOR_MIN), _RATIO_MIN), _RATIO_MAX),
+        min(max(step_ratio * max(step_factor, _FACTOR_MIN), _RATIO_MIN), _RATIO_MAX),
+    )
 
 
 def _combine_ratios(prior_ratio: float, learned: list[tuple[float, float]]) -> float:

@@ -185,6 +185,20 @@ def test_priors_that_are_wrong_by_ten_are_right_after_two_hundred_requests(
     assert speed.service.step_s == pytest.approx(truth.step_s, rel=0.2)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_of_one_size_do_not_drive_prefill_and_steps_apart(seed: int) -> None:
+    """Every interval has the same work or that of one other kind, so that noise could stand for either part."""
+    rng, truth = random.Random(seed), ServiceModel()
+    (speed,) = make_pool(1)
+    for i in range(600):
+        uncached_tokens, steps = (1000, 10.0) if i % 3 == 2 else (100, 1.5)
+        seconds = truth.prefill_s_per_token * uncached_tokens + (truth.step_s + truth.decode_request_s) * steps
+        elapsed_s = seconds * rng.lognormvariate(0.0, 0.3)
+        learn_from(speed, Observation(elapsed_s, uncached_tokens, 0.0, steps, 1.0, 0.0, i % 3 == 2))
+    assert 0.5 < speed.service.prefill_s_per_token / truth.prefill_s_per_token < 2.0
+    assert 0.5 < speed.service.step_s / truth.step_s < 2.0
+
+
 def test_outliers_that_are_slow_do_not_mislead() -> None:
     """A tenth of the intervals is twenty times as long: the engine waited for memory, or others' requests ran."""
     rng = random.Random(6)
