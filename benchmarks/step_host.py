@@ -280,7 +280,7 @@ def requests(count: int, context: int, vocabulary: int, penalties: bool, block_s
 
 def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     penalties, (count, context) = case.endswith("p"), pair(case.removesuffix("p"))
-    tokens = context + count * (options.rounds + WARM_UP_STEPS + 3 * options.block_size)
+    tokens = context + count * (2 * options.rounds + WARM_UP_STEPS + 3 * options.block_size)  # timed, then watched
     options.decode, options.sequences = [(1, tokens)], 0
     options.max_len = context + 1024
     engine = HostEngine(options)
