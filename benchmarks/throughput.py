@@ -34,7 +34,7 @@ from throughput_shapes import SHAPES
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
-from engine.execution.device_pool import DevicePool, unit_stride_bytes
+from engine.execution.device_pool import DevicePool, compute_unit_stride
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models import HfConfig, build_model
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -99,7 +99,7 @@ class Engine:
         unit_count += options.sequences * (1 + STATE_UNITS) + 64
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            unit_count = min(unit_count, int(0.8 * free) // unit_stride_bytes(self.spec))
+            unit_count = min(unit_count, int(0.8 * free) // compute_unit_stride(self.spec))
         return unit_count
 
     @property

@@ -15,7 +15,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
-from engine.grammars import GrammarCompiler, GrammarVocabulary, unsupported_reason
+from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
 from engine.messages import CoreInfo
 from engine.model_files import read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -53,9 +53,9 @@ def locate_model_files(config: EngineConfig) -> tuple[str, Path]:
         from engine.loading import resolve_model
 
         return resolve_model(config.model)
-    from engine.simulation.executor import tokenizer_folder
+    from engine.simulation.executor import locate_tokenizer
 
-    return tokenizer_folder(config.model)
+    return locate_tokenizer(config.model)
 
 
 def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> AssembledEngine:
@@ -78,7 +78,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     grammars = None
     try:
         eos_token_ids = tokenizer.eos_token_ids
-        no_constraint_reason = unsupported_reason(tokenizer)
+        no_constraint_reason = find_unsupported_reason(tokenizer)
         if no_constraint_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
         spec = executor.cache_spec

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
+from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, make_default_kv_events
 from engine.model_files import check_model_exists
 from options import ConfigError, LoadedConfig
 from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
@@ -103,7 +103,7 @@ def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
         config = replace(config, engine=replace(config.engine, kv_transfer=kv_transfer))
     if any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
         return config
-    return replace(config, engine=replace(config.engine, kv_events=default_kv_events(config.server.host)))
+    return replace(config, engine=replace(config.engine, kv_events=make_default_kv_events(config.server.host)))
 
 
 cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))

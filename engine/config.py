@@ -227,7 +227,7 @@ HELP_SECTIONS = {
 SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)
 
 
-def default_kv_events(host: str) -> KVEventsConfig:
+def make_default_kv_events(host: str) -> KVEventsConfig:
     """Return the event settings without `--kv-events-config`: on, on free ports of the API's interface."""
     interface = "127.0.0.1" if is_loopback(host) else "*"
     return KVEventsConfig(

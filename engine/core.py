@@ -341,6 +341,7 @@ class EngineCore:
         self._publish_events()
 
     def stats(self) -> EngineStats:
+        """Return gauges at this time, and totals since the start."""
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
             running_requests=self.scheduler.running_count,

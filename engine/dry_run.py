@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
-from engine.execution.device_pool import unit_stride_bytes
+from engine.execution.device_pool import compute_unit_stride
 from engine.execution.sizing import count_units, resolve_device
 from engine.loading import resolve_model
 from engine.models import HfConfig, Shard, build_model
@@ -21,7 +21,7 @@ def describe_cache(config: EngineConfig) -> str:
     units = count_units(config, spec, device)
     tokens = units * spec.blocks_per_unit(0) * spec.block_size
     lines = [
-        f"{name}: {units:,} units of {unit_stride_bytes(spec):,} bytes on {device}, up to {tokens:,} tokens of KV",
+        f"{name}: {units:,} units of {compute_unit_stride(spec):,} bytes on {device}, up to {tokens:,} tokens of KV",
         *_describe_groups(spec),
         f"  padding: at most {spec.padding_share:.2%} of a unit",
     ]

@@ -38,7 +38,7 @@ WALK_S_MAX = 1.0
 """Most CPU seconds for `WALK_TOKENS` tokens: a hundred times those of a slow schema in use."""
 
 
-def unsupported_reason(tokenizer: Tokenizer) -> str | None:
+def find_unsupported_reason(tokenizer: Tokenizer) -> str | None:
     """Return the reason why answers cannot be constrained here; None: they can."""
     if find_spec("llguidance") is None:
         return "the package `llguidance` is missing on the server: install blockcast[engine]"
@@ -133,6 +133,7 @@ class GrammarCompiler:
         self._compile_executor.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, lark: str) -> LLMatcher:
+        """Compile a grammar and cache its matcher, evicting the oldest ones. Raises GrammarError."""
         matcher = self.vocabulary.compile(lark)
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:

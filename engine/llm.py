@@ -38,6 +38,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """Logprob of one token at one position."""
+
     logprob: float
     rank: int
     decoded_token: str
@@ -242,6 +244,7 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        """Compute all prompts to their end, and return their outputs in order."""
         if priority is not None:
             priority = msgspec.convert(priority, list[Int64])
             if len(priority) != len(encoded_prompts):
@@ -283,6 +286,7 @@ class LLM:
         priority: int,
         prompt_index: int,
     ) -> _PromptJob:
+        """Make the requests of a prompt, one for each sample. Raises RequestError."""
         check_prompt(token_ids, self._limits, f"prompts[{prompt_index}]")
         params = fit_max_tokens(params, self._limits, len(token_ids))
         request_id = str(next(self._request_numbers))
@@ -322,6 +326,7 @@ class LLM:
         )
 
     def _convert_logprobs(self, token_logprobs: TokenLogprobs) -> Logprobs:
+        """Return the logprobs of one position as vLLM users know them."""
         logprob_and_rank_by_token = {
             token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token_logprobs.top_logprobs, 1)
         }
@@ -367,6 +372,7 @@ class _ProgressBar:
 def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
+    """Return the configuration of the arguments of `LLM`. Raises TypeError for unknown settings."""
     for name in ("trust_remote_code", "disable_log_stats"):
         settings.pop(name, None)  # vLLM has these; they have no effect here
     setting_names = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}

@@ -53,14 +53,20 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 # HTTP -> core
 class AddRequests(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Queue requests."""
+
     requests: list[Request]
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """End requests. Unknown ids are ignored."""
+
     request_ids: list[str]
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    """Empty the prefix cache. The reply is `CommandDone`."""
+
     call_id: int
 
 
@@ -86,6 +92,8 @@ Command = AddRequests | AbortRequests | ResetPrefixCache | ChangeWeights | Ping
 
 # core -> HTTP
 class CoreReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The core can serve."""
+
     info: CoreInfo
 
 
@@ -96,6 +104,8 @@ class CoreFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    """Outputs of a step, and statistics from time to time."""
+
     outputs: list[SequenceOutput]
     stats: EngineStats | None = None
     publisher_stats: PublisherStats | None = None
@@ -124,6 +134,8 @@ def split_output(output: SequenceOutput) -> list[SequenceOutput]:
 
 
 class CommandDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
+    """Reply to a command with a `call_id`."""
+
     call_id: int
     error: str | None = None
     """Reason why the command was not executed; None: it was."""

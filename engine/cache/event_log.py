@@ -10,17 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.cache.blocks import Node
 from engine.cache.spec import MAMBA, CacheSpec
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
-STORED, REMOVED, DEMOTED, HOST_REMOVED = range(4)
-"""Actions: stored on the device, removed from it, moved from it to host memory, removed from host memory."""
-Change = tuple[int, int, Any] | None
-"""(action, kind, nodes); for DEMOTED (action, 0, {(kind, node): None}). None: the whole cache was cleared."""
+STORED, REMOVED, DEMOTED, HOST_REMOVED, CLEARED = range(5)
+"""Actions of a change. DEMOTED: from the device to host memory. CLEARED: both memories."""
+
+
+class Change(NamedTuple):
+    """One change of the cache, of one or more blocks."""
+
+    action: int
+    kind: int
+    """Kind of the blocks, unless they are demoted."""
+    nodes: Any
+    """Nodes of the blocks. DEMOTED: {(kind, node): None}."""
 
 
 class EventLog:
@@ -37,33 +45,28 @@ class EventLog:
         self._changes: list[Change] = []
 
     def record_stored(self, kind: int, node: Node) -> None:
-        changes = self._changes
-        if (
-            changes
-            and self.joins_chains_by_kind[kind]
-            and (last_change := changes[-1])
-            and last_change[0] == STORED
-            and last_change[1] == kind
-        ):
-            nodes = last_change[2]
-            if nodes[-1] is node.parent:
-                nodes.append(node)
-                return
-        changes.append((STORED, kind, [node]))
+        """Record that the device has a computed block of `kind` at `node`."""
+        last_change = self._get_last_change(STORED, kind) if self.joins_chains_by_kind[kind] else None
+        if last_change is not None and last_change.nodes[-1] is node.parent:
+            last_change.nodes.append(node)
+        else:
+            self._changes.append(Change(STORED, kind, [node]))
 
     def record_removed(self, kind: int, node: Node) -> None:
-        last_change = self._changes[-1] if self._changes else None
-        if last_change and last_change[0] == REMOVED and last_change[1] == kind:
-            last_change[2].append(node)
+        """Record that the device has no block of `kind` at `node` any more."""
+        last_change = self._get_last_change(REMOVED, kind)
+        if last_change is not None:
+            last_change.nodes.append(node)
         else:
-            self._changes.append((REMOVED, kind, [node]))
+            self._changes.append(Change(REMOVED, kind, [node]))
 
     def record_demoted(self, kind: int, node: Node) -> None:
-        last_change = self._changes[-1] if self._changes else None
-        if last_change is None or last_change[0] != DEMOTED:
-            last_change = (DEMOTED, 0, {})
+        """Record that a block moved from the device to host memory."""
+        last_change = self._get_last_change(DEMOTED, 0)
+        if last_change is None:
+            last_change = Change(DEMOTED, 0, {})
             self._changes.append(last_change)
-        last_change[2][kind, node] = None
+        last_change.nodes[kind, node] = None
 
     def record_host_removed(self, kind: int, node: Node) -> None:
         """Record a removal from host memory before the last demotions, for which it most often made room.
@@ -71,21 +74,18 @@ class EventLog:
         So consecutive demotions stay one change.
         """
         insert_index = len(self._changes)
-        if (
-            insert_index
-            and (last_change := self._changes[-1])
-            and last_change[0] == DEMOTED
-            and (kind, node) not in last_change[2]
-        ):
+        demotions = self._get_last_change(DEMOTED, 0)
+        if demotions is not None and (kind, node) not in demotions.nodes:
             insert_index -= 1
-        last_change = self._changes[insert_index - 1] if insert_index else None
-        if last_change and last_change[0] == HOST_REMOVED and last_change[1] == kind:
-            last_change[2].append(node)
+        change_before = self._changes[insert_index - 1] if insert_index else None
+        if change_before is not None and (change_before.action, change_before.kind) == (HOST_REMOVED, kind):
+            change_before.nodes.append(node)
         else:
-            self._changes.insert(insert_index, (HOST_REMOVED, kind, [node]))
+            self._changes.insert(insert_index, Change(HOST_REMOVED, kind, [node]))
 
     def record_cleared(self) -> None:
-        self._changes.append(None)
+        """Record that both memories are empty."""
+        self._changes.append(Change(CLEARED, 0, ()))
 
     def drain(self) -> StepEvents | None:
         """Take what was recorded since the last call; None if nothing was, as after most steps."""
@@ -94,6 +94,13 @@ class EventLog:
             return None
         self._changes = []
         return StepEvents(changes, self)
+
+    def _get_last_change(self, action: int, kind: int) -> Change | None:
+        """Return the last change if it has this action and kind."""
+        if not self._changes:
+            return None
+        last_change = self._changes[-1]
+        return last_change if last_change.action == action and last_change.kind == kind else None
 
 
 class StepEvents(Collection[Event]):
@@ -116,9 +123,9 @@ class StepEvents(Collection[Event]):
         return any(event == step_event for step_event in self)
 
     def _make_events(self, change: Change) -> Iterable[Event]:
-        if change is None:
-            return (AllBlocksCleared(),)
         action, kind, nodes = change
+        if action == CLEARED:
+            return (AllBlocksCleared(),)
         if action == STORED:
             return (self._make_stored(kind, nodes, GPU),)
         if action == DEMOTED:

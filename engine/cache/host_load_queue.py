@@ -174,6 +174,7 @@ class HostLoadQueue:
         return [load.host_block for load in unplanned_loads + self.planned_loads if not load.is_cancelled]
 
     def _plan_loads(self, seq: Sequence, *, ignore_limit: bool = False) -> None:
+        """Plan the loads for `seq`, as many as the step may still copy, or all of them."""
         loads = self._unplanned_loads_by_sequence[seq]
         while loads:
             if self._step_bytes_left <= 0 and not ignore_limit:

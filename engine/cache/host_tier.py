@@ -102,6 +102,7 @@ class HostTier:
             event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
+        """Name a block here for `node`, to be filled by a copy of `block`; False if there is no room."""
         kind = block.kind
         host_block = self._pool.allocate(kind) if self._pool.units else None
         if host_block is None:

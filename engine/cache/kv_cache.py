@@ -42,6 +42,8 @@ from engine.types import BlockCopy, Chunk, LazyDecodeChunks, Sequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
+    """Units of both memories, and how many are used."""
+
     total_units: int
     live_units: int
     """Units that running sequences need if their blocks are packed; `live_units / total_units` is the cache's usage."""

@@ -210,6 +210,7 @@ class UnitPool:
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
     def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
+        """Move the live blocks of a unit to holes of other units of its kind, and free the unit."""
         kind = source_unit.kind
         assert kind is not None
         moves: list[tuple[int, Block, BlockId]] = []

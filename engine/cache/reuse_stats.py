@@ -141,6 +141,7 @@ class ReuseStats:
         return turn
 
     def _record_shared_prefix(self, block_hash: int, prefix_blocks: int) -> None:
+        """Count a conversation that begins with the shared prefix which ends with this block."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is None:
             prefix_turn = self._shared_prefixes[block_hash] = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)

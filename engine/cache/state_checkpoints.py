@@ -236,6 +236,7 @@ class StateCheckpoints:
             self._commit_chunk(chunk.seq, chunk.start, chunk.end)
 
     def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
+        """Announce the checkpoint that a chunk took, if any, and evict the rolling checkpoint that it replaces."""
         state = self._state_by_sequence[seq]
         self._release_source(state)
         block = state.pending_checkpoint_by_end.pop(end, None)
@@ -247,13 +248,10 @@ class StateCheckpoints:
         self._tree.commit(block)
         previous_rolling, state.rolling_checkpoint = state.rolling_checkpoint, None
         is_decode = end > seq.prompt_len and end - start == 1
-        if (
-            is_decode
-            and previous_rolling
-            and not (previous_rolling.is_shared or previous_rolling.ref_count)
-            and previous_rolling.node is not None
-        ):
-            self._tree.evict(previous_rolling, keep_on_host=False)
+        if is_decode and previous_rolling is not None:
+            is_in_use = previous_rolling.is_shared or previous_rolling.ref_count > 0
+            if not is_in_use and previous_rolling.node is not None:
+                self._tree.evict(previous_rolling, keep_on_host=False)
         self.release_new_checkpoint(block)
         if is_decode:
             state.rolling_checkpoint = block

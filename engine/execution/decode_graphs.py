@@ -64,6 +64,8 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedStep:
+    """A recorded decode step: its inputs, which are overwritten before each replay, and its result."""
+
     inputs: Tensor
     """[2, size]: token ids and positions; in padding, those of some earlier step."""
     step: ForwardContext
@@ -127,6 +129,7 @@ class DecodeGraphs:
                 self._steps_by_size[size] = self._record(size)
 
     def _record(self, size: int) -> _RecordedStep | None:
+        """Record the step of `size` decodes; None, with a warning, if that fails."""
         device = self._ops.device
         inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
         token_ids, positions = inputs

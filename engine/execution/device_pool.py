@@ -17,16 +17,16 @@ from engine.types import StepPlan, UnitId
 from kernels import PagedKV
 
 
-def unit_stride_bytes(spec: CacheSpec) -> int:
+def compute_unit_stride(spec: CacheSpec) -> int:
     """Bytes from one unit to the next: the unit, rounded up to whole token rows of every group."""
     rows = [g.num_kv_heads * g.head_dim * g.dtype_bytes for g in spec.groups]
     step = math.lcm(16, *rows)
     return -(-spec.unit_bytes // step) * step
 
 
-def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
+def count_units_in_memory(spec: CacheSpec, memory_bytes: int) -> int:
     """Return how many units fit in `memory_bytes`."""
-    return memory_bytes // unit_stride_bytes(spec)
+    return memory_bytes // compute_unit_stride(spec)
 
 
 class DevicePool:
@@ -48,7 +48,7 @@ class DevicePool:
         self.device = device
         self.dtype = dtype
         self._unit_count = unit_count
-        self._stride = stride = unit_stride_bytes(spec)
+        self._stride = stride = compute_unit_stride(spec)
         self.buffer = torch.empty(unit_count * stride, dtype=torch.uint8, device=device)
         self.block_copier = BlockCopier(spec, self.buffer, stride, host_unit_count)
         self.kv = [

@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.types import TokenLogprobs
 
 LOGPROB_TENSORS = 5
-"""Number of tensors that `token_logprobs` returns."""
+"""Number of tensors that `compute_token_logprobs` returns."""
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
+def compute_token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
     """Return each row's token, its logprob and its rank, then the logprobs and ids of the `top_count` likeliest tokens.
 
     logits: [rows, vocab]; tokens: [rows]. Shapes: three times [rows], twice [rows, top_count].
@@ -26,7 +26,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tenso
 
 
 def read_logprobs(columns: Rows[list[Any]], counts: Rows[int]) -> list[TokenLogprobs]:
-    """Build each row's logprobs from the columns of `token_logprobs`, with its `counts[i]` likeliest tokens."""
+    """Build each row's logprobs from the columns of `compute_token_logprobs`, with its `counts[i]` likeliest tokens."""
     return [
         TokenLogprobs(token, value, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
         for token, value, rank, top_logprobs, top_ids, count in zip(*columns, counts, strict=True)

@@ -163,6 +163,7 @@ class Masks:
     def _compute_masks(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:
+        """Let the matchers read their new tokens, and make the mask of each row that needs one."""
         tokens: Mapping[int, int] = (
             read_last_tokens() if any(request.has_token_on_device for request in requests) else {}
         )
@@ -228,6 +229,7 @@ class Masks:
         return True
 
     def _fill_bits(self, matchers: list[Any], bits: MaskWords) -> None:
+        """Write the mask of each (matcher, index) to `bits[index]`."""
         if not matchers:
             return
         if len(matchers) == 1 or self._threads == 1:
@@ -249,6 +251,7 @@ class _TokenListCache:
         self._entries: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
 
     def make_cpu_masks(self, logits_rows: list[int], bits: MaskWords) -> CpuMasks:
+        """Return the masks `bits` [masks, words] of these rows of logits in the form for a CPU."""
         empty, vocab_size = np.empty(0, np.int64), self._vocab_size
         forbidden_indices, allowed_indices, short_row_ids = [empty], [empty], list[npt.NDArray[np.int64]]()
         sparse_rows, short_rows = list[int](), list[int]()
@@ -297,6 +300,7 @@ class _TokenListCache:
 
 
 def _apply_on_cpu(logits: Tensor, masks: CpuMasks) -> None:
+    """Mask logits [rows, vocab] in place."""
     flat = logits.view(-1)
     if len(masks.forbidden_indices):
         flat.index_fill_(0, torch.from_numpy(masks.forbidden_indices), float("-inf"))

@@ -38,7 +38,7 @@ class PenaltyStep:
     """Rows of the per-sequence tables."""
 
 
-def penalty_rows(
+def make_penalty_rows(
     params: Rows[SamplingParams], batch_rows: list[int], rows: list[int], device: torch.device
 ) -> PenaltyRows:
     """Return the penalties of the sequences with index `batch_rows`. `rows`: the rows of their token counts."""
@@ -85,7 +85,7 @@ class Penalties:
         if (missing_rows := row_count - len(self._token_count_bounds)) > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
-        new_counts = [penalised_token_counts(sequences[penalised_rows[i]]) for i in new_indices]
+        new_counts = [count_penalised_tokens(sequences[penalised_rows[i]]) for i in new_indices]
         new_rows = rows[new_indices].tolist()
         self._token_count_bounds[new_rows] = [len(distinct_tokens) for distinct_tokens, _ in new_counts]
         self._token_count_bounds[rows] += 1
@@ -109,6 +109,7 @@ class Penalties:
         self._count_sampled(sampled_tokens, self._counts, batch, step.width)
 
     def _store_new_rows(self, step: PenaltyStep) -> None:
+        """Enlarge the tensors of counts if need be, and write the tokens of new rows."""
         counts = self._counts
         rows, width = counts.token_ids.shape
         if step.row_count > rows or step.width > width:
@@ -129,7 +130,7 @@ class Penalties:
             counts.count_codes.index_put_((at_row, columns), new_values.int())
 
 
-def penalised_token_counts(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the distinct tokens that a sequence's penalties need, and the count code of each (`kernels.counts`)."""
     output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
     prompt = np.zeros(0, np.int64)

@@ -115,7 +115,7 @@ def wants_prompt_logprobs(chunk: Chunk) -> bool:
     return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
 
 
-def state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def list_state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the unit of each chunk's recurrent state, [chunks]."""
     units = [chunk.seq.state_unit for chunk in chunks]
     assert None not in units, "a sequence without a state unit on a model that has state"

@@ -24,16 +24,16 @@ from torch import Tensor
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.device_pool import DevicePool
-from engine.execution.logprobs import token_logprobs
+from engine.execution.logprobs import compute_token_logprobs
 from engine.execution.masks import Masks
 from engine.execution.prepared_step import (
     BatchState,
     DeviceTokens,
     OrderedChunks,
     PreparedStep,
+    list_state_units,
     select_hidden_rows,
     sort_for_kernels,
-    state_units,
     wants_prompt_logprobs,
 )
 from engine.execution.sampler import Sampler, SamplingInputs
@@ -211,7 +211,7 @@ class ModelRunner:
                 tables.host_table(ends, rows) if self._fixed_plans is None else tables.device_table(rows)
                 for tables in self._tables
             ],
-            units=state_units(chunks) if self._states else None,
+            units=list_state_units(chunks) if self._states else None,
             selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
             selected_starts=selected_starts,
             batch_state=state,
@@ -247,6 +247,7 @@ class ModelRunner:
     def _make_batch_state(
         self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray, batch: RaggedBatch
     ) -> BatchState:
+        """Make all that depends on the sequences alone. `batch`: that of the step."""
         device_rows = copy_to_device(rows, self.device)
         sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
         if len(sampled_chunks) < len(sequences):
@@ -313,7 +314,7 @@ class ModelRunner:
             hidden = self._forward(step)
             outputs += self._sample(hidden, step)
             for i in step.prompt_logprob_chunks:
-                outputs += self._prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
+                outputs += self._compute_prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
         self.pool.finish_step(plan)
         read = start_copy_to_host(outputs)
         if self._last_tokens is not None:
@@ -370,19 +371,20 @@ class ModelRunner:
             self._last_tokens.index_copy_(0, step.batch_state.sampled_device_rows, tokens)
         return [tokens, *logprobs]
 
-    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
+    def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i."""
         end = min(chunk.end + 1, chunk.seq.prompt_len)
-        count, slab_rows = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
+        top_count = chunk.seq.request.params.prompt_logprobs or 0
+        slab_rows = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
         slabs = []
-        for at in range(0, count, slab_rows):
-            rows = hidden[at : min(at + slab_rows, count)]
+        for start in range(0, len(tokens), slab_rows):
+            slab = slice(start, min(start + slab_rows, len(tokens)))
             if self.model.samples_tokens:
-                top_count = chunk.seq.request.params.prompt_logprobs or 0
-                slabs.append(token_logprobs(self.model.compute_logits(rows), tokens[at : at + slab_rows], top_count))
+                logits = self.model.compute_logits(hidden[slab])
+                slabs.append(compute_token_logprobs(logits, tokens[slab], top_count))
             else:
-                self.model.contribute_logits(rows)
+                self.model.contribute_logits(hidden[slab])
         return [torch.cat(parts) for parts in zip(*slabs, strict=True)]
 
     def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:

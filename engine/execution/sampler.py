@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.logprobs import token_logprobs
+from engine.execution.logprobs import compute_token_logprobs
 from engine.execution.masks import CpuMasks, MaskRequest, Masks, TokenMasks
-from engine.execution.penalties import Penalties, PenaltyStep, has_penalties, penalty_rows
+from engine.execution.penalties import Penalties, PenaltyStep, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
 from kernels.counts import PenaltyRows
@@ -43,7 +43,7 @@ PRECOMPUTED_STEPS = 16
 """Number of steps for which uniform numbers are made at once."""
 
 
-def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def compute_uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each pair of a mixed seed, which is a request's own, and an output position."""
     z = _mix(mixed + positions * _GOLDEN)
     z >>= _11
@@ -190,6 +190,7 @@ class Sampler:
     def _make_mask_requests(
         self, batch: SamplingBatch, ends: IntArray, positions: npt.NDArray[np.int64]
     ) -> list[MaskRequest]:
+        """Make the input of the mask of each constrained row. `positions`: output positions of the drawn tokens."""
         mask_requests = []
         for i in batch.constrained_rows:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
@@ -210,7 +211,7 @@ class Sampler:
         steps = np.arange(1 if batch.precomputed_uniforms is None else PRECOMPUTED_STEPS)
         # Rows of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
         host_uniforms = np.zeros((len(steps), -(-len(positions) // 2) * 2))
-        host_uniforms[:, batch.random_rows] = uniforms_at(
+        host_uniforms[:, batch.random_rows] = compute_uniforms(
             batch.mixed_seeds, (positions[batch.random_rows] + steps[:, None]).astype(np.uint64)
         )
         batch.precomputed_uniforms = positions, copy_to_device(host_uniforms, self._device)
@@ -227,7 +228,7 @@ class Sampler:
         return {} if inputs.token_masks is None else inputs.token_masks.result().failures
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
-        """Return (next token of each row, [rows] int64; `token_logprobs` of the rows that want logprobs).
+        """Return (next token of each row, [rows] int64; `compute_token_logprobs` of the rows that want logprobs).
 
         logits: [rows, vocab], which may be changed. The host waits for masks, and for nothing else.
         """
@@ -258,7 +259,7 @@ class Sampler:
         if batch.device_logprob_rows is not None:
             logprob_logits = logits.index_select(0, batch.device_logprob_rows)
             logprob_tokens = tokens.index_select(0, batch.device_logprob_rows)
-        return tokens, token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
+        return tokens, compute_token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
 
     def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, masks: CpuMasks) -> Tensor:
         """Draw the token of each row, [rows]. In `short_rows` only the few allowed tokens are read."""
@@ -296,7 +297,7 @@ class Sampler:
             constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
             penalised_rows=penalised_rows,
             penalty_state_rows=np.array([rows[i] for i in penalised_rows], np.int64),
-            penalties=penalty_rows(params, penalised_rows, [rows[i] for i in penalised_rows], self._device)
+            penalties=make_penalty_rows(params, penalised_rows, [rows[i] for i in penalised_rows], self._device)
             if penalised_rows else None,
             logprob_rows=logprob_rows,
             logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],

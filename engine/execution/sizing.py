@@ -13,7 +13,7 @@ import torch
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
-from engine.execution.device_pool import DevicePool, unit_stride_bytes, units_for_memory
+from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
 from engine.execution.profiling import measure_step_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler
@@ -77,7 +77,7 @@ def size_cache(
     step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
     try:
         count = count_units(config, rank.spec, rank.device, step_bytes)
-        check_fits(config, count * unit_stride_bytes(rank.spec), rank.device)
+        check_fits(config, count * compute_unit_stride(rank.spec), rank.device)
     except ConfigError:
         if all_reduce_min is not None:
             all_reduce_min(0, rank.device)  # the other ranks wait for this number
@@ -193,10 +193,10 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
         return -(-config.num_gpu_blocks_override // blocks_per_unit)
     if config.kv_cache_memory_bytes is not None:
         source, memory_bytes = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
-        count = units_for_memory(spec, memory_bytes)
+        count = count_units_in_memory(spec, memory_bytes)
     else:
         source, memory_bytes = "the free memory", _compute_free_bytes(config, device, step_bytes)
-        count = units_for_memory(spec, memory_bytes)
+        count = count_units_in_memory(spec, memory_bytes)
         if device.type == "cpu":
             count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * blocks_per_unit)))
     if count < 1:
@@ -231,9 +231,9 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     if not config.enable_prefix_caching:
         raise ConfigError(f"{flag} means nothing with --no-enable-prefix-caching")
     _check_memory(flag, memory_bytes, torch.device("cpu"))
-    count = units_for_memory(spec, memory_bytes // config.tensor_parallel_size)
+    count = count_units_in_memory(spec, memory_bytes // config.tensor_parallel_size)
     if count < 1:
-        raise ConfigError(f"{flag}: holds no unit of the cache ({unit_stride_bytes(spec)} bytes) on each rank")
+        raise ConfigError(f"{flag}: holds no unit of the cache ({compute_unit_stride(spec)} bytes) on each rank")
     return count
 
 

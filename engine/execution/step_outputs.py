@@ -39,7 +39,7 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 
 
 def _take_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:
-    """Remove the columns of one call of `token_logprobs` from the outputs, and return the logprobs that they hold."""
+    """Remove the tensors of one `compute_token_logprobs` from the outputs, and return their logprobs."""
     columns = outputs[:LOGPROB_TENSORS]
     del outputs[:LOGPROB_TENSORS]
     return read_logprobs(columns, counts)

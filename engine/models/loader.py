@@ -100,6 +100,7 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint. Raises ModelError if one is missing."""
     index_path = folder / INDEX_FILE_NAME
     if index_path.exists():
         try:

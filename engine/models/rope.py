@@ -81,6 +81,7 @@ class RopeConfig:
         return float(value)
 
     def _scale_llama3(self, inverse_frequencies: Tensor) -> Tensor:
+        """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
         factor, low_frequency_factor, high_frequency_factor = (
             self._get_number("factor"),
             self._get_number("low_freq_factor"),
@@ -94,6 +95,7 @@ class RopeConfig:
         return inverse_frequencies * ((1 - smooth) / factor + smooth)
 
     def _scale_yarn(self, inverse_frequencies: Tensor) -> tuple[Tensor, float]:
+        """Return (frequencies, factor on cos and sin) by YaRN."""
         factor = self._get_number("factor")
         original_positions = self._get_number("original_max_position_embeddings", float(self.original_positions))
         fast_rotations, slow_rotations = self._get_number("beta_fast", 32.0), self._get_number("beta_slow", 1.0)

@@ -20,6 +20,8 @@ class TableChange(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChunkMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A chunk of a plan, with the changes of its sequence."""
+
     previous_index: int | None
     """Index of the sequence's chunk in the previous plan; None: it was not in that plan."""
     start: int
@@ -33,6 +35,8 @@ class ChunkMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    """A step's plan."""
+
     chunks: list[ChunkMessage]
     state_restores: list[tuple[UnitId, UnitId]]
     state_resets: list[UnitId]
@@ -92,6 +96,7 @@ class PlanDecoder:
         )
 
     def _decode_chunk(self, chunk: ChunkMessage) -> Chunk:
+        """Return the chunk of a message, with the sequence of the last plan if it was in that plan."""
         if chunk.previous_index is None:
             request = _REQUEST if chunk.logprob_prompt_len is None else _LOGPROBS_REQUEST
             seq = Sequence(

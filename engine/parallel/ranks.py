@@ -75,6 +75,8 @@ class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
 
 
 class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The rank cannot load its part. The message gives the reason."""
+
     message: str
 
 

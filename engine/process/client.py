@@ -252,6 +252,7 @@ class EngineClient(asyncio.Protocol):
         return 0.0 if self._open_ping is None or self._pending_calls else now - self._open_ping[1]
 
     async def _call(self, command: Callable[[int], Command]) -> str | None:
+        """Send a command, and wait for its reply: the reason why it failed, or None. Raises EngineDeadError."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         self._call_count += 1
@@ -302,6 +303,7 @@ class EngineClient(asyncio.Protocol):
             self._mark_dead("the core process ended without a word" + (f": {exc}" if exc else ""))
 
     def _deliver_outputs(self, report: StepOutputs) -> None:
+        """Store statistics, and give each output to the stream of its request."""
         if report.stats is not None:
             self.stats = report.stats
             self.publisher_stats = report.publisher_stats
@@ -323,6 +325,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(encode_frame(payload))
 
     def _mark_dead(self, reason: str) -> None:
+        """End all streams and calls with EngineDeadError, and report the end of the core, once."""
         if self.death_reason is not None:
             return
         exit_status = self._core_process.poll()

@@ -173,6 +173,7 @@ class CoreLoop:
     def _make_report(
         self, rejected_outputs: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool
     ) -> StepOutputs:
+        """Return the message of a step, with statistics if they are due."""
         decoded_tokens = outputs if isinstance(outputs, DecodedTokens) else None
         report = StepOutputs(
             [*rejected_outputs, *(outputs if decoded_tokens is None else ())], decoded_tokens=decoded_tokens
@@ -185,6 +186,7 @@ class CoreLoop:
         )
 
     def _execute_command(self, command: Command) -> None:
+        """Execute a command, and send its reply if it has one."""
         if isinstance(command, AddRequests):
             for request in command.requests:
                 try:

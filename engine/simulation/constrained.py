@@ -93,6 +93,7 @@ class ConstrainedAnswers:
         return min(candidates, key=Counter(answer_tokens).__getitem__)  # the rarest so far, so that repetitions end
 
     def _advance_matcher(self, request_id: str, lark: str, answer_tokens: list[int]) -> _MatcherState:
+        """Let the matcher of a request read the new tokens of its answer, and return its state."""
         matcher_state = self._matcher_states.pop(request_id, None)
         if matcher_state is None or matcher_state.read_token_count > len(answer_tokens):
             matcher_state = _MatcherState(self._grammars.make_matcher(lark))

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.grammars import GrammarCompiler, unsupported_reason
+from engine.grammars import GrammarCompiler, find_unsupported_reason
 from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
@@ -26,7 +26,7 @@ BLOCKS_MAX = 10_000_000
 """Most blocks of the cache, and of host memory. A simulated block has no content, but takes 250 bytes and 7 us."""
 
 
-def tokenizer_folder(model: str | None) -> tuple[str, Path]:
+def locate_tokenizer(model: str | None) -> tuple[str, Path]:
     """Return (name to serve, folder of the tokenizer): MODEL's, or a small one of our own. No weights are needed."""
     return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
@@ -40,7 +40,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         if is_set:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
     tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
-    if spec.script_turns and (reason := unsupported_reason(tokenizer)) is not None:
+    if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     word_ids, script = sample_words(tokenizer), _encode_script(spec, tokenizer)
     runners: list[SimulatedRunner] = []

@@ -120,6 +120,7 @@ def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Ten
 
 
 def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
+    """Multiply with a native matrix, on the threads of torch."""
     num_tokens, num_inputs = x.shape
     assert num_inputs == matrix.num_inputs
     assert x.dtype == torch.bfloat16

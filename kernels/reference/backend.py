@@ -20,6 +20,8 @@ from kernels.sampling import draw
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
+    """A batch and its block tables, as they are."""
+
     batch: RaggedBatch
     block_table: IntArray
     window: int | None

@@ -10,7 +10,7 @@ from hand_driver import Driver, Oracle, random_cuts
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.execution import runner as runner_module
-from engine.execution.device_pool import DevicePool, unit_stride_bytes, units_for_memory
+from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
@@ -64,10 +64,10 @@ def test_half_precision_agrees_with_fp32(family, dtype):
 def test_units_hold_whole_token_rows():
     group = GroupSpec(FULL_ATTENTION, (0, 1, 2), num_kv_heads=3, head_dim=40, dtype_bytes=2)
     spec = CacheSpec(16, (group,), StateSpec((3,), 100_001))
-    stride = unit_stride_bytes(spec)
+    stride = compute_unit_stride(spec)
     assert stride % 240 == stride % 16 == 0
     assert 0 <= stride - spec.unit_bytes < 240
-    assert units_for_memory(spec, 10 * stride - 1) == 9
+    assert count_units_in_memory(spec, 10 * stride - 1) == 9
 
 
 def test_a_runner_needs_a_unit():

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.execution.block_tables import RowAllocator
-from engine.execution.logprobs import read_logprobs, token_logprobs
-from engine.execution.sampler import _GOLDEN, Sampler, SamplingBatch, _mix, uniforms_at
+from engine.execution.logprobs import compute_token_logprobs, read_logprobs
+from engine.execution.sampler import _GOLDEN, Sampler, SamplingBatch, _mix, compute_uniforms
 from engine.types import Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
@@ -173,7 +173,7 @@ def test_unseeded_requests_differ():
 
 def test_uniforms_are_uniform():
     seeds = _mix(np.repeat(np.arange(200, dtype=np.uint64), 500) + _GOLDEN)
-    u = uniforms_at(seeds, np.tile(np.arange(500, dtype=np.uint64), 200))
+    u = compute_uniforms(seeds, np.tile(np.arange(500, dtype=np.uint64), 200))
     assert u.min() >= 0
     assert u.max() < 1
     assert np.abs(np.histogram(u, 50, (0, 1))[0] / 2000 - 1).max() < 0.15
@@ -233,5 +233,5 @@ def test_logprobs(dtype):
 
 def test_logprobs_of_given_tokens():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    (entry,) = read_logprobs([x.tolist() for x in token_logprobs(logits, torch.tensor([1]), 2)], [2])
+    (entry,) = read_logprobs([x.tolist() for x in compute_token_logprobs(logits, torch.tensor([1]), 2)], [2])
     assert (entry.rank, [token for token, _ in entry.top_logprobs]) == (2, [2, 1])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.cli import parse_config, repeat_name_flag, serve_command
-from engine.config import EngineConfig, default_kv_events, is_loopback
+from engine.config import EngineConfig, is_loopback, make_default_kv_events
 from engine.http import server
 from engine.http.metrics import Histogram
 from engine.http.server import RequestLog
@@ -214,8 +214,8 @@ def test_flags_become_configs() -> None:
 
 
 def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:
-    assert default_kv_events("127.0.0.1").endpoint == "tcp://127.0.0.1:*"
-    assert default_kv_events("0.0.0.0").endpoint == "tcp://*:*"
+    assert make_default_kv_events("127.0.0.1").endpoint == "tcp://127.0.0.1:*"
+    assert make_default_kv_events("0.0.0.0").endpoint == "tcp://*:*"
     assert parse_args()[0].kv_events.is_enabled
     assert not parse_args("--kv-events-config", '{"enable_kv_cache_events": false}')[0].kv_events.is_enabled
     assert [is_loopback(host) for host in ("localhost", "::1", "127.0.0.9", "0.0.0.0", "gpu1")] == [True] * 3 + [

@@ -93,6 +93,8 @@ def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeC
 
 
 def _build_block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
+    """Build a block with norms before and after both branches. `size`: width of the MLP."""
+
     def make_norm(name: str) -> RMSNorm:
         return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, zero_centred=True)
 

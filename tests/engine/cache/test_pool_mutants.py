@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
-from engine.cache.event_log import EventLog
+from engine.cache.event_log import STORED, EventLog
 from engine.cache.host_load_queue import HostLoad, HostLoadQueue
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
@@ -69,7 +69,7 @@ def eviction_of_parents_first(patch: Patch) -> None:
     real = EventLog.drain
 
     def drain(self: EventLog) -> Any:
-        self._changes = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._changes]
+        self._changes = [e._replace(nodes=e.nodes[::-1]) if e.action == STORED else e for e in self._changes]
         return real(self)
 
     patch.setattr(EventLog, "drain", drain)
