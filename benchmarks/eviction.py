@@ -5,7 +5,7 @@
 Only names of blocks of 512 tokens (of 2,048 characters where a trace has text), full ones, one request at a time; all
 sessions of a trace begin at once. A cache's size is a share of the trace's distinct blocks; a block is found with all
 those before it. The first tenth of the requests is served and not counted. `ours` is the engine's own order
-(`engine.cache.adaptive_eviction`); Belady knows the future. Traces: Mooncake
+(`engine.cache.eviction_queue`); Belady knows the future. Traces: Mooncake
 (kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
 (LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
 
@@ -33,7 +33,7 @@ from harness.belady import belady_hits, count_cached_prefix
 from harness.figures import describe_machine, markdown_table, write_json
 from hybrid_play import HybridCache
 
-from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.eviction_queue import AdaptiveEviction
 from engine.cache.reuse_stats import ConversationTurn
 
 BLOCK = 512

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.eviction_order import EvictionOrder, LruEviction, LruOrder
-from engine.cache.eviction_queue import StateValuation
+from engine.cache.eviction_queue import AdaptiveEviction, StateValuation
 from engine.cache.reuse_stats import ConversationTurn
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence

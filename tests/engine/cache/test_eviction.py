@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.adaptive_eviction import AdaptiveEviction
-from engine.cache.eviction_queue import EvictionQueue
+from engine.cache.eviction_queue import AdaptiveEviction, EvictionQueue
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 
 

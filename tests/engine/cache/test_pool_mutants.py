@@ -13,10 +13,10 @@ from fake_device import EventChecker, resident_in
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.event_log import STORED, EventLog
+from engine.cache.eviction_queue import AdaptiveEviction
 from engine.cache.host_load_queue import HostLoad, HostLoadQueue
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
