@@ -150,7 +150,7 @@ class RequestPlacer:
             candidates,
             now,
             queued_ahead_s=queued_ahead_s,
-            queued_s=self.queue.queued_prefill_s,
+            queued_s=self.queue.waiting_prefill_s,
             explain=active_request.wants_explanation,
         )
         if waits_behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self.queue):
@@ -184,7 +184,7 @@ class RequestPlacer:
     def _must_wait(self, request: RouteRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
         """Return whether a request has to wait in the queue. `is_retried`: the queue offers it its turn."""
         if self.is_background(request):
-            return self.queue.request_counts[0] > 0 or not self._has_background_room(choice.target, now)
+            return self.queue.waiting_count > 0 or not self._has_background_room(choice.target, now)
         if not self._queues_when_busy:
             return False
         would_overtake = not is_retried and choice.queued_ahead_s > 0.0

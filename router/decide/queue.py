@@ -1,8 +1,8 @@
 """Queue of requests that wait in the router: bounded, ordered, each request with a deadline.
 
-Requests are ordered by priority and, within a priority, by arrival. With `fair` each tenant has a line of its own, and
-router/tenancy/deficit_round_robin.py chooses between the lines. Background requests have lines of their own, which come
-last.
+Waiting requests and background requests have a lane each; the background lane comes last. Within a lane, requests are
+ordered by priority and then by arrival. With `fair`, each tenant has a line of its own in the lane, and
+router/tenancy/deficit_round_robin.py chooses between the lines.
 """
 
 from __future__ import annotations
@@ -21,19 +21,8 @@ from router.tenancy.deficit_round_robin import DeficitRoundRobin
 LOOKAHEAD_MAX: Final = 1024
 """Most queued requests that are examined to find those ahead of a new one."""
 
-
-@dataclass(slots=True)
-class _QueuedRequest:
-    """A request in the queue."""
-
-    sort_key: tuple[int, float, int]
-    line_name: str
-    is_background: bool
-    deadline_s: float
-    refuse_at_deadline: bool
-    target: str
-    prefill_s: float
-    charge_s: float
+SortKey = tuple[int, float, int]
+"""Priority, time of arrival, and number of requests that were queued before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +35,94 @@ class QueuePosition:
     arrived_s: float
 
 
-_Line = list[tuple[tuple[int, float, int], str]]
+@dataclass(slots=True)
+class _QueuedRequest:
+    """A request in the queue, with the target that was cheapest when it was last tried."""
+
+    request_id: str
+    position: QueuePosition
+    sort_key: SortKey
+    deadline_s: float
+    refuse_at_deadline: bool
+    target: str
+    prefill_s: float
+    charge_s: float
+
+
+def _get_sort_key(request: _QueuedRequest) -> SortKey:
+    return request.sort_key
+
+
+class _Lane:
+    """Waiting requests, or background requests, in sorted lines between which a scheduler chooses."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, list[_QueuedRequest]] = {}
+        """Line by tenant; one line "" without `fair`. No line is empty."""
+        self.scheduler = DeficitRoundRobin()
+        self.request_count = 0
+        self.prefill_s = 0.0
+        """Prefill seconds of all requests, each at its target."""
+
+    def insert(self, request: _QueuedRequest, line_name: str) -> None:
+        """Insert a request into a line."""
+        bisect.insort(self.lines.setdefault(line_name, []), request, key=_get_sort_key)
+        self.request_count += 1
+        self.prefill_s += request.prefill_s
+
+    def remove(self, request: _QueuedRequest, line_name: str) -> None:
+        """Remove a request from its line; the last one of all resets the scheduler."""
+        line = self.lines[line_name]
+        place = bisect.bisect_left(line, request.sort_key, key=_get_sort_key)
+        assert line[place] is request, f"queued request {request.request_id} is not where its key says"
+        del line[place]
+        if not line:
+            del self.lines[line_name]
+        self.request_count -= 1
+        self.prefill_s = self.prefill_s - request.prefill_s if self.request_count else 0.0  # no rounding is left over
+        if not self.lines:
+            self.scheduler.reset()
+
+    def iter_in_turn(self) -> Iterator[str]:
+        """Yield the ids of all requests in the order in which they are served."""
+        if len(self.lines) == 1:
+            (line,) = self.lines.values()
+            return (request.request_id for request in line)
+        return self.scheduler.merge_queues(
+            {name: ((request.request_id, request.charge_s) for request in line) for name, line in self.lines.items()}
+        )
+
+    def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[_QueuedRequest]:
+        """Yield the requests that are served before a new request of a line, one line after the other."""
+        own_line = self.lines.get(line_name, ())
+        earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
+        charged_s = sum(request.charge_s for request in earlier_requests[:LOOKAHEAD_MAX])
+        served_until_s = self.scheduler.get_served_s(line_name) + charged_s
+        yield from earlier_requests
+        for name, line in self.lines.items():
+            if name == line_name:
+                continue
+            served_s = self.scheduler.get_served_s(name)
+            for request in line:
+                if served_s >= served_until_s:
+                    break
+                yield request
+                served_s += request.charge_s
 
 
 class RequestQueue:
-    """Requests that wait in the router, sorted in lines by tenant. The background has lines of its own.
+    """Requests that wait in the router.
 
-    Invariant: the sorted lines and the dictionary have the same requests.
+    Invariant: the lanes and the dictionary have the same requests.
     """
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._requests: dict[str, _QueuedRequest] = {}
-        self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
-        """tenant, or "" for all -> line, for waiting requests ([0]) and background requests ([1])."""
-        self._tenant_schedulers = (DeficitRoundRobin(), DeficitRoundRobin())
+        self._waiting, self._background = _Lane(), _Lane()
         self._deadlines: list[tuple[float, str]] = []
+        """Heap of (deadline, request id); requests that were removed stay in it for a while."""
         self._arrival_count = 0
-        self.request_counts = [0, 0]
-        """Number of waiting requests ([0]) and of background requests ([1])."""
-        self.queued_prefill_s = 0.0
-        """Prefill seconds of all waiting requests, without the background."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -74,15 +130,26 @@ class RequestQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def waiting_count(self) -> int:
+        """Number of queued requests, without the background."""
+        return self._waiting.request_count
+
+    @property
+    def waiting_prefill_s(self) -> float:
+        """Prefill seconds of all queued requests, without the background."""
+        return self._waiting.prefill_s
+
     def is_full(self, position: QueuePosition) -> bool:
         """Return whether a request at this position has no place.
 
         Waiting and background requests each have the configured places. With `fair`, a tenant may take no more places
         than it leaves free for all others.
         """
-        free_places = self._config.requests_max - self.request_counts[position.is_background]
+        lane = self._get_lane(position)
+        free_places = self._config.requests_max - lane.request_count
         if self._config.fair and free_places > 0:
-            return len(self._lines[position.is_background].get(position.tenant, ())) >= free_places
+            return len(lane.lines.get(position.tenant, ())) >= free_places
         return free_places <= 0
 
     def put(
@@ -101,45 +168,26 @@ class RequestQueue:
         `prefill_s`: its prefill there. `charge_s`: time that its tenant is charged when it is sent.
         `refuse_at_deadline`: whether it is refused at its deadline, or else forwarded to the cheapest worker.
         """
-        queued_request, is_background = self._requests.get(request_id), position.is_background
+        lane, request = self._get_lane(position), self._requests.get(request_id)
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
-        if queued_request is not None:
-            assert queued_request.sort_key[:2] == sort_key[:2], (
-                f"queued request {request_id} has another place than before"
-            )
-            self._add_prefill(is_background, prefill_s - queued_request.prefill_s)
-            queued_request.target, queued_request.prefill_s, queued_request.charge_s = target, prefill_s, charge_s
+        if request is not None:
+            assert request.sort_key[:2] == sort_key[:2], f"queued request {request_id} has another place than before"
+            lane.prefill_s += prefill_s - request.prefill_s
+            request.target, request.prefill_s, request.charge_s = target, prefill_s, charge_s
             return
         self._arrival_count += 1
-        self._add_prefill(is_background, prefill_s)
-        self.request_counts[is_background] += 1
-        request = _QueuedRequest(
-            sort_key,
-            self._get_line_name(position),
-            is_background,
-            deadline_s,
-            refuse_at_deadline,
-            target,
-            prefill_s,
-            charge_s,
+        request = self._requests[request_id] = _QueuedRequest(
+            request_id, position, sort_key, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
         )
-        self._requests[request_id] = request
+        lane.insert(request, self._get_line_name(position))
         heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._lines[is_background].setdefault(request.line_name, []), (sort_key, request_id))
 
     def remove(self, request_id: str) -> bool:
         """Remove a request from the queue; return whether it was there."""
-        queued_request = self._requests.pop(request_id, None)
-        if queued_request is None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
             return False
-        is_background = queued_request.is_background
-        self._remove_from_line(request_id, queued_request)
-        self.request_counts[is_background] -= 1
-        if not self._lines[is_background]:
-            self._tenant_schedulers[is_background].reset()
-        self._add_prefill(is_background, -queued_request.prefill_s)
-        if not self.request_counts[0]:
-            self.queued_prefill_s = 0.0  # rounding must not accumulate
+        self._get_lane(request.position).remove(request, self._get_line_name(request.position))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
             heapq.heapify(self._deadlines)
@@ -150,44 +198,22 @@ class RequestQueue:
 
         Call it before `remove`, which forgets all charges with the last waiting request.
         """
-        if self._config.fair and self.request_counts[position.is_background]:
-            self._tenant_schedulers[position.is_background].charge(
-                self._get_line_name(position), charge_s, self._lines[position.is_background]
-            )
+        lane = self._get_lane(position)
+        if self._config.fair and lane.request_count:
+            lane.scheduler.charge(self._get_line_name(position), charge_s, lane.lines)
 
     def compute_prefill_ahead(self, position: QueuePosition) -> dict[str, float]:
         """Return target -> prefill seconds of the queued requests that would be sent there before a new request."""
-        prefill_s_by_target: dict[str, float] = {}
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
-        line_name, max_requests = self._get_line_name(position), LOOKAHEAD_MAX
-        request_id_iterators: list[Iterable[str]] = []
-        for background in range(position.is_background + 1):
-            lines, scheduler = self._lines[background], self._tenant_schedulers[background]
-            if background < position.is_background:
-                request_id_iterators.append(self._iter_request_ids(background))
-                continue
-            preceding_entries = list(itertools.takewhile(lambda entry: entry[0] <= sort_key, lines.get(line_name, ())))
-            served_until_s = scheduler.get_served_s(line_name) + sum(
-                self._requests[request_id].charge_s for _, request_id in preceding_entries[:max_requests]
-            )
-            request_id_iterators.append(request_id for _, request_id in preceding_entries)
-            request_id_iterators += [
-                self._iter_ids_served_before(line, scheduler.get_served_s(name), served_until_s)
-                for name, line in lines.items()
-                if name != line_name
-            ]
-        for request_id in itertools.islice(itertools.chain.from_iterable(request_id_iterators), max_requests):
-            request = self._requests[request_id]
+        lane = self._get_lane(position)
+        requests: Iterable[_QueuedRequest] = lane.iter_ahead(self._get_line_name(position), sort_key)
+        if position.is_background:
+            waiting_requests = (self._requests[request_id] for request_id in self._waiting.iter_in_turn())
+            requests = itertools.chain(waiting_requests, requests)
+        prefill_s_by_target: dict[str, float] = {}
+        for request in itertools.islice(requests, LOOKAHEAD_MAX):
             prefill_s_by_target[request.target] = prefill_s_by_target.get(request.target, 0.0) + request.prefill_s
         return prefill_s_by_target
-
-    def _iter_ids_served_before(self, line: _Line, served_s: float, end_s: float) -> Iterator[str]:
-        """Yield the requests of a line that are served before the line's tenant was charged `end_s`."""
-        for _, request_id in line:
-            if served_s >= end_s:
-                return
-            yield request_id
-            served_s += self._requests[request_id].charge_s
 
     def get_queued_target(self, request_id: str) -> tuple[str, float]:
         """Return the target of a queued request and its prefill seconds there."""
@@ -197,18 +223,9 @@ class RequestQueue:
     def get_next_request_ids(self, count: int) -> list[str]:
         """Return the next `count` waiting requests and the next `count` background requests."""
         return [
-            *itertools.islice(self._iter_request_ids(0), count),
-            *itertools.islice(self._iter_request_ids(1), count),
+            *itertools.islice(self._waiting.iter_in_turn(), count),
+            *itertools.islice(self._background.iter_in_turn(), count),
         ]
-
-    def _iter_request_ids(self, background: int) -> Iterator[str]:
-        lines = self._lines[background]
-        if len(lines) == 1:
-            return (request_id for (line,) in (lines.values(),) for _, request_id in line)
-        charges_by_line = {
-            name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()
-        }
-        return self._tenant_schedulers[background].merge_queues(charges_by_line)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """Return the requests that have reached their deadlines, with `refuse_at_deadline`; the caller removes them."""
@@ -227,32 +244,20 @@ class RequestQueue:
     def check_invariants(self) -> None:
         """Assert that the lines are sorted and have the same requests as the dictionary."""
         request_ids: list[str] = []
-        for background, lines in enumerate(self._lines):
-            for name, line in lines.items():
+        for lane in (self._waiting, self._background):
+            for name, line in lane.lines.items():
                 assert line, f"the line {name!r} is empty"
-                assert sorted(line) == line
-                assert all(self._requests[request_id].line_name == name for _, request_id in line)
-                request_ids += [request_id for _, request_id in line]
-            assert sum(map(len, lines.values())) == self.request_counts[background]
+                assert sorted(line, key=_get_sort_key) == line
+                assert all(self._get_line_name(request.position) == name for request in line)
+                request_ids += [request.request_id for request in line]
+            assert sum(map(len, lane.lines.values())) == lane.request_count
+            prefills_s = (request.prefill_s for line in lane.lines.values() for request in line)
+            assert math.isclose(lane.prefill_s, sum(prefills_s), abs_tol=1e-6)
         assert len(request_ids) == len(set(request_ids))
         assert set(request_ids) == set(self._requests)
-        waiting_prefills_s = (
-            self._requests[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line
-        )
-        assert math.isclose(self.queued_prefill_s, sum(waiting_prefills_s), abs_tol=1e-6)
+
+    def _get_lane(self, position: QueuePosition) -> _Lane:
+        return self._background if position.is_background else self._waiting
 
     def _get_line_name(self, position: QueuePosition) -> str:
         return position.tenant if self._config.fair else ""
-
-    def _add_prefill(self, background: bool, prefill_s: float) -> None:
-        if not background:
-            self.queued_prefill_s += prefill_s
-
-    def _remove_from_line(self, request_id: str, request: _QueuedRequest) -> None:
-        lines = self._lines[request.is_background]
-        line = lines[request.line_name]
-        position = bisect.bisect_left(line, (request.sort_key, request_id))
-        assert line[position][1] == request_id, f"queued request {request_id} is not where its key says"
-        del line[position]
-        if not line:
-            del lines[request.line_name]

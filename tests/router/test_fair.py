@@ -214,7 +214,7 @@ def test_without_pressure_nobody_is_held_and_nothing_is_kept() -> None:
     fleet = Fleet(4, QueueConfig(fair=True, enqueue_above_s=0.5))
     fleet.run(arrivals(1, {"a": (2.0, 300), "b": (2.0, 100)}, 30.0), 30.0)
     assert not fleet.core.counters["queued"]
-    assert not vars(fleet.core._placer.queue._tenant_schedulers[0])["_served_s_by_queue"]
+    assert not vars(fleet.core._placer.queue._waiting.scheduler)["_served_s_by_queue"]
 
 
 def test_a_share_of_two_is_given_twice_as_much() -> None:
