@@ -87,7 +87,7 @@ class Viewer:
 
 
 class _EndedRequest:
-    """What the page shows of a request that ended. Holds neither its body nor its prompt."""
+    """Facts that the page shows about a request that ended, without its body and its prompt."""
 
     def __init__(
         self, context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
@@ -147,7 +147,7 @@ class _IntervalTotals:
         self.predicted_tokens = 0
         """Tokens of these prompts that were predicted to be cached."""
         self.reported_prompt_tokens = 0
-        """Tokens of the prompts whose workers reported how much was cached."""
+        """Prompt tokens of requests with a report of how much was cached."""
         self.reported_cached_tokens = 0
         self.ttfts_s: list[float] = []
 

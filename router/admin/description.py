@@ -1,4 +1,4 @@
-"""What this router is and which models it serves: `/`, `/version` and `/v1/models`."""
+"""Describe this router and list its models: `/`, `/version` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DescriptionRoutes:
     """Describes the router to people and clients that look whether anything answers at this address."""
 
     def __init__(self, version: str, forwarded_paths: Collection[str]) -> None:
-        """`forwarded_paths`: paths whose requests are forwarded to workers."""
+        """`forwarded_paths`: paths that are forwarded to workers."""
         self._version = version
         self._forwarded_paths = list(forwarded_paths)
 

@@ -71,7 +71,7 @@ class HealthRoutes:
         return None
 
     def _list_unknown_workers(self) -> list[str]:
-        """Return the ids of workers whose cache is not known yet, and of those that were never reached."""
+        """Return the ids of workers with a cache that is not known yet, and of workers that were never reached."""
         unsynced_ids = [
             worker.worker_id
             for worker in self._core.workers.values()

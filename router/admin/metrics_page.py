@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format. docs/reference/metrics.md lists the names, which are stable."""
+"""The page `/metrics`, in Prometheus' text format. docs/reference/metrics.md lists the names, which are stable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted and logged of a request when it ends."""
+"""Count and log requests when they end."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Try it:
 
 
 def installed_version() -> str:
-    """Of the installed distribution; a checkout that was not installed has none."""
+    """Return the version of the installed distribution; "unknown" for a checkout that was not installed."""
     try:
         return version("blockcast")
     except PackageNotFoundError:

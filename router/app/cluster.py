@@ -1,4 +1,4 @@
-"""What the router hears of its workers and of other routers, while it runs."""
+"""The workers and other routers that this router follows while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a router is told: one frozen value, from a file, the environment and flags."""
+"""Settings of a router's process, read from a file, the environment and flags into one frozen value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["r
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """Paths in files and in `--set` are those of these fields; core and edge have no name of their own there."""
+    """Settings of `router run`. A setting's path in files and `--set` is made of the names of these fields.
+
+    `core`, `edge` and `tenancy` are not part of the path.
+    """
 
     workers: Annotated[tuple[str, ...], Flag("--worker", metavar="SPEC"),
         "A worker: its URL, or KEY=VALUE pairs (docs/reference/settings.md).",
@@ -152,7 +155,7 @@ class ProcessConfig:
 
     @property
     def admin_address(self) -> tuple[str, int] | None:
-        """Of the admin routes; None serves them to loopback on the main one."""
+        """Address of the admin routes; None serves them on the main address, to loopback only."""
         if self.admin is None:
             return None
         host, _, port = self.admin.rpartition(":")
@@ -160,12 +163,12 @@ class ProcessConfig:
 
     @property
     def http_port(self) -> int:
-        """Of the main HTTP address."""
+        """Port of the main HTTP address."""
         return self.port
 
     @staticmethod
     def verify(loaded_config: LoadedConfig) -> ProcessConfig:
-        """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
+        """Check what only a start would check: each line of a workers file. Raises ConfigError."""
         config: ProcessConfig = loaded_config.config
         if config.workers_file is not None:
             read_workers_file(Path(config.workers_file))
@@ -174,7 +177,7 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EppConfig(ProcessConfig):
-    """Of `router epp`: `port` is gRPC's, and HTTP serves metrics and admin routes alone."""
+    """Settings of `router epp`: `port` is for gRPC, and HTTP serves metrics and admin routes only."""
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(),
         "Port of the endpoint picker (gRPC); 0 lets the system choose."] = 9002
@@ -194,7 +197,7 @@ class EppConfig(ProcessConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowProcessConfig(ProcessConfig):
-    """Of `router shadow`."""
+    """Settings of `router shadow`."""
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8090
     shadow: ShadowConfig = field(default_factory=ShadowConfig)

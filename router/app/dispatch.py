@@ -1,8 +1,4 @@
-"""What becomes of a request for workers: request -> what it asks for -> token ids -> core -> exchange.
-
-Owns the reading of requests that have begun. Refuses to know which paths there are, whose request it is, and how it is
-answered.
-"""
+"""Read requests for workers and place them: request -> context -> token ids -> core -> exchange."""
 
 from __future__ import annotations
 
@@ -23,18 +19,18 @@ from router.http.request import HttpRequest
 
 TRACE_ID_BYTES_MAX: Final = 128
 ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
-"""Makes what answers a request: of the proxy, the client and the context."""
+"""Makes the exchange of a request, from the proxy, the client and the context."""
 
 
 class Placer(Protocol):
-    """What is done with a request once its prompt was read."""
+    """Interface of the object that places a request after its prompt was read."""
 
     def place(self, exchange: Exchange) -> None:
-        """Find a worker, now or later. Raises RequestError."""
+        """Place a request, now or later. Raises RequestError."""
 
 
 class RequestPlacer:
-    """Places requests by the core, within the limits of their tenants."""
+    """Asks the core where to place requests, within the limits of their tenants."""
 
     def __init__(
         self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
@@ -45,7 +41,7 @@ class RequestPlacer:
         self.reasons = reasons
 
     def place(self, exchange: Exchange) -> None:
-        """Find a worker, now or later. Raises RequestError."""
+        """Have the core choose a worker, now or later. Raises RequestError."""
         context, body, model = exchange.context, exchange.context.body, exchange.context.model
         assert body is not None
         assert model is not None
@@ -61,11 +57,11 @@ class RequestPlacer:
         self._reader.store_conversation(context, route)
         if self.reasons is not None and not context.is_done:
             self.reasons.register_request(context)
-        context.body = None  # its messages are large, and nobody needs them any more
+        context.body = None  # its messages are large, and not needed any more
 
 
 class RequestDispatcher:
-    """Reads requests for workers, and hands them to a placer."""
+    """Reads requests for workers, and passes them to a placer."""
 
     def __init__(
         self,
@@ -75,7 +71,7 @@ class RequestDispatcher:
         placer: Placer,
         discover_model: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """`discover_model`: asks workers for a model that none is known to serve."""
+        """`discover_model` asks all workers for a model that no worker is known to serve; None asks none."""
         self.proxy = proxy
         self.reader = reader
         self.placer = placer
@@ -84,11 +80,10 @@ class RequestDispatcher:
         self._trace_prefix = os.urandom(6).hex()
         self._trace_count = 0
         self._read_tasks: set[asyncio.Task[None]] = set()
-        """Prompts being read; the loop alone would not keep them."""
+        """Tasks that read prompts. The event loop has weak references only."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
-        """Send a request on: by its prompt where it has one that can be read, else by its model and load. Raises
-        RequestError where it does not begin."""
+        """Read and place a request, now or later. Raises RequestError where no exchange begins."""
         context = RequestContext(request, client.tenant, self.proxy.now())
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)
@@ -99,7 +94,7 @@ class RequestDispatcher:
             self._place_when_read(exchange, reading)
 
     def open(self, context: RequestContext, client: Client, make_exchange: ExchangeFactory) -> Exchange:
-        """Begin the life of a request."""
+        """Begin the exchange of a request."""
         context.trace_id = self._make_trace_id(context.request)
         exchange = make_exchange(self.proxy, client, context)
         self.proxy.open(exchange)
@@ -108,7 +103,7 @@ class RequestDispatcher:
         return exchange
 
     def _place(self, exchange: Exchange, *, is_rediscovered: bool = False) -> None:
-        """Hand over a request whose prompt was read. `is_rediscovered`: workers were asked for its model."""
+        """Place a request after it was read. `is_rediscovered`: workers were asked for its model."""
         context = exchange.context
         if self.discover_model is not None and not is_rediscovered and not context.is_done:
             assert context.body is not None
@@ -125,14 +120,14 @@ class RequestDispatcher:
     async def _read_after(
         self, context: RequestContext, discover_model: Callable[[str], Awaitable[None]], model: str
     ) -> None:
-        """Read a request anew after the workers were asked for its model."""
+        """Read a request again after the workers were asked for its model."""
         await discover_model(model)
         await self.reader.read(context, context.request.path)
 
     def _place_when_read(
         self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, is_rediscovered: bool = False
     ) -> None:
-        """Place a request once its prompt was read. Whatever raises ends it."""
+        """Place a request when `reading` is done. An exception ends this request alone."""
         task = asyncio.get_running_loop().create_task(reading)
         self._read_tasks.add(task)
 
@@ -154,10 +149,10 @@ class RequestDispatcher:
         task.add_done_callback(finish)
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
-        """The client's own id where it may be passed on, else a new one."""
+        """Return the client's `x-request-id` where it may be forwarded, else a new id."""
         client_id = request.get_header(b"x-request-id")
         if client_id and len(client_id) <= TRACE_ID_BYTES_MAX and not has_worker_address(client_id):
-            is_plain = client_id.isascii() and client_id.isalnum()  # as most are: looked at at once
+            is_plain = client_id.isascii() and client_id.isalnum()  # as most are: no byte has to be checked
             if is_plain or all(33 <= byte < 127 for byte in client_id):
                 return client_id
         self._trace_count += 1

@@ -1,8 +1,7 @@
-"""Who may use the admin routes: a key everywhere but on a Unix socket, and nothing that a web page could send. And
-whose a client's request is, by its API key.
+"""Check the keys of requests: the admin key of this router, and the API keys of clients.
 
-A page in a browser on the operator's machine can reach loopback; so a key is not all: a request with another site's
-Origin, with a Host that only a name server knows, or with a body that is not declared as JSON is refused too.
+A web page in a browser on the operator's machine can send requests to loopback. So admin routes refuse requests with
+the Origin of another site, with an unknown host name, or with a body that is not declared as JSON, also with the key.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ LOOPBACK = ("127.", "::1", "::ffff:127.")
 PROXY_HEADERS = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
 
 Guard = Callable[[ClientConnection, HttpRequest], None]
-"""Raises RequestError where a request may not use the admin routes of the address that it came to."""
+"""Checks a request for an admin route of one address. Raises RequestError where it is refused."""
 
 
 class AdminGuard:
-    """The rules of one process."""
+    """Checks requests for the admin routes of one process."""
 
     def __init__(self, key: str, hosts: Iterable[str]) -> None:
-        """`hosts`: names by which the admin routes are reached, besides addresses and localhost."""
+        """`hosts`: host names under which the admin routes may be requested, besides IP addresses and localhost."""
         self._key = key.encode()
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
 
     def check_on_admin_address(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """The address that serves nothing else."""
+        """Check a request on the admin address."""
         self._check(request)
 
     def check_on_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """The main address where there is no other: for this very machine, and not by way of a proxy on it."""
+        """Check a request on the main address: it has to come from this machine, and not through a proxy."""
         if not connection.peer.startswith(LOOPBACK) or any(request.get_header(name) for name in PROXY_HEADERS):
             raise _forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
         self._check(request)
 
     def refuse(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """The main address where there is another for these routes."""
+        """Refuse a request on the main address, as there is an admin address."""
         raise _forbidden_error(f"{request.path} is served on the admin address only")
 
     def _check(self, request: HttpRequest) -> None:
@@ -76,14 +75,16 @@ class AdminGuard:
 
 
 class ApiKeys:
-    """The keys of clients."""
+    """API keys of clients."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
     def find_tenant(self, client: Client, request: HttpRequest) -> str:
-        """Return whose a request is: the name of its key, or its client's address where there are no keys. Raises
-        RequestError where it brings none of the keys. Every key is compared, each in constant time."""
+        """Return the name of a request's key, or the client's address where there are no keys.
+
+        Raises RequestError for a request without a valid key. All keys are compared, each in constant time.
+        """
         if not self._keys:
             return client.peer
         token = bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
@@ -97,11 +98,11 @@ class ApiKeys:
 
 
 def allow_all(connection: ClientConnection, request: HttpRequest) -> None:
-    """A Unix socket: who can open it is the file system's to say."""
+    """Allow any request, as on an address that needs no check."""
 
 
 def bearer_token(request: HttpRequest) -> bytes:
-    """The key that a request brings; empty where there is none."""
+    """Return the bearer token of a request; empty where there is none."""
     scheme, _, token = (request.get_header(b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 

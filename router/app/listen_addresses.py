@@ -1,7 +1,4 @@
-"""The addresses of the router: opened, swept, left in good order.
-
-Owns the listeners. Refuses to know what a request asks for.
-"""
+"""The addresses on which the router listens."""
 
 from __future__ import annotations
 
@@ -28,17 +25,20 @@ class FlaggedListener(NamedTuple):
 
 
 class ListenAddresses:
-    """`bind`, then `listen`. `make_app` makes what serves an address, whose admin routes its `Guard` protects."""
+    """Listeners of all addresses. Call `bind`, then `listen`."""
 
     def __init__(self, config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application]) -> None:
+        """`make_app` makes the application of an address, from the guard of its admin routes."""
         self._config = config
         self._listeners: list[FlaggedListener] = []
         self._admin_key = admin_key
         self._make_app = make_app
 
     async def bind(self, connections_max: int) -> int:
-        """Take every address, none of which accepts a connection yet, and return the port of the main one.
-        `connections_max`: of each address. Raises OSError."""
+        """Bind all addresses, without accepting connections, and return the port of the main one. Raises OSError.
+
+        `connections_max`: most connections of each address.
+        """
         config = self._config
         admin = config.admin_address
         hosts = [config.host] if admin is None else [config.host, admin[0]]
@@ -74,7 +74,7 @@ class ListenAddresses:
 
     @property
     def is_busy(self) -> bool:
-        """A request is being answered."""
+        """Whether a request is being answered."""
         return any(flagged.listener.is_busy for flagged in self._listeners)
 
     def expire_connections(self, now: float) -> None:
@@ -83,6 +83,6 @@ class ListenAddresses:
             flagged.listener.expire_connections(now)
 
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
-        """`step` on every listener."""
+        """Call `step` with every listener."""
         for flagged in self._listeners:
             step(flagged.listener)

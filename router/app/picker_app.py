@@ -1,4 +1,4 @@
-"""The application of the endpoint picker: requests whose bytes a gateway carries."""
+"""The application of the endpoint picker, for requests that a gateway carries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.picker.picker_client import PickerClient
 
 
 class PickerApp:
-    """Chooses workers for Envoy. Which paths may pass is the gateway's to say."""
+    """Chooses workers for Envoy, on any path that the gateway lets through."""
 
     def __init__(self, dispatcher: RequestDispatcher) -> None:
         proxy = dispatcher.proxy
@@ -22,7 +22,7 @@ class PickerApp:
         self._metrics = proxy.metrics
 
     def pick(self, caller: PickerClient, request: HttpRequest) -> None:
-        """Find a worker, now or later. Raises RequestError."""
+        """Place a request, now or later. Raises RequestError."""
         caller.tenant = self._keys.find_tenant(caller, request)
         self._dispatcher.dispatch(caller, request, PickExchange)
 

@@ -167,7 +167,7 @@ class RouterProcess:
         return RequestDispatcher(proxy, reader, limits, placer, self.cluster.fleet.discover_model)
 
     def _make_worker_routes(self) -> WorkerRoutes:
-        """Return the routes whose requests are for workers."""
+        """Return the routes of requests for workers."""
         is_forwarding = not isinstance(self._config, EppConfig)
         return ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge, is_enabled=is_forwarding)
 

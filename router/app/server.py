@@ -1,4 +1,4 @@
-"""The router's HTTP application: what each path means, and whose request it is.
+"""The router's HTTP application: paths, their methods, and the tenant of each request.
 
 Under `/v1/`, and for `/tokenize`, requests go to workers (router/app/dispatch.py). What looks at or changes the router
 itself is in router/admin.
@@ -26,7 +26,7 @@ from router.http.routes import Routes
 log = logging.getLogger("router")
 
 FORWARDED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-"""Methods that --pass-route forwards. The others ask about a server, and the one that was asked is this."""
+"""Methods that --pass-route forwards. Other methods are about this server itself."""
 LOCAL_PATHS = {"/v1/models": ("GET", "HEAD")}
 MODEL_PATH_PREFIX: Final = "/v1/models/"
 """Prefix of a model's path: its name, which may have slashes, follows."""
@@ -38,32 +38,32 @@ FORWARDED_PATHS = {
     ), ("POST",)),
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
-"""What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
+"""Forwarded paths and their methods. Other routes under /v1 change a worker, or use data that only one worker has."""
 
 
 class WorkerRoutes(Protocol):
-    """Routes of workers, as clients of this address may use them."""
+    """Interface of the routes for workers at one address."""
 
     paths: dict[str, tuple[str, ...]]
     """Path -> its methods."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None where nothing is there."""
+        """Return the methods of a path; None where the path is not served."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return whose request it is, told by its head. Raises RequestError where it will not be served."""
+        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later. Raises RequestError."""
 
 
 class ForwardedRoutes:
-    """Routes whose requests are passed on to workers."""
+    """Routes of requests that are forwarded to workers."""
 
     def __init__(
         self, dispatcher: RequestDispatcher, local_routes: Routes, config: EdgeConfig, *, is_enabled: bool = True
     ) -> None:
-        """`local_routes`: have the list of models. `is_enabled`: False where that is all there is under `/v1/`."""
+        """`local_routes`: serve the list of models. `is_enabled`: False where this list is all under `/v1/`."""
         self._dispatcher = dispatcher
         self._local_routes = local_routes
         self._keys = ApiKeys(config.api_keys)
@@ -71,10 +71,10 @@ class ForwardedRoutes:
         self.paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
         """Path -> its methods."""
         self._folders = [(path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")]
-        """Prefixes below which everything is passed on, and the methods of that."""
+        """Prefixes of paths that are all forwarded, and their methods."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None where nothing is there."""
+        """Return the methods of a path; None where the path is not served."""
         if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
             return LOCAL_PATHS["/v1/models"]
         return self.paths.get(path) or self._get_folder_methods(path)
@@ -86,7 +86,7 @@ class ForwardedRoutes:
         return None
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return whose request it is. Raises RequestError before its body is read, or kept."""
+        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
         path, is_preflight = request.path, request.method == "OPTIONS"  # a browser's, before it sends the key
         tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
         methods = self.get_methods(path)
@@ -103,7 +103,7 @@ class ForwardedRoutes:
         return tenant
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Pass a request on to a worker, unless the router itself has the answer. Raises RequestError."""
+        """Forward a request to a worker, unless the router itself has the answer. Raises RequestError."""
         path = request.path
         if request.method == "OPTIONS":
             allowed_methods = ", ".join(sorted(["OPTIONS", *(self.get_methods(path) or ())]))
@@ -115,10 +115,10 @@ class ForwardedRoutes:
 
 
 class RouterApp:
-    """Answers requests. Needs a running event loop; owns no listening socket."""
+    """The application of one address. Needs a running event loop."""
 
     def __init__(self, proxy: Proxy, worker_routes: WorkerRoutes, local_routes: Routes, guard: Guard) -> None:
-        """`guard`: of the local routes that are not public."""
+        """`guard`: checks requests for local routes that are not public."""
         self.limits = proxy.config.limits
         self.budget = proxy.budget
         self.scheduler = proxy.pool.scheduler
@@ -131,7 +131,7 @@ class RouterApp:
         self._cors = CorsPolicy(proxy.config.cors_origins) if proxy.config.cors_origins else None
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
+        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
         path = request.path
         if is_worker_path(path):
             return self._worker_routes.admit(connection, request)
@@ -142,14 +142,14 @@ class RouterApp:
         return connection.peer
 
     def build_cors_headers(self, request: HttpRequest) -> bytes:
-        """Lines of whatever answer a request under `/v1/` gets: admin routes are for no page but their own."""
+        """Return the CORS lines of any answer to a request: none on admin routes, which serve their own page only."""
         path = request.path
         if self._cors is None or not is_worker_path(path):
             return b""
         return self._cors.build_header_lines(request, self._worker_routes.get_methods(path) or ())
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer one request now or later. Raises RequestError."""
+        """Answer a request, now or later. Raises RequestError."""
         if is_worker_path(request.path):
             self._worker_routes.handle(connection, request)
         else:

@@ -1,4 +1,4 @@
-"""What a process asks of Python and of the operating system: before it serves, and of its memory while it does."""
+"""Memory, garbage collection and file descriptors of the router's process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import zmq
 
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 4 << 20
-"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt). A new mapping costs
-more than what is written into it: conversations of a megabyte return again and again."""
+"""Size from which memory has a mapping of its own (M_MMAP_THRESHOLD of mallopt). A new mapping is slow, and
+conversations of a megabyte come again and again."""
 _TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
-"""As much that is free at the heap's end is kept until `HeapTrimmer` trims it (M_TRIM_THRESHOLD)."""
-FILES_A_STREAM, FILES_BESIDES = 4, 200
-"""Descriptors; a replay or a data-parallel rank takes as many again."""
+"""Free bytes at the end of the heap that are kept until `HeapTrimmer` returns them (M_TRIM_THRESHOLD)."""
+FILES_PER_STREAM, OTHER_FILES = 4, 200
+"""File descriptors of an event stream, and of all else. A replay or another rank takes as many as a stream."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
 YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD = 1_000, 3
-"""Objects that came, beyond those that went, until the collector looks at them; how often until it looks at all of
-those once more. A look at 50,000 took 20 to 60 ms."""
+"""New objects until a young collection, and young collections until a middle one. Collecting 50,000 objects took 20 to
+60 ms."""
 OLD_IDLE, OLD_BUSY = 60, 300
-"""Second looks until it looks at all that has come since the start, some 5,000 objects each."""
+"""Middle collections, each of some 5,000 objects, until a full one: while the router is idle, and while it is busy."""
 
 
 class HeapTrimmer:
@@ -43,11 +43,11 @@ class HeapTrimmer:
             library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
             library.mallopt(_TRIM_THRESHOLD, _TOP_BYTES)
         self._smallest_bytes = self._trimmed_bytes = resident_bytes() if self._trim is not None else 0
-        """Bytes, of all times, and after the last trim."""
+        """Resident bytes: the smallest ever, and those after the last trim."""
         self._pause_s = self._checked_s = self._trimmed_s = 0.0
 
     def tick(self, now: float) -> None:
-        """Call often. `now`: of `time.monotonic`."""
+        """Trim the heap in a thread when it is time. Call often."""
         if self._trim is None or now < self._checked_s + TRIM_S:
             return
         self._checked_s = now
@@ -67,41 +67,44 @@ class HeapTrimmer:
 
 
 def resident_bytes() -> int:
-    """Of this process (Linux)."""
+    """Return the resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_garbage_collection() -> None:
-    """Take what start-up made out of the garbage collector's sight, and let it look at little at a time: nobody waits
-    for a look of more than a few milliseconds. What is older is `collect_old_objects`'s."""
+    """Exclude the objects of the start from garbage collection, and limit automatic collections to a few milliseconds.
+
+    `collect_old_objects` makes full collections.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD, 2**31 - 1)
 
 
 def collect_old_objects(*, idle: bool) -> None:
-    """Call often. Looks at everything, which takes long where there is much: hardly ever, as nearly all garbage is
-    found young, and best while nobody waits."""
+    """Make a full collection when it is time: rarely, as it is slow, and sooner when `idle`. Call often."""
     if gc.get_count()[2] >= (OLD_IDLE if idle else OLD_BUSY):
         gc.collect()
 
 
 def event_streams_max(limit: int) -> int:
-    """Event streams that three quarters of the `limit` of file descriptors are enough for."""
-    return max(1, 3 * (limit - FILES_BESIDES) // 4 // FILES_A_STREAM)
+    """Return the number of event streams that fit into three quarters of `limit` file descriptors."""
+    return max(1, 3 * (limit - OTHER_FILES) // 4 // FILES_PER_STREAM)
 
 
 def connections_limit(limit: int, workers: int, connections_max: int) -> int:
-    """Number of clients' connections, at most `connections_max`, for which `limit` descriptors are enough: two each,
-    beside one event stream of each worker."""
-    return max(1, min(connections_max, (limit - FILES_A_STREAM * workers - FILES_BESIDES) // 2))
+    """Return the number of client connections that fit into `limit` file descriptors, at most `connections_max`.
+
+    A connection takes two descriptors. Each worker has one event stream.
+    """
+    return max(1, min(connections_max, (limit - FILES_PER_STREAM * workers - OTHER_FILES) // 2))
 
 
 def too_few_files_message(limit: int, workers: int, connections: int) -> str:
-    """The message for an operator who asked for more `connections` than `limit` descriptors are enough for."""
-    files_needed = FILES_A_STREAM * workers + 2 * connections + FILES_BESIDES
+    """Return the message for an operator who configured more `connections` than `limit` descriptors allow."""
+    files_needed = FILES_PER_STREAM * workers + 2 * connections + OTHER_FILES
     return (
-        f"{limit} file descriptors are too few for {workers} event streams ({FILES_A_STREAM} each) and {connections} "
+        f"{limit} file descriptors are too few for {workers} event streams ({FILES_PER_STREAM} each) and {connections} "
         f"connections (2 each): at most {connections_limit(limit, workers, connections)} connections are taken; raise "
         f"the hard limit to {files_needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
     )
@@ -109,7 +112,7 @@ def too_few_files_message(limit: int, workers: int, connections: int) -> str:
 
 @contextlib.contextmanager
 def name_flag_in_errors(flag: str, address: str) -> Iterator[None]:
-    """An address that cannot be had is told with the flag that asked for it. Raises OSError."""
+    """Name the flag in the error of an address that cannot be used. Raises OSError."""
     try:
         yield
     except (OSError, zmq.ZMQError) as error:

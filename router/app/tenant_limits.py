@@ -1,8 +1,7 @@
-"""What one API key may have of the router at once, and what keeps its prompts apart from those of the others.
+"""Limits and settings of each API key: requests and prompt tokens in flight, priority, share and cache salt.
 
-Owns the requests and prompt tokens in flight of each key (bytes are router/http/budget.py's), the priorities that it
-may ask for, and its salt. Without keys nothing is kept: only `--max-in-flight` bounds what comes. Invariant: a
-tenant's sums are those of its requests that have not ended.
+Without keys nothing is counted. Bytes are limited by router/http/budget.py. Invariant: the sums of a tenant are those
+of its requests that have not ended.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from router.metrics import Metrics
 from router.prompting.sessions import Session
 
 _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
-"""Routes whose bodies take a `cache_salt`."""
+"""Routes with a `cache_salt` in the body."""
 
 
 class TenantLimits:
-    """Requests and tokens in flight of all API keys of one process."""
+    """Requests and tokens in flight, and settings, of all API keys of a process."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
         tenant_by_key = {key: make_key_name(number) for number, key in enumerate(config.api_keys)}
@@ -39,7 +38,7 @@ class TenantLimits:
         self._share_by_tenant = {
             tenant_by_key[key]: share for key, share in config.shares.items() if key in tenant_by_key
         }
-        """Of fair turns, where it is not 1."""
+        """Tenant -> share of fair turns, where it is not 1."""
         self._salt_by_tenant = (
             {name: _make_salt(key) for key, name in tenant_by_key.items()} if config.tenant_salts else {}
         )
@@ -48,7 +47,7 @@ class TenantLimits:
         self._has_keys = bool(tenant_by_key)
 
     def check_request_limit(self, tenant: str) -> None:
-        """Raises RequestError where a key has too many requests."""
+        """Raise RequestError where a key has too many requests in flight."""
         if self._has_keys and self.requests_in_flight[tenant] >= self._requests_max:
             self._refuse("requests", f"this API key has {self.requests_in_flight[tenant]} requests in flight")
 
@@ -79,8 +78,10 @@ class TenantLimits:
         context.charged_tokens = None
 
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
-        """Give a request its key's name of its session, its key's share and salt, and no more priority than its key may
-        ask for. Return the fields of its body that say so to the worker."""
+        """Apply the tenant, share, salt and least priority of a request's key; return the changed fields of its body.
+
+        The names of its sessions get the tenant's name, so that keys do not share sessions.
+        """
         tenant, body = context.tenant, context.body
         assert body is not None
         route.tenant, route.share = tenant, self._share_by_tenant.get(tenant, 1.0)
@@ -99,7 +100,7 @@ class TenantLimits:
         return body_fields
 
     def check_invariants(self, contexts: Iterable[RequestContext]) -> None:
-        """The sums are those of the requests in flight."""
+        """Assert that the sums are those of the requests in flight."""
         counted = [context for context in contexts if context.charged_tokens is not None]
         request_counts, token_counts = Counter(context.tenant for context in counted), Counter[str]()
         for context in counted:
@@ -118,5 +119,5 @@ def make_key_name(number: int) -> str:
 
 
 def _make_salt(key: str) -> str:
-    """The same in every router, and nothing that leads back to the key."""
+    """Return the salt of a key: equal in every router, and without a way back to the key."""
     return hmac.new(key.encode(), b"blockcast cache salt", hashlib.sha256).hexdigest()[:32]

@@ -1,8 +1,7 @@
 """OpenTelemetry: a span for each request that is traced, with one for reading the prompt, deciding, and the answer.
 
-Off, nothing of it is loaded or called. On, a request that is not drawn costs a look for its `traceparent`; of one that
-is traced, the span is begun when it is complete (its id goes to the worker in `traceparent`) and the rest is made of
-the times that the request keeps anyway, after its end. Sending is the SDK's: a thread, in batches, bounded.
+The span of a traced request begins when the request is complete, and its id goes to the worker in `traceparent`. The
+other spans are made after the request's end, from the times in its context. A thread of the SDK sends the spans.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
 class Tracing:
-    """`begin` and `end` of every request."""
+    """Traces requests: call `begin` and `end` with every request."""
 
     def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
-        """`endpoint`: of OTLP over HTTP, `/v1/traces` is added where it is missing. `share`: of requests that bring no
-        `traceparent` of their own. `exporter` stands in for OTLP. Raises ConfigError where the packages are missing.
+        """Raises ConfigError where packages are missing.
+
+        `endpoint`: URL of OTLP over HTTP; `/v1/traces` is added where it is missing. `share`: share of the requests
+        without a `traceparent` that are traced. `exporter`: replaces OTLP.
         """
         try:
             from opentelemetry import trace
@@ -50,13 +51,13 @@ class Tracing:
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
     def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
-        """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
+        """Begin the span of a request; return it with the `traceparent` for the worker, or None without a trace."""
         request, parent_context = context.request, None
         traceparent = request.get_header(b"traceparent")
         traceparent_match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
         if traceparent_match is not None:
             if not int(traceparent_match[3], 16) & 1:
-                return None  # whoever began the trace drew that it is not recorded
+                return None  # the caller decided that the trace is not recorded
             parent_context = self._make_parent_context(traceparent_match)
         elif random.random() >= self._share:
             return None
@@ -78,7 +79,7 @@ class Tracing:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, context: RequestContext, now: float) -> None:
-        """Say what became of a request, and of what its time was made."""
+        """End the span of a request, with spans for its parts and its outcome as attributes."""
         if context.span is None:
             return
         (span, clock_ns), _ = context.span
@@ -111,7 +112,7 @@ class Tracing:
     def _add_decision_span(
         self, context: RequestContext, decision: Decision, span_parent: Any, to_ns: Any
     ) -> dict[str, str | int]:
-        """The span of it, with the terms of the price that are not 0; what the request's own span says of it."""
+        """Add a span with the terms of the price that are not 0; return the attributes of the request's own span."""
         terms = decision.terms
         attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
         attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
@@ -127,6 +128,6 @@ class Tracing:
         }
 
     def close(self) -> None:
-        """Send what waits, a few seconds at most."""
+        """Send the spans that wait, for a few seconds at most."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
