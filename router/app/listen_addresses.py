@@ -75,14 +75,14 @@ class ListenAddresses:
     @property
     def is_busy(self) -> bool:
         """Whether a request is being answered."""
-        return any(flagged.listener.is_busy for flagged in self._listeners)
+        return any(flagged_listener.listener.is_busy for flagged_listener in self._listeners)
 
     def expire_connections(self, now: float) -> None:
         """Close connections whose clients take too long. Call a few times a second."""
-        for flagged in self._listeners:
-            flagged.listener.expire_connections(now)
+        for flagged_listener in self._listeners:
+            flagged_listener.listener.expire_connections(now)
 
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """Call `step` with every listener."""
-        for flagged in self._listeners:
-            step(flagged.listener)
+        for flagged_listener in self._listeners:
+            step(flagged_listener.listener)

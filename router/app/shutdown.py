@@ -25,8 +25,8 @@ class Shutdown:
         self._config = config
         self._proxy = proxy
         self._addresses = addresses
-        self._requested = asyncio.Event()
-        self._aborted = asyncio.Event()
+        self._end_requested = asyncio.Event()
+        self._abort_requested = asyncio.Event()
 
     def watch_signals(self) -> None:
         """Take SIGTERM and SIGINT as requests to end."""
@@ -34,18 +34,18 @@ class Shutdown:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        if self._requested.is_set():
+        if self._end_requested.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
-            self._aborted.set()
+            self._abort_requested.set()
             self._addresses.for_each_listener(Listener.abort)
-        self._requested.set()
+        self._end_requested.set()
 
     def request(self) -> None:
         """Ask for the end of the process."""
-        self._requested.set()
+        self._end_requested.set()
 
     async def wait_until_requested(self) -> None:
-        await self._requested.wait()
+        await self._end_requested.wait()
 
     async def drain(self, stop_picker: Callable[[float], Awaitable[None]] | None) -> None:
         """Take requests for `unready_s` more, then give those in flight `shutdown_s` to end.
@@ -59,7 +59,7 @@ class Shutdown:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker_task = None if stop_picker is None else asyncio.ensure_future(stop_picker(self._config.shutdown_s))
         while self._addresses.is_busy or (picker_task is not None and self._proxy.exchanges):
-            if self._proxy.now() > deadline_s or self._aborted.is_set():
+            if self._proxy.now() > deadline_s or self._abort_requested.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(POLL_S)
@@ -71,6 +71,6 @@ class Shutdown:
         unready_s = self._config.unready_s
         if unready_s > 0:
             log.info("shutting down in %g s; until then requests are taken", unready_s)
-            abort_task = asyncio.ensure_future(self._aborted.wait())
+            abort_task = asyncio.ensure_future(self._abort_requested.wait())
             await asyncio.wait({abort_task}, timeout=unready_s)
             abort_task.cancel()

@@ -101,9 +101,9 @@ class TenantLimits:
 
     def check_invariants(self, contexts: Iterable[RequestContext]) -> None:
         """Assert that the sums are those of the requests in flight."""
-        counted = [context for context in contexts if context.charged_tokens is not None]
-        request_counts, token_counts = Counter(context.tenant for context in counted), Counter[str]()
-        for context in counted:
+        counted_contexts = [context for context in contexts if context.charged_tokens is not None]
+        request_counts, token_counts = Counter(context.tenant for context in counted_contexts), Counter[str]()
+        for context in counted_contexts:
             token_counts[context.tenant] += context.charged_tokens or 0
         assert request_counts == self.requests_in_flight
         assert +token_counts == self.tokens_in_flight

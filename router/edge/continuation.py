@@ -311,7 +311,7 @@ class StreamContinuation:
             return _DONE_EVENT
         event_fields = msgspec.json.decode(data)
         assert self._event_template is not None
-        converted, choices = dict(self._event_template), []
+        converted_event, choices = dict(self._event_template), []
         for choice in event_fields["choices"]:
             delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
             if "role" in delta or (not any(delta.values()) and finish_reason is None and not self._wants_token_ids):
@@ -323,22 +323,22 @@ class StreamContinuation:
             if self._wants_token_ids:
                 converted_choice["token_ids"] = choice.get("token_ids")
             choices.append(converted_choice)
-        converted["choices"] = choices
+        converted_event["choices"] = choices
         if event_fields.get("usage") is not None:
-            converted["usage"] = self._convert_usage(event_fields["usage"])
-        return b"data: " + msgspec.json.encode(converted) + b"\n\n"
+            converted_event["usage"] = self._convert_usage(event_fields["usage"])
+        return b"data: " + msgspec.json.encode(converted_event) + b"\n\n"
 
     def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from that of the continuation."""
-        converted = dict(usage)
+        converted_usage = dict(usage)
         if self._engine == VLLM:
-            converted["prompt_tokens"] -= self._sent_token_count
-            converted["completion_tokens"] += self._sent_token_count
-        details = converted.get("prompt_tokens_details")
+            converted_usage["prompt_tokens"] -= self._sent_token_count
+            converted_usage["completion_tokens"] += self._sent_token_count
+        details = converted_usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens") is not None:
-            cached = min(details["cached_tokens"], converted["prompt_tokens"])
-            converted["prompt_tokens_details"] = {**details, "cached_tokens": cached}
-        return converted
+            cached_tokens = min(details["cached_tokens"], converted_usage["prompt_tokens"])
+            converted_usage["prompt_tokens_details"] = {**details, "cached_tokens": cached_tokens}
+        return converted_usage
 
     def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
         """Return the events after the last token; None where that token was not sent."""
@@ -356,8 +356,8 @@ class StreamContinuation:
         event_template = self._event_template or _build_event_template(recorder.last_event)
         if event_template is None:
             return None
-        converted = {**event_template, "choices": [], "usage": usage}
-        return b"data: " + msgspec.json.encode(converted) + b"\n\n" + _DONE_EVENT
+        usage_event = {**event_template, "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(usage_event) + b"\n\n" + _DONE_EVENT
 
 
 def _get_delta(choice: dict[str, Any], is_chat: bool) -> dict[str, Any]:

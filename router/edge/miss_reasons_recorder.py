@@ -239,11 +239,11 @@ class MissReasonsRecorder:
         """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
-        removed = self._core.index.find_lost_blocks(
+        removal = self._core.index.find_lost_blocks(
             prompt_ids, route.scope, find_first_missing_token(decision), block_tokens
         )
         removed_prefix = (
-            None if removed is None else RemovedPrefix(removed[0], self._find_worker_id(removed[1]), removed[2])
+            None if removal is None else RemovedPrefix(removal[0], self._find_worker_id(removal[1]), removal[2])
         )
         return Placement(decision, removed_prefix, block_tokens, self._proxy.now(), time.time())
 

@@ -13,7 +13,7 @@ from options import Flag, Seconds, Size
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class MissReasonsConfig:
-    """Why turns miss (router/miss_reasons)."""
+    """Settings of the reasons for cache misses."""
 
     enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
         "Find out why prompts missed the cache (/requests/ID, metrics, dashboard)."] = True

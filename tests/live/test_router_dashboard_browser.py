@@ -104,7 +104,7 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         page.wait_for_timeout(1500)  # cards are made anew each second, and keep the focus
         page.keyboard.press("Enter")
         page.wait_for_timeout(1500)  # and stay open
-        assert "blocks held" in page.locator("#workers .card details[open]").inner_text()
+        assert "cached blocks" in page.locator("#workers .card details[open]").inner_text()
         if width > 1000:
             for section in ("#tiles", "#chart", "#rates", "#workers", "#slowest"):
                 assert page.locator(section).bounding_box()["y"] < 900, f"{section} is on the first screen"
