@@ -1,6 +1,7 @@
 """The cache's side of transfers: what a prompt lacks, what a peer is sent, and storing what a peer has sent.
 
-What copies blocks is called by the thread that runs the steps, while no step is out.
+The thread of the steps calls `list_keys`, and `read` and `store` while no step is in flight. Any thread may call the
+others.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _NewBlock(NamedTuple):
     item: PullItem
     block: Block
     host_block: Block | None
-    """Where the content comes from; pinned. None: it comes from the peer."""
+    """Pinned block of host memory that has the content; None: the peer has sent it."""
 
 
 class BlockExchange:
@@ -190,7 +191,7 @@ class BlockExchange:
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
 
     def _name(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
-        """Announce blocks whose content is in place, up to the first that can have no name."""
+        """Announce blocks that are filled, up to the first that can have no name."""
         for item, block, _ in new_blocks:
             index = item.block_index
             if index > len(prompt.nodes):

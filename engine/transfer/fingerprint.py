@@ -1,4 +1,4 @@
-"""What two engines must have in common so that KV of one is KV of the other: weights, layout, arithmetic.
+"""Fingerprints of engines: KV may move between two engines of equal weights, cache layout and arithmetic.
 
 Weights are told apart by samples of their files: two fine-tunes of one model have the same shapes, and reading all
 bytes would take minutes.

@@ -1,4 +1,4 @@
-"""What the step loop asks of transfers, and the transfers of an engine that has none."""
+"""Interface between the step loop and transfers, and the transfers of an engine that has no peers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Transfers(Protocol):
         """Whether `copy_blocks` has something to do."""
 
     def copy_blocks(self) -> None:
-        """Copy blocks that peers have asked for out, and blocks that peers have sent in. No step may be out."""
+        """Copy blocks that peers have asked for out, and blocks that peers have sent in. No step may be in flight."""
 
     def start_pull(self, request: Request) -> Future[None] | None:
         """Pull what the cache lacks of a prompt. Returns what is done when the request need wait no longer.

@@ -176,7 +176,7 @@ class FrameSigner:
 
 
 class ConnectionKeys(NamedTuple):
-    """What both ends of a connection derive from the fleet's key and their nonces."""
+    """Proofs and keys that both ends of a connection derive from the fleet's key and their nonces."""
 
     client_proof: bytes
     server_proof: bytes

@@ -1,4 +1,4 @@
-"""What both sides of transfers must know, bounds, and what is counted."""
+"""Settings, bounds and counters of both sides of transfers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransferSettings:
     block_bytes_by_kind: tuple[int, ...]
     """Bytes of a block as they count; a simulated block has no content."""
     fingerprint: bytes
-    """Of the model and the cache now; a model's weights may change."""
+    """Fingerprint of the weights that are loaded now, and of the cache."""
 
 
 class TransferStats(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The network of an engine whose blocks have no content: transfers take as long as their bytes would."""
+"""The network of a simulated engine: no bytes move, and transfers take as long as their bytes would."""
 
 from __future__ import annotations
 
