@@ -44,8 +44,9 @@ class RequestAccounting:
         ended_requests = metrics.get_ended(path, model, context.outcome, worker, is_streaming)
         ended_requests.count += 1
         ended_requests.request_s.observe(now - context.started_at_s)
-        if context.ttft_s is not None:
-            ended_requests.ttft_s.observe(context.ttft_s)
+        ttft_s = context.ttft_s
+        if ttft_s is not None:
+            ended_requests.ttft_s.observe(ttft_s)
         if context.outcome == "client_gone":
             metrics.client_disconnects += 1
         if route is None or decision is None:
