@@ -162,8 +162,11 @@ class CacheState:
     def make_shortlist(
         self, prompt: PromptQuery, order: LoadOrder
     ) -> tuple[list[Target], dict[HolderId, Match]] | None:
-        """Those of the order that RIVALS_MIN others do not beat in load and prefix, and what they match; None where a
-        prefix is known by an approximate cache and not by the index."""
+        """Return the targets that may have the lowest price, and what their caches match of a prompt.
+
+        A target is left out where RIVALS_MIN others have less load and a prefix at least as long. None where some
+        target has an approximate cache, which the index does not know.
+        """
         if self._approximate_caches:
             return None
         index_matches = self._index.match(prompt.prepared_ids, prompt.scope, order.holders, RIVALS_MIN)
@@ -289,9 +292,11 @@ class CacheState:
 
 
 class ApproximateCache:
-    """Which chunks a worker without events probably holds. A key stands for a whole prefix: a chunk evicted before its
-    children leaves them unreachable, and they age out in turn; touching a prompt from its end to its start makes
-    the deepest chunks the oldest."""
+    """Chunks of prompts that a target without events has probably cached: an LRU of chunk keys.
+
+    A key stands for the whole prefix up to its chunk. A prompt's last chunks count as the least recently used, so that
+    they are evicted before the chunks on which they depend.
+    """
 
     def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens = chunk_tokens
@@ -302,14 +307,14 @@ class ApproximateCache:
         return len(self._chunks)
 
     def count_cached_tokens(self, keys: Sequence[int]) -> int:
-        """Tokens of the longest known prefix."""
+        """Return the tokens of the longest cached prefix of a prompt with these chunk keys."""
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 return i * self.chunk_tokens
         return len(keys) * self.chunk_tokens
 
     def insert(self, keys: Sequence[int]) -> None:
-        """The prompt was sent there: its chunks are now the most recently used."""
+        """Make the chunks of a sent prompt the most recently used ones, and evict chunks over the capacity."""
         chunks = self._chunks
         for key in reversed(keys):
             chunks[key] = None
@@ -318,5 +323,5 @@ class ApproximateCache:
             chunks.popitem(last=False)
 
     def clear(self) -> None:
-        """The worker restarted."""
+        """Forget all chunks after the worker has lost its cache."""
         self._chunks.clear()

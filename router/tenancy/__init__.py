@@ -1,1 +1,1 @@
-"""Names of models and turns between tenants. Values in, decisions out."""
+"""Model names and fair shares between tenants: pure decisions."""

@@ -1,4 +1,4 @@
-"""Settings of tenancy. Those of turns, the background and --max-ttft are the queue's: router/decide/config.py."""
+"""Settings of model names. Those of fair shares and the background belong to the queue: router/decide/config.py."""
 
 from __future__ import annotations
 

@@ -1,34 +1,33 @@
 """Deficit round robin between waiting queues, in predicted seconds; the quantum is one request.
 
-Owns the seconds that each queue (a tenant's requests, or all of them) was served while there is pressure. The queue
-that was served least goes next, and is charged the predicted time of its request, divided by its share. A new queue
-starts where the last turn was: no queue saves up turns while idle, and none pays for what it took while no other
-waited. Invariants: the served seconds of two queues that always wait, each by its share, differ by no more than one
-request of each; a queue that asks for less than its share never waits for more than one request of every other
-queue.
+The queue with the fewest served seconds sends the next request, and is charged the predicted time of that request
+divided by the queue's share. A queue that begins to wait starts with the served seconds of the queue that sent last: it
+saves up nothing while idle and pays nothing for requests that it sent while no other queue waited.
+
+Invariants: the served seconds of two queues that always wait differ by at most one request of each. A queue that asks
+for less than its share never waits for more than one request of every other queue.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 MAX_QUEUES: Final = 4096
-"""Most queues remembered when no request of theirs waits."""
-Line = TypeVar("Line")
+"""Most queues without a waiting request that are stored."""
 
 
 class DeficitRoundRobin:
-    """Scheduler of all queues that wait for the same workers."""
+    """Scheduler of the queues that wait for the same workers."""
 
     def __init__(self) -> None:
         self._served_s_by_queue: dict[str, float] = {}
         self._round_s = 0.0
-        """Served seconds of the queue that went last, before its turn."""
+        """Served seconds of the queue that sent last, before that request."""
 
     def get_served_s(self, queue: str) -> float:
-        """Return the seconds that a queue counts as served; the least goes next."""
+        """Return the served seconds of a queue; the queue with the fewest sends next."""
         return max(self._served_s_by_queue.get(queue, 0.0), self._round_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
@@ -47,7 +46,7 @@ class DeficitRoundRobin:
         self._round_s = 0.0
 
     def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
-        """Yield requests in the order of their turns, from queues of (request, seconds)."""
+        """Yield request ids in the order in which they are sent, from queues of (request id, seconds)."""
         queue_heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
         for queue_index, (name, queue) in enumerate(requests_by_queue.items()):
             remaining_requests = iter(queue)

@@ -1,6 +1,6 @@
-"""Model of a request, by aliases, canaries and fallbacks.
+"""Choice of a request's model by aliases, canaries and fallbacks. Pure.
 
-Pure. A conversation falls on the same side every time, in every router, as only its name and the model's decide.
+A conversation gets the same canary every time and in every router, as only its key and the model's name decide.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _HASH_RANGE = float(1 << 64)
 
 
 class ModelNames:
-    """Models that names stand for."""
+    """Models that serve the names in requests."""
 
     def __init__(self, config: TenancyConfig) -> None:
         model_by_rule_name = parse_rules(config.model_aliases)
         self.model_by_alias = {name: model for name, model in model_by_rule_name.items() if "*" not in name}
-        """Models of the aliases without patterns: the names that can be listed."""
+        """alias -> model, for aliases without a pattern, which can be listed."""
         self._alias_patterns = [
             _AliasPattern(name, model)
             for name, model in sorted(model_by_rule_name.items(), key=lambda pair: -len(pair[0]))
             if "*" in name
         ]
-        """Aliases with a pattern, the longest and so most specific first."""
+        """Aliases with a pattern, the longest first, as it is the most specific."""
         self._fallback_by_model = parse_rules(config.model_fallbacks)
         self._canaries_by_model = parse_canaries(config.model_canaries)
         self.has_renames = bool(model_by_rule_name or self._fallback_by_model or self._canaries_by_model)
@@ -37,10 +37,11 @@ class ModelNames:
     def resolve(
         self, requested_model: str, get_conversation_key: Callable[[], str], is_served: Callable[[str], bool]
     ) -> str:
-        """Return the model that is to answer a request for `requested_model`.
+        """Return the model for a request for `requested_model`.
 
-        `is_served`: whether a worker that may answer this request takes requests for a model. Without such a worker it
-        is the requested name, an alias aside: an error then names what the client knows.
+        `get_conversation_key`: returns the key that decides about canaries. `is_served`: whether some worker that may
+        answer this request takes requests for a model. Without such a worker the result is the model of an alias, or
+        the requested name, so that an error names what the client knows.
         """
         model = (
             self.model_by_alias.get(requested_model)
