@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -67,6 +67,16 @@ T = TypeVar("T")
 
 def _always() -> bool:
     return True
+
+
+class _BodyRead(NamedTuple, Generic[Target]):
+    """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
+
+    body: RequestBody
+    kind: ApiKind | None
+    make_target: Callable[[RoutingRequest], Target]
+    is_wanted: Callable[[], bool]
+    tenant: str
 
 
 class PromptReader:
@@ -231,16 +241,14 @@ class PromptReader:
         return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), read_s, size=size)
 
     async def _load(self, model: str, name: str) -> None:
+        """Load the tokenizer of a base model from a folder, or a name in the Hugging Face cache."""
         folder = find_checkpoint_folder(name)
         if folder is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
             return
         loop = asyncio.get_running_loop()
         try:
-            tokenizer = await loop.run_in_executor(
-                self._executor,
-                lambda: self._read_folder(folder),
-            )
+            tokenizer = await loop.run_in_executor(self._executor, self._read_folder, folder)
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
@@ -274,15 +282,8 @@ class PromptReader:
 
         `renderer` renders the model's conversations. With a `body` too, the conversation is prepared to be cached.
         """
-
-        def work() -> tuple[TokenizedPrompt, RenderedPrompt]:
-            prompt = read_prompt(request, tokenizer, tokens_max, None if renderer is None else renderer.render_whole)
-            further_tokens = count_further_tokens(request, tokenizer)
-            size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
-            ids = truncate_prompt(prompt.token_ids, request, tokens_max)
-            return TokenizedPrompt(ids, 0.0, size=size), prompt
-
-        result, read_s = self._run_timed(work)
+        render = None if renderer is None else renderer.render_whole
+        result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max, render))
         if result is None:
             return TokenizedPrompt(None, read_s)
         read, prompt = result
@@ -303,38 +304,37 @@ class PromptReader:
         `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
         `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
         """
-        size = body.body_bytes
-        if may_continue and self.conversations.may_have(kind, size):
+        body_read = _BodyRead(body, kind, make_target, is_wanted, tenant)
+        if may_continue and self.conversations.may_have(kind, body.body_bytes):
             assert kind is not None
-            data = body.body
-            matches = self.conversations.find(kind, data)
-            if matches and size - matches[0][1].body_end > INLINE_BYTES_MAX:
-                return self._continue_in_thread(matches, body, kind, make_target, is_wanted, tenant)
-            read = self._continue(matches, data, make_target) if matches else None
+            matches = self.conversations.find(kind, body.body)
+            if matches and body.body_bytes - matches[0][1].body_end > INLINE_BYTES_MAX:
+                return self._continue_in_thread(matches, body_read)
+            read = self._continue(matches, body_read) if matches else None
             if read is not None:
                 return read
-        return self._begin_whole_read(body, kind, make_target, is_wanted, tenant)
+        return self._begin_whole_read(body_read)
 
     async def read_body(
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
         is_wanted: Callable[[], bool] = _always, tenant: str = "",
     ) -> ReadBody[Target]:  # fmt: skip
-        """`begin_read`, awaited."""
+        """Read a body as `begin_read` does, and wait for it."""
         read = self.begin_read(body, kind, make_target, is_wanted, tenant)
         return read if isinstance(read, ReadBody) else await read
 
     def _begin_whole_read(
-        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
-        is_wanted: Callable[[], bool], tenant: str,
-    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
-        """Read a body without the conversation cache; see `begin_read`."""
-        if len(body.pieces) > 1 or not is_light(body.pieces[0]):
-            return self._read_large(body, kind, make_target, is_wanted, tenant)
-        data = body.pieces[0]
-        request, fields = parse_body(kind or "other", data)
-        if kind is None:
+        self, body_read: _BodyRead[Target]
+    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:
+        """Read a body without the conversation cache, at once if that is quick."""
+        pieces = body_read.body.pieces
+        if len(pieces) > 1 or not is_light(pieces[0]):
+            return self._read_large(body_read)
+        data = pieces[0]
+        request, fields = parse_body(body_read.kind or "other", data)
+        if body_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
-        target = make_target(request)
+        target = body_read.make_target(request)
         read = ReadBody(request, target, TokenizedPrompt(None, 0.0), fields=fields)
         if request.kind == "other":
             return read
@@ -344,7 +344,8 @@ class PromptReader:
             return self._await_prompt(read, self.read_remotely(request, model, tokens_max))
         if self.needs_worker_process(model, request):
             task = self.make_task(model, request.kind, tokens_max)
-            return self._await_prompt(read, self.read_in_worker(body.pieces, model, task, is_wanted, tenant))
+            prompt = self.read_in_worker(pieces, model, task, body_read.is_wanted, body_read.tenant)
+            return self._await_prompt(read, prompt)
         tokenizer = self._tokenizers.get(model)
         renderer = self.conversations.renderer_of(model)
         if renderer is not None and is_worth_caching(request, len(data)):
@@ -361,12 +362,10 @@ class PromptReader:
         read.prompt = await prompt
         return read
 
-    async def _read_large(
-        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
-        is_wanted: Callable[[], bool], tenant: str,
-    ) -> ReadBody[Target]:  # fmt: skip
-        """Read a body in a worker process."""
+    async def _read_large(self, body_read: _BodyRead[Target]) -> ReadBody[Target]:
+        """Read a large body in a worker process."""
         assert self.worker_pool is not None
+        body, kind, make_target, is_wanted, tenant = body_read
         targets: list[Target] = []
 
         def make_task(request: RoutingRequest) -> ReadTask:
@@ -402,23 +401,23 @@ class PromptReader:
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
-    async def _continue_in_thread(
-        self, matches: list[Match], body: RequestBody, kind: ApiKind, make_target: Callable[[RoutingRequest], Target],
-        is_wanted: Callable[[], bool], tenant: str,
-    ) -> ReadBody[Target]:  # fmt: skip
-        data = body.body
+    async def _continue_in_thread(self, matches: list[Match], body_read: _BodyRead[Target]) -> ReadBody[Target]:
+        """Continue a cached conversation in a thread, else read the body whole."""
+        data = body_read.body.body
         continuation = await self.run_in_thread(lambda: self._read_after_boundary(matches, data))
-        read = None if continuation is None else self._finish_continuation(*continuation, data, make_target)
+        read = None
+        if continuation is not None:
+            read = self._finish_continuation(*continuation, data, body_read.make_target)
         if read is not None:
             return read
-        whole = self._begin_whole_read(body, kind, make_target, is_wanted, tenant)
+        whole = self._begin_whole_read(body_read)
         return whole if isinstance(whole, ReadBody) else await whole
 
-    def _continue(
-        self, matches: list[Match], body: bytes, make_target: Callable[[RoutingRequest], Target]
-    ) -> ReadBody[Target] | None:
-        continuation = self._read_after_boundary(matches, body)
-        return None if continuation is None else self._finish_continuation(*continuation, body, make_target)
+    def _continue(self, matches: list[Match], body_read: _BodyRead[Target]) -> ReadBody[Target] | None:
+        """Continue a cached conversation; None if none of the matches can be used."""
+        data = body_read.body.body
+        continuation = self._read_after_boundary(matches, data)
+        return None if continuation is None else self._finish_continuation(*continuation, data, body_read.make_target)
 
     def _read_after_boundary(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
         """Continue a cached conversation; return the continuation and the seconds that it took. Thread-safe."""
@@ -455,6 +454,7 @@ class PromptReader:
         task.add_done_callback(self._checks.discard)
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
+        """Compare a continued prompt with the ids of the whole body, read in a thread or a worker process."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
         tokenizer, ids = self._tokenizers.get(model), None
         if is_light(body):
@@ -463,7 +463,7 @@ class PromptReader:
             task = self.make_task(model, kind, None)
             try:
                 result = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).result.result
-            except RequestError as error:  # there is no room
+            except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
             ids = None if isinstance(result, bytes) else result
@@ -471,7 +471,7 @@ class PromptReader:
             self.conversations.compare(model, continuation, ids)
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
-        """Return the result of `work`, None where it raises, and the seconds that it took."""
+        """Return the result of `work`, or None if it raises, and the seconds that it took."""
         self._reads += 1
         is_sampled = self._reads % CPU_SAMPLE == 0
         cpu_started_s = time.thread_time() if is_sampled else 0.0
@@ -503,3 +503,17 @@ class PromptReader:
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
         return ReadTask(kind, folder, tokens_max, remote_model, as_sent)
+
+
+def _tokenize(
+    request: RoutingRequest,
+    tokenizer: Tokenizer | None,
+    tokens_max: int | None,
+    render: Callable[[RoutingRequest], str] | None,
+) -> tuple[TokenizedPrompt, RenderedPrompt]:
+    """Return the truncated prompt to route on, and the whole one. Raises RequestError."""
+    prompt = read_prompt(request, tokenizer, tokens_max, render)
+    further_tokens = count_further_tokens(request, tokenizer)
+    size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
+    ids = truncate_prompt(prompt.token_ids, request, tokens_max)
+    return TokenizedPrompt(ids, 0.0, size=size), prompt
