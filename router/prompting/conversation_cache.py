@@ -26,6 +26,8 @@ BODY_BYTES_MIN = 1024
 BODY_BYTES_MAX = 4 << 20
 LOCATIONS_MAX = 64
 """Most boundaries stored under one digest."""
+KEYS_MAX = 8
+"""Most digests of a body whose boundaries are compared with it."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation."""
 LOCAL_FIELDS = 5
@@ -118,10 +120,9 @@ class _Location(NamedTuple):
     conversation: CachedConversation
     boundary: Boundary
     key: int
-    """Digest of the first `prefix_bytes` of the body."""
-    prefix_bytes: int
-    rest_digest: int
-    """Digest of the bytes between `prefix_bytes` and the boundary."""
+    """Digest of some bytes of a prefix of the body that ends before the boundary."""
+    digest: int
+    """Digest of all bytes before the boundary."""
 
 
 class _Entry(NamedTuple):
@@ -149,31 +150,23 @@ class ConversationCache:
 
     def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[tuple[CachedConversation, Boundary]]:
         """Find cached boundaries before which a body is equal, the furthest first."""
-        matches: list[tuple[CachedConversation, Boundary]] = []
-        for key in digests_among(body, BODY_BYTES_MIN, self._seed, self._locations_by_key, len(body)):
-            matches += self._match_locations(self._locations_by_key[key], kind, body)
-            if len(matches) >= max_matches:
-                break
-        return matches[:max_matches]
-
-    def _match_locations(
-        self, locations: list[_Location], kind: ApiKind, body: bytes
-    ) -> list[tuple[CachedConversation, Boundary]]:
-        """Return the boundaries, of those under one key, before which a body is equal, the furthest first."""
+        locations: list[_Location] = []
+        for key in digests_among(body, BODY_BYTES_MIN, self._seed, self._locations_by_key, KEYS_MAX):
+            locations += self._locations_by_key[key]
         if len(locations) > 1:
-            locations = sorted(locations, key=_get_body_end)
-        view, position = memoryview(body), locations[0].prefix_bytes
-        hasher, matches = xxhash.xxh3_64(seed=self._seed), []
+            locations.sort(key=_get_body_end)
+        view, position = memoryview(body), 0
+        hasher, matches = xxhash.xxh3_64(seed=self._seed), list[tuple[CachedConversation, Boundary]]()
         for location in locations:
             body_end = location.boundary.body_end
             if body_end > len(body):
                 break
             hasher.update(view[position:body_end])
             position = body_end
-            if location.conversation.kind == kind and hasher.intdigest() == location.rest_digest:
+            if location.conversation.kind == kind and hasher.intdigest() == location.digest:
                 matches.append((location.conversation, location.boundary))
         matches.reverse()
-        return matches
+        return matches[:max_matches]
 
     def touch(self, conversation: CachedConversation) -> None:
         """Make a conversation the most recently used one."""
@@ -206,14 +199,15 @@ class ConversationCache:
                 self._drop(entry.conversation)
 
     def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Location]:
-        view, locations = memoryview(body), []
+        view, position, locations = memoryview(body), 0, []
+        hasher = xxhash.xxh3_64(seed=self._seed)
         keys = digests(body, BODY_BYTES_MIN, self._seed, conversation.boundaries[-1].body_end)
         for boundary in conversation.boundaries:
+            hasher.update(view[position : boundary.body_end])
+            position = boundary.body_end
             if boundary.body_end >= BODY_BYTES_MIN:
-                index = _count_prefixes(boundary.body_end) - 1
-                prefix_bytes = _get_prefix_bytes(index)
-                rest_digest = xxhash.xxh3_64_intdigest(view[prefix_bytes : boundary.body_end], self._seed)
-                locations.append(_Location(conversation, boundary, keys[index], prefix_bytes, rest_digest))
+                key = keys[_count_prefixes(boundary.body_end) - 1]
+                locations.append(_Location(conversation, boundary, key, hasher.intdigest()))
         return locations
 
     def _drop(self, conversation: CachedConversation) -> None:
@@ -243,11 +237,6 @@ class ConversationCache:
 
 def _get_body_end(location: _Location) -> int:
     return location.boundary.body_end
-
-
-def _get_prefix_bytes(index: int) -> int:
-    """Return the number of bytes that the digest with this index covers."""
-    return (BODY_BYTES_MIN << index // 8) * (8 + index % 8) // 8
 
 
 def _count_prefixes(length: int) -> int:

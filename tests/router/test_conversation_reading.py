@@ -28,7 +28,6 @@ from router.prompting.conversation_cache import (
     CachedConversation,
     ConversationCache,
     _count_prefixes,
-    _get_prefix_bytes,
 )
 from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -132,6 +131,7 @@ def check_conversation(conversation: CachedConversation, prompt: RenderedPrompt)
 @settings(max_examples=examples(15), deadline=None)
 @example(seed=10000086, kind="chat").via("a thought among too many marks of thoughts for a short placeholder")
 @example(seed=5001732, kind="chat").via("the same in an answer between two questions")
+@example(seed=9000025, kind="chat").via("a message far into the body is replaced by another one of the same length")
 @example(seed=363, kind="chat").via(
     "behind the last cached message another role than before comes next, then a third time"
 )
@@ -392,6 +392,18 @@ def test_the_furthest_boundary_is_found_first() -> None:
     assert len(reader.find("chat", shared)) <= ATTEMPTS_MAX
 
 
+def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
+    """Also far into a body, where the keys are digests of a quarter of the bytes."""
+    rng, cache = random.Random(4), ConversationCache(1 << 20)
+    body = bytes(rng.randrange(65, 90) for _ in range(30_000))
+    cache.store(make_conversation(20_000, 29_000), body)
+    for _ in range(200):
+        at = rng.randrange(20_000, 29_000)
+        changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+        assert [boundary.body_end for _, boundary in cache.find("chat", changed_body, 4)] == [20_000], at
+    assert [boundary.body_end for _, boundary in cache.find("chat", body, 4)] == [29_000, 20_000]
+
+
 def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) -> None:
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
@@ -421,7 +433,6 @@ def test_digests_are_of_beginnings() -> None:
             assert are_equal == [size <= at for size in lengths], "whatever byte of it is another one"
         if size >= BODY_BYTES_MIN:
             assert _count_prefixes(size) == len(prefix_digests)
-            assert [_get_prefix_bytes(i) for i in range(len(lengths))] == lengths
 
 
 def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
