@@ -45,9 +45,11 @@ class CustomInputDecoder:
                 return ""
             self._has_begun, pos = True, match.end()
         texts = []
-        while (unit := _UNIT.match(self._pending_text, pos)) is not None:
+        unit = _UNIT.match(self._pending_text, pos)
+        while unit is not None:
             texts.append(_decode_unit(unit))
             pos = unit.end()
+            unit = _UNIT.match(self._pending_text, pos)
         self._has_ended = self._pending_text.startswith('"', pos)
         self._pending_text = self._pending_text[pos:]
         self._texts += texts

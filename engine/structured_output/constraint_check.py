@@ -45,21 +45,24 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
 
 
 def _relax_constraint(spec: RequestedConstraint, vocabulary: GrammarVocabulary) -> RequestedConstraint:
+    """Return the constraint with schemas that compile. Raises RequestError for a strict schema that does not."""
     compiler = _BudgetedCompiler(vocabulary)
+    return RequestedConstraint(spec.param, _relax_schemas(spec.format, spec.param, compiler))
 
-    def relax(value: Any) -> Any:
-        if isinstance(value, list):
-            return [relax(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if value.get("type") == "json_schema" and "json_schema" in value:
-            return _relax_format(value, spec.param, compiler)
-        return {name: relax(item) for name, item in value.items()}
 
-    return RequestedConstraint(spec.param, relax(spec.format))
+def _relax_schemas(value: Any, param: str, compiler: _BudgetedCompiler) -> Any:
+    """Relax every schema in a format, or in a part of one. `param`: field that an error names."""
+    if isinstance(value, list):
+        return [_relax_schemas(item, param, compiler) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "json_schema" and "json_schema" in value:
+        return _relax_format(value, param, compiler)
+    return {name: _relax_schemas(item, param, compiler) for name, item in value.items()}
 
 
 def _relax_format(format: Format, param: str, compiler: _BudgetedCompiler) -> Format:
+    """Relax the schema of one format."""
     schema = format["json_schema"]
     check_styled, check_json = compiler.make_check(format), compiler.make_check({**format, "style": "json"})
     check = check_styled if format.get("style") in _MARKUP_STYLES else check_json
