@@ -4,11 +4,11 @@ Every method that changes state takes `now` (seconds of one monotonic clock, nev
 instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
 thread; the index behind it may be fed by another.
 
-A request's life: `route` -> Forward (in flight), Enqueue (kept in the queue) or Refuse (forgotten at once). In flight
-it ends by `finish_request`, `abort_request` or `fail_attempt`, the last of which may start another attempt. Queued it
-ends by a Forward, a Refuse or `abort_request`, at the latest one tick after its deadline. Invariants: a request is
-queued or has an attempt, never both; an attempt has at most one pin; when all requests have ended, every counter of
-load is zero and no pin outlives its grace."""
+`route` answers a new request with Forward (in flight), Enqueue (queued) or Refuse (forgotten). A request in flight ends
+by `finish_request`, `abort_request` or `fail_attempt`; the latter may begin another attempt. A queued request ends by a
+Forward, a Refuse or `abort_request`, at the latest one tick after its deadline. Invariants: a request is queued or has
+an attempt, never both; when all requests have ended, every counter of load is zero.
+"""
 
 from __future__ import annotations
 
@@ -335,9 +335,8 @@ class RouterCore:
     def next_tick(self) -> float | None:
         """Return when `tick` will next have something to do; None while nothing is pending."""
         due_times_s = [worker.open_until_s for worker in self.registry.down_workers]
-        for next_s in (self.cache_state.next_release_s(), self._placer.next_queue_tick()):
-            if next_s is not None:
-                due_times_s.append(next_s)
+        next_times_s = (self.cache_state.next_release_s(), self._placer.next_queue_tick())
+        due_times_s += [next_s for next_s in next_times_s if next_s is not None]
         return min(due_times_s, default=None)
 
     def _get_attempt(self, request_id: str) -> Attempt | None:
