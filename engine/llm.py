@@ -28,7 +28,7 @@ from engine.protocol.parsed_request import build_constraint
 from engine.structured_output.constraint_check import check_constraint
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
-from options import Schema, load_config
+from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 from prompts.schemas import Int64, Salt
 
@@ -107,6 +107,8 @@ class LLM:
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
         config = _make_config(model, kv_events_config, settings)
+        if config.kv_transfer.port is not None:
+            raise ConfigError("kv_transfer: only `engine serve` moves blocks, as peers may ask for them at any time")
         _, folder = locate_model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
         self._detokenizer_factory = DetokenizerFactory(self._tokenizer.hf_tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
+from options import ConfigError
 from prompts import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -95,6 +96,11 @@ def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: 
     with pytest.raises(RequestError, match=says):
         llm.generate(["fine", prompt] if prompt != [[]] else prompt, params, use_tqdm=False)
     assert not llm._core.has_work
+
+
+def test_blocks_do_not_move_without_a_server() -> None:
+    with pytest.raises(ConfigError, match="only `engine serve` moves blocks"):
+        LLM(kv_transfer={"port": 0})
 
 
 def test_unknown_settings_are_named() -> None:
