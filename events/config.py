@@ -1,6 +1,6 @@
 """Settings of `--kv-events-config`: vLLM's keys, defaults and addresses.
 
-Owns parsing and the rules of addresses: bind or connect, and one port for each data-parallel rank. Pure.
+Owns parsing and the rules of addresses: bind or connect, and one port for each data-parallel rank. No I/O.
 """
 
 from __future__ import annotations

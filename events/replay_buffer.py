@@ -1,4 +1,4 @@
-"""Buffer of a stream's last batches, for subscribers that missed some. Pure.
+"""Buffer of a stream's last batches, for subscribers that missed some. No I/O.
 
 A batch is encoded at most once, when it is first needed. Invariant: the sequence numbers of the ring are consecutive
 and end at `next_seq - 1`.

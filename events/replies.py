@@ -1,4 +1,4 @@
-"""Replies of the replay socket, as (seq, payload) pairs in order. Pure.
+"""Replies of the replay socket, as (seq, payload) pairs in order. No I/O.
 
 A reply iterates over values that do not change, so that it can be sent in slices between live batches.
 """

@@ -1,4 +1,4 @@
-"""Set of the blocks that a worker's events say are resident, and the events of a snapshot that rebuild it. Pure.
+"""Set of the blocks that a worker's events say are resident, and the events of a snapshot that rebuild it. No I/O.
 
 Invariants: a block is in the set once for each (group, medium) that has it. Blocks are in the order of their events, so
 in the full-attention group parents come before their children (guarantee 3 of docs/reference/wire-format.md), unless

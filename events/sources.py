@@ -1,4 +1,4 @@
-"""Body of `GET /kv_event_sources`, in which a worker says at which addresses it publishes events. Pure.
+"""Body of `GET /kv_event_sources`, in which a worker says at which addresses it publishes events. No I/O.
 
 The JSON is a superset of vLLM's: an object with one entry for each data-parallel rank. A router replaces a wildcard in
 an address by the worker's host.

@@ -337,7 +337,11 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the batches that came during a reply, and start another repair if some are still missing."""
+        """Apply the live batches that arrived during a replay or a snapshot.
+
+        If batches are still missing afterwards, ask for them again, at most `max_attempts` times; else go live. A batch
+        whose number was used before for other bytes means that the publisher restarted.
+        """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
             assert self._next_seq is not None

@@ -134,7 +134,10 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Until `done`, telling what happens. Ends the program with status 1 if it is not."""
+    """Poll the fleet's status until `is_done(status)`, print new events, and return that status.
+
+    Raises ClickException, which ends the program with status 1, after `timeout_s`.
+    """
     deadline_s, last_printed_s = time.monotonic() + timeout_s, time.time() - 1.0
     while True:
         status: dict[str, Any] = call_directory(directory.status)

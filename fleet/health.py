@@ -1,4 +1,4 @@
-"""Whether a program still goes on: what its health address has answered lately. Pure.
+"""Whether a program still goes on: what its health address has answered lately. No I/O.
 
 Only time that was waited for an answer counts, and of one look no more than it can take: where whoever looks was itself
 stopped for an hour, its program is not blamed for it.

@@ -1,4 +1,4 @@
-"""Plan of what to start, drain and stop next, from what is wanted, what is there and `now`. Pure.
+"""Plan of what to start, drain and stop next, from what is wanted, what is there and `now`. No I/O.
 
 The fleet's members of one kind sit on numbered slots. `plan` is asked again and again; it keeps that
 

@@ -1,4 +1,4 @@
-"""How many workers there should be, by what the routers predict. Pure.
+"""How many workers there should be, by what the routers predict. No I/O.
 
 The signal is the router's own queue: seconds of prefill that are routed to a worker and not done, with what other
 routers sent there. As many workers are wanted as bring its mean to `queue_s`, and the share of their time that is

@@ -1,4 +1,4 @@
-"""Command lines, resources and addresses of a fleet's programs. Pure.
+"""Command lines, resources and addresses of a fleet's programs. No I/O.
 
 The one place that knows how `engine serve`, `vllm serve` and `router run` are called.
 """

@@ -1,4 +1,4 @@
-"""Differences between a router's `/workers` and the directory's list, as admin calls. Pure."""
+"""Differences between a router's `/workers` and the directory's list, as admin calls. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source of a prompt's KV, as a request names it: `kv_transfer_params.remote_kv_source`. Pure.
+"""The source of a prompt's KV, as a request names it: `kv_transfer_params.remote_kv_source`. No I/O.
 
 The dialect of vLLM's P2P tier, and a signature under the fleet's key: an engine opens connections for its fleet only.
 """

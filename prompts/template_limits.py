@@ -320,6 +320,10 @@ class _TerminationCheck:
                 yield from ((_NAMESPACES_KEY, self._get_nesting_level(value)) for value in values)
 
     def _get_nesting_level(self, node: nodes.Node | None) -> int:
+        """Return how many containers of the template may lie inside each other in an expression's value.
+
+        Strings and numbers have level 0. A list, tuple or dict has one level more than its deepest item.
+        """
         if isinstance(node, nodes.Name):
             if node.name in self._namespace_names:
                 return self._nesting_levels.get(_NAMESPACES_KEY, 0) + 1

@@ -1,4 +1,4 @@
-"""Fields by which routers and engines agree which worker computes a request and where its KV is. Pure.
+"""Fields by which routers and engines agree which worker computes a request and where its KV is. No I/O.
 
 A client that sets such a field can make a worker fetch KV from any address, which may end the worker's process or
 poison its cache. So a router removes these fields from the requests of clients and from the answers of workers. The

@@ -1,6 +1,6 @@
-"""What the byte path counts: plain numbers, whose update costs a dict access and an addition; and what must not happen.
+"""Counters that requests update, as plain numbers: an update costs a dict access and an addition.
 
-Refuses to know Prometheus' form (router/admin/metrics_page.py).
+router/admin/metrics_page.py writes the counters in the format of Prometheus.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ class Metrics:
     cache_miss_tokens: Counter[str] = field(default_factory=Counter)
     """reason -> prompt tokens that had to be computed."""
     reused_tokens: Counter[str] = field(default_factory=Counter)
-    """prompt, best, chosen, reported -> tokens, of requests whose worker said what it reused."""
+    """prompt, best, chosen, reported -> tokens of requests with a usage report."""
     client_disconnects: int = 0
     http_errors: Counter[str] = field(default_factory=Counter)
     crashes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(boundary, type of the exception) of what raised there and must not."""
+    """(boundary, type of the exception) -> unexpected exceptions that were caught there."""
     request_buffer_bytes: int = 0
-    """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
+    """Bytes of requests that arrive or are in flight now (router/http/budget.py)."""
     refused_bytes: Counter[str] = field(default_factory=Counter)
     refused_by_key: Counter[str] = field(default_factory=Counter)
     """bound -> requests that would have exceeded it."""
     key_requests: Counter[str] = field(default_factory=Counter)
     """API key's name -> requests that workers answered."""
     key_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(API key's name, kind) -> tokens of these; the kinds are prompt, cached, computed, output."""
+    """(API key's name, kind) -> tokens of answered requests; the kinds are prompt, cached, computed, output."""
     request_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     ttft_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     """(worker, model, is it a stream?) of requests that were answered; the worker is "" where none was chosen."""
@@ -103,10 +103,10 @@ class Metrics:
     tokenize_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     _crash_logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _ended: dict[tuple[str, str, str, str, str], EndedRequests] = field(default_factory=dict)
-    """(route, model, outcome, worker, is it a stream?) of those that `requests` and `decisions` do not have yet."""
+    """(route, model, outcome, worker, is it a stream?) -> requests that `requests` and `decisions` do not count yet."""
 
     def get_ended(self, path: str, model: str, outcome: str, worker: str, stream: str) -> EndedRequests:
-        """Where a request counts that ended so; the worker is "" where none was chosen."""
+        """Return the counts of requests that ended this way; the worker is "" if none was chosen."""
         key = path, model, outcome, worker, stream
         ended = self._ended.get(key)
         if ended is None:

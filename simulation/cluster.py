@@ -1,4 +1,4 @@
-"""Event loop of a simulated fleet: arrivals, engines and routers on a virtual clock. Pure.
+"""Event loop of a simulated fleet: arrivals, engines and routers on a virtual clock. No I/O.
 
 A `Router` chooses a worker for each request. It sees first tokens and ends at once, and cache events after a delay.
 With several routers, the index of a request chooses the router. Nothing here is random.

@@ -57,9 +57,11 @@ class HostLoadQueue:
     def __init__(
         self, host_tier: HostTier, tree: PrefixTree, block_bytes_by_kind: list[int], step_bytes_max: int | None
     ) -> None:
-        """`block_bytes_by_kind`: bytes of a block. `step_bytes_max`: most bytes of a step with decodes, on average.
+        """`block_bytes_by_kind`: bytes of a block of each kind. `step_bytes_max`: bytes that a step
+        with decodes may copy.
 
-        The bytes of loads count, and those of the copies to the host that make room for the loads.
+        A step may exceed `step_bytes_max`, and later steps copy less for it; None: no limit. Loads count, and so do the
+        copies to the host that make room for loads.
         """
         assert step_bytes_max is None or step_bytes_max > 0
         self._host_tier = host_tier
@@ -68,9 +70,9 @@ class HostLoadQueue:
         self._step_bytes_max = math.inf if step_bytes_max is None else step_bytes_max
         self._step_bytes_left = math.inf
         self._unplanned_loads_by_sequence: dict[Sequence, list[HostLoad]] = {}
-        """Sequence -> its loads that no step plans yet, in reverse order."""
+        """Sequence -> its loads that no step has planned, the next one last, for `pop()`."""
         self.unplanned_blocks: set[Block] = set()
-        """Targets of these loads."""
+        """Device blocks that `_unplanned_loads_by_sequence` will fill."""
         self.planned_loads: list[HostLoad] = []
         """Loads of the plan being made, parents first."""
 

@@ -78,9 +78,9 @@ class StepLog:
         self._planning_step = PendingStep()
         self._steps_in_flight: deque[PendingStep] = deque()
         self._untrusted_blocks: list[Block] = []
-        """Blocks that failed steps may not have moved."""
+        """Blocks with unknown contents, because the step that should have copied them failed."""
         self._untrusted_host_blocks: list[Block] = []
-        """Blocks of host memory that failed steps may not have filled."""
+        """Blocks of host memory with unknown contents, because the step that should have filled them failed."""
 
     # ------------------------------------------------------------------ planning
 

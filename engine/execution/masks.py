@@ -281,7 +281,10 @@ class _TokenListCache:
         )
 
     def _list_tokens(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
-        """Return (whether the listed tokens are the allowed ones, the tokens); None: both lists would be long."""
+        """Return the shorter of the lists of allowed and of forbidden tokens, cached by the bitmask `row`.
+
+        The first value says whether the list is of allowed tokens. The second is None if both lists would be long.
+        """
         key = row.tobytes()
         entry = self._entries.get(key)
         if entry is None:

@@ -1,4 +1,4 @@
-"""One sequence of an answer while it grows: outputs of the core come in, final text and logprobs come out. Pure.
+"""One sequence of an answer while it grows: outputs of the core come in, final text and logprobs come out. No I/O.
 
 A choice has the token counts and the finish reason. If a stop string ends it, its delta says that the core's sequence
 must be aborted, and the server does so.

@@ -1,4 +1,4 @@
-"""Split a choice into blocks of reasoning, text and tool calls, in their order, for two of the APIs. Pure.
+"""Split a choice into blocks of reasoning, text and tool calls, in their order, for two of the APIs. No I/O.
 
 Invariants: at most one block is open; a block that was stopped does not grow.
 """

@@ -1,4 +1,4 @@
-"""Decode the free text of a custom tool's call from the JSON that the model writes, `{"input": "..."}`. Pure.
+"""Decode the free text of a custom tool's call from the JSON that the model writes, `{"input": "..."}`. No I/O.
 
 Models see a custom tool as a function with one string argument, and clients get the string.
 """

@@ -1,4 +1,4 @@
-"""Collect answer text, reasoning and tool calls as a parser finds them, and make deltas of them. Pure."""
+"""Collect answer text, reasoning and tool calls as a parser finds them, and make deltas of them. No I/O."""
 
 from __future__ import annotations
 

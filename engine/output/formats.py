@@ -1,4 +1,4 @@
-"""Tables of the formats in which families of models write reasoning and tool calls. Pure.
+"""Tables of the formats in which families of models write reasoning and tool calls. No I/O.
 
 A new format is a row here and a test; a new way to write a call needs a reader beside `engine.output.json_calls`.
 """

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, and searches in it. Pure.
+"""Text that arrives in pieces, and searches in it. No I/O.
 
 Readers of growing text are generators: one that needs more text yields, and goes on after the next piece.
 """

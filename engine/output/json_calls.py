@@ -1,4 +1,4 @@
-"""Readers of one tool call in JSON, and of JSON values in growing text. Pure.
+"""Readers of one tool call in JSON, and of JSON values in growing text. No I/O.
 
 A reader takes one call from the text. It tells the call's name as soon as it is sure that this is a call, then the
 arguments as they come. Before that it may find that the text is no call: it returns False, and its text is still held.

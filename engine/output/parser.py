@@ -1,4 +1,4 @@
-"""Split the generated text of one sequence into reasoning, text and tool calls, and find where it must stop. Pure.
+"""Split the generated text of one sequence into reasoning, text and tool calls, and find where it must stop. No I/O.
 
 The output after a number of tokens depends on these tokens alone, so another worker can continue an answer from its
 tokens.

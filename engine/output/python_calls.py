@@ -1,4 +1,4 @@
-"""Reader of one tool call in Python, and Python literals as JSON. Pure."""
+"""Reader of one tool call in Python, and Python literals as JSON. No I/O."""
 
 from __future__ import annotations
 

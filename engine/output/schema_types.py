@@ -1,4 +1,4 @@
-"""Read types, properties and listed values from JSON schemas, for tool calls that are not written in JSON. Pure."""
+"""Read types, properties and listed values from JSON schemas, for tool calls that are not written in JSON. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings in a growing text. Pure."""
+"""Stop strings in a growing text. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of one tool call in XML, whose values take the type of the tool's schema. Pure."""
+"""Reader of one tool call in XML, whose values take the type of the tool's schema. No I/O."""
 
 from __future__ import annotations
 

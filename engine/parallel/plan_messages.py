@@ -45,7 +45,7 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class PlanEncoder:
-    """Encodes the leader's plans, in their order."""
+    """Encodes step plans for the other ranks, each as its changes against the plan before."""
 
     def __init__(self) -> None:
         self._last_sent: dict[Sequence, tuple[int, int, list[int]]] = {}
@@ -82,13 +82,16 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """Decodes plans on a follower, in their order."""
+    """Rebuilds step plans from the messages of rank 0, on the other ranks.
+
+    A message has only the changes since the plan before, so every message must be decoded, in order.
+    """
 
     def __init__(self) -> None:
         self._last_sequences: list[Sequence] = []
 
     def decode(self, message: PlanMessage) -> StepPlan:
-        """Return the plan, for a runner that samples nothing. Tokens before a chunk may be zeros."""
+        """Return the plan of a message. Tokens before a chunk may be zeros, because other ranks never read them."""
         chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
         self._last_sequences = [chunk.seq for chunk in chunks]
         return StepPlan(

@@ -1,7 +1,7 @@
 """Bounds on the logprobs that are held for responses: for one request, and for all together.
 
 A small request can ask for millions of them: samples times tokens times `top_logprobs`. Logprobs count from their
-arrival from the core until they are sent. Pure.
+arrival from the core until they are sent. No I/O.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`: their structs, and their JSON whole and streamed. Pure."""
+"""Answers of `/v1/completions`: their structs, and their JSON whole and streamed. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of one HTTP request for the core, and their choices while they grow. Pure.
+"""Sequences of one HTTP request for the core, and their choices while they grow. No I/O.
 
 A body with several prompts and n > 1 becomes one sequence for each sample: choice index = prompt * n + sample.
 """
@@ -74,9 +74,12 @@ def make_generation(
     limits: ModelLimits,
     factory: DetokenizerFactory,
 ) -> Generation:
-    """Check a request's parameters against the model and make its sequences and choices. Raises RequestError.
+    """Make the engine's requests and the choices of one HTTP request.
 
-    `id`: name of the answer; `request_prefix`: makes the names of its sequences unique in the core.
+    `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique. If the
+    prompt ends with `answered_tokens` tokens of an earlier answer, the first choice continues that answer.
+
+    Raises RequestError if the model does not allow a parameter.
     """
     body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
     requests: list[Request] = []

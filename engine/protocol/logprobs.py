@@ -1,4 +1,4 @@
-"""Format logprobs for chats, for completions and as vLLM's prompt_logprobs. Pure.
+"""Format logprobs for chats, for completions and as vLLM's prompt_logprobs. No I/O.
 
 Every position becomes JSON when it arrives, because an answer may have a million of them. Structs that were kept until
 the answer's end took 400 bytes and 19 us each (2 slow cores); JSON takes 60 bytes and a tenth of the time.

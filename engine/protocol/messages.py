@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`: their structs, and their JSON whole or as events in Anthropic's order. Pure.
+"""Answers of `/v1/messages`: their structs, and their JSON whole or as events in Anthropic's order. No I/O.
 
 The events are message_start; content_block_start, content_block_deltas and content_block_stop of each block;
 message_delta with the stop reason and the usage; message_stop.

@@ -1,4 +1,4 @@
-"""Parts that the answers of OpenAI's endpoints have in common, whole and as chunks of a stream. Pure.
+"""Parts that the answers of OpenAI's endpoints have in common, whole and as chunks of a stream. No I/O.
 
 A chunk with nothing but text, the usual one, is a JSON string between constant parts. The parts come from encoding the
 struct that every other chunk uses, so both ways give the same JSON. Fields that only vLLM has (`token_ids`,

@@ -1,4 +1,4 @@
-"""Check parameters and prompts against the loaded model, for HTTP bodies and for `LLM`. Pure.
+"""Check parameters and prompts against the loaded model, for HTTP bodies and for `LLM`. No I/O.
 
 `prompts.schemas` checks types and ranges. The checks here need the model: its context length, its vocabulary and the
 defaults of its generation_config.json. They run before anything is queued or computed.

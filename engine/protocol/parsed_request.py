@@ -1,4 +1,4 @@
-"""Parse the bytes of a body into a checked request with its prompts as token ids. Pure.
+"""Parse the bytes of a body into a checked request with its prompts as token ids. No I/O.
 
 These functions may run in another thread or process (`engine.http.body_workers`). Large fields that only parsing needs
 are left out of the result.

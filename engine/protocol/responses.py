@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: their structs, and their JSON whole or as events in OpenAI's order. Pure.
+"""Answers of `/v1/responses`: their structs, and their JSON whole or as events in OpenAI's order. No I/O.
 
 The events are response.created and response.in_progress; response.output_item.added, parts, deltas and
 response.output_item.done of each item; response.completed with the whole response, or response.failed.

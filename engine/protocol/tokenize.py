@@ -1,4 +1,4 @@
-"""Bodies and answers of `/tokenize` and `/detokenize`, vLLM's endpoints. Pure."""
+"""Bodies and answers of `/tokenize` and `/detokenize`, vLLM's endpoints. No I/O."""
 
 from __future__ import annotations
 

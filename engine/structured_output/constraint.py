@@ -1,4 +1,4 @@
-"""Find the format that an answer must match in a checked body, whichever field asks for it. Pure.
+"""Find the format that an answer must match in a checked body, whichever field asks for it. No I/O.
 
 A format is a JSON object in the language of xgrammar's structural tags, which vLLM's clients send as they are
 (`engine.structured_output.lark` lists the types). JSON schemas, regular expressions, choices and the calls that

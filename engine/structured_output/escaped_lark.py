@@ -1,4 +1,4 @@
-"""Rewrite a client's grammar in Lark for text inside of JSON strings, where a line break is `\\n`. Pure.
+"""Rewrite a client's grammar in Lark for text inside of JSON strings, where a line break is `\\n`. No I/O.
 
 Models write the free text of a custom tool as a JSON string. So each text of the grammar is escaped, each regular
 expression becomes rules over character classes, and terminals become rules: a lexer that looks one character ahead

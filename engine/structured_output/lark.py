@@ -1,4 +1,4 @@
-"""Write a format as a grammar in Lark, as llguidance reads it. Pure.
+"""Write a format as a grammar in Lark, as llguidance reads it. No I/O.
 
 A format is an object with a `type`, as in xgrammar's structural tags: const_string, json_schema (in the styles json,
 qwen_xml and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags,

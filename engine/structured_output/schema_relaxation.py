@@ -1,4 +1,4 @@
-"""Relax JSON schemas that a compiler cannot follow, or name the keyword that it cannot follow. Pure.
+"""Relax JSON schemas that a compiler cannot follow, or name the keyword that it cannot follow. No I/O.
 
 Schemas made by generators have one odd keyword among many: bounds of 64-bit numbers, a pattern with look-around.
 Every part of a schema is compiled by itself and without its references, inner parts first: so the fault is found

@@ -52,7 +52,7 @@ class Transfers(Protocol):
 
 
 class NoTransfers:
-    """The transfers of an engine without peers."""
+    """Null object for block transfers: an engine without `--kv-transfer` neither gives nor pulls blocks."""
 
     stats = None
     wake_sockets: Sequence[socket.socket] = ()

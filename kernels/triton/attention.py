@@ -171,10 +171,11 @@ def prefill_attention(
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles, kv heads): BLOCK_Q queries of a sequence, times the GROUP query heads of one KV head.
+    """Compute causal attention of prompt tokens over the paged KV cache, with online softmax.
 
-    Tile i is the queries from tile_query[i] of sequence tile_seq[i]. Keys that every query of the tile sees are taken
-    without a mask, the rest (the diagonal, a window's edge) with one.
+    The grid is (tiles, kv heads). Tile i has BLOCK_Q queries of sequence tile_seq[i], from tile_query[i] on. A program
+    computes one tile for the GROUP query heads that share one KV head. Keys that every query of the tile sees are read
+    without a mask; keys on the diagonal and at a window's edge are masked. WIDE: offsets need 64 bits.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -253,7 +253,11 @@ class TritonKernels:
     # experts
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Sort the tokens by expert with torch, which does not wait for the device; multiply with our kernels."""
+        """Return the weighted sum of each token's top-k experts: [tokens, hidden].
+
+        Pairs of token and expert are sorted by expert, so that each tile multiplies with the weights of one expert.
+        The sort is torch's: its result stays on the device, and the host does not wait.
+        """
         tokens, hidden = x.shape
         top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
         rows = tokens * top_k

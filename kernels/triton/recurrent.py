@@ -94,6 +94,11 @@ def gated_delta(
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
+    """Advance the Mamba-2 states of a batch, and return the outputs: [tokens, heads, head_dim].
+
+    Sequences that decode advance by one token; prompts are scanned in chunks. Shapes are those of `Backend.state_space`
+    (kernels/interface.py); `states` is changed in place.
+    """
     num_tokens, num_heads, head_dim = x.shape
     state_dim = b.shape[2]
     assert states.stride()[1:] == (head_dim * state_dim, state_dim, 1)

@@ -1,7 +1,7 @@
 """Text for blocks of Anthropic's Messages that OpenAI's chats do not have.
 
 Documents and search results become texts with a title. Of tools that Anthropic's servers ran (`server_tool_use`,
-`web_search_tool_result` ...) in an earlier turn, a model reads the calls and their results. Pure.
+`web_search_tool_result` ...) in an earlier turn, a model reads the calls and their results. No I/O.
 """
 
 from __future__ import annotations

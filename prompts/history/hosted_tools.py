@@ -1,7 +1,7 @@
 """Text for what a provider's servers did in earlier turns: searches, programs that ran, a history that was shortened.
 
 Our engine runs no such tools, but a conversation may have begun at a server that does. The model then reads the calls
-and their results. Pure.
+and their results. No I/O.
 """
 
 from __future__ import annotations

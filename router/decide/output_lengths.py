@@ -1,4 +1,4 @@
-"""Expected lengths of answers, averaged over earlier answers of similar requests. Pure.
+"""Expected lengths of answers, averaged over earlier answers of similar requests. No I/O.
 
 Similar requests have the same session, parent session, beginning of the prompt, or model. A client's `max_tokens` is
 only a bound: most answers with 32,000 allowed tokens have 300. One absurd length that an engine reports moves an

@@ -163,10 +163,10 @@ class RequestQueue:
         deadline_s: float,
         refuse_at_deadline: bool,
     ) -> None:
-        """Queue a request for its cheapest target, or change the target of a queued one.
+        """Queue a request for its cheapest target, or change the target of a request that is queued.
 
-        `prefill_s`: its prefill there. `charge_s`: time that its tenant is charged when it is sent.
-        `refuse_at_deadline`: whether it is refused at its deadline, or else forwarded to the cheapest worker.
+        `prefill_s`: expected seconds of prefill on `target`. `charge_s`: seconds that the tenant is charged when the
+        request is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent.
         """
         lane, request = self._get_lane(position), self._requests.get(request_id)
         sort_key = (position.priority, position.arrived_s, self._arrival_count)

@@ -1,4 +1,4 @@
-"""Alarms where predictions of the router drift from what a worker reports. Pure.
+"""Alarms where predictions of the router drift from what a worker reports. No I/O.
 
 Each alarm compares a short window of finished requests, so that it comes within 50 requests and goes with its cause:
 
@@ -54,7 +54,10 @@ BLOCK_TOKENS: Final = 256
 
 
 class StallDetector:
-    """Detects workers with streams that all stand still for a while, although streams of others move. Pure."""
+    """Detects that all streams of a worker have stopped moving while streams of other workers move.
+
+    The detector has no clock: its caller passes the time.
+    """
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
@@ -63,7 +66,9 @@ class StallDetector:
         """worker -> time of its last byte, for stalled workers."""
 
     def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
-        """Return the workers that have stalled, or moved again, since the last call. Call it often in `stall_s`.
+        """Return the workers that have stalled, or moved again, since the last call.
+
+        Call it at least twice in `stall_s` seconds: a later call may mean that the router itself was stuck.
 
         `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads.
         No worker counts as stalled where no stream moves at all, or this call is late: the router itself may be stuck.

@@ -1,4 +1,4 @@
-"""Working sets: the prompts that each worker's cache should keep, so that the price knows where room is short. Pure."""
+"""Working sets: the prompts that each worker's cache should keep. They tell the price where room is short. No I/O."""
 
 from __future__ import annotations
 

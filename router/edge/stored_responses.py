@@ -1,4 +1,4 @@
-"""Workers that store responses: only the worker that stores a response can continue, show or cancel it. Pure."""
+"""Workers that store responses: only the worker that stores a response can continue, show or cancel it. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers of Kubernetes objects: which addresses EndpointSlices and pods name, and which take new requests. Pure.
+"""Parsers of Kubernetes objects: which addresses EndpointSlices and pods name, and which take new requests. No I/O.
 
 Conventions of discovery.k8s.io/v1: an endpoint without conditions is ready. An endpoint that terminates or is not ready
 gets no new request and keeps those it has. An address that is in two slices while it moves counts once.

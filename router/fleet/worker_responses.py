@@ -1,4 +1,4 @@
-"""Parsers of workers' answers: `/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`. Pure.
+"""Parsers of workers' answers: `/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`. No I/O.
 
 A worker may answer anything. A useless answer raises one DecodeError that says why, and parsing takes time in
 proportion to its length. Numbers and names that are passed on to native code are bounded here.

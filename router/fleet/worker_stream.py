@@ -1,4 +1,4 @@
-"""Record of one followed event stream: its position, how much of it the index has, and its counters. Pure."""
+"""Record of one followed event stream: its position, how much of it the index has, and its counters. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-origin requests: which origins may call this API, and the headers that tell browsers so. Pure.
+"""Cross-origin requests: which origins may call this API, and the headers that tell browsers so. No I/O.
 
 A browser asks first (`OPTIONS`, without a key) and shows a page only the answers that name its origin (Fetch, section
 3.3). Pages send keys themselves, so no cookie is ever allowed.

@@ -1,4 +1,4 @@
-"""Answers that the router itself gives: heads, and headers of errors. Pure.
+"""Answers that the router itself gives: heads, and headers of errors. No I/O.
 
 Answers of workers are in router/edge/rewrite.py.
 """

@@ -1,4 +1,4 @@
-"""The latest requests, each with the reasons why its prompt was not cached, and the sums by reason. Pure.
+"""The latest requests, each with the reasons why its prompt was not cached, and the sums by reason. No I/O.
 
 Most requests are only placed: their reasons are found from the decision when a client asks for them. Requests of a
 sampled share of the conversations, and of watched ones, are compared with the last prompt of their conversation.

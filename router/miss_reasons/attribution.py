@@ -1,4 +1,4 @@
-"""Attribute every uncached token of a prompt to a reason. Pure.
+"""Attribute every uncached token of a prompt to a reason. No I/O.
 
 The tokens are split at the ends of four prefixes: the one predicted to be cached at the chosen worker, the one cached
 at the best worker, the one that any worker had before, and the one shared with the conversation's last prompt and

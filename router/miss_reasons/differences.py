@@ -1,4 +1,4 @@
-"""Classify how the messages of a prompt differ from those of the last prompt of its conversation. Pure."""
+"""Classify how the messages of a prompt differ from those of the last prompt of its conversation. No I/O."""
 
 from __future__ import annotations
 

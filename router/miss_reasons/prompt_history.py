@@ -1,4 +1,4 @@
-"""The last prompts of conversations, as token ids and digests without text. Pure.
+"""The last prompts of conversations, as token ids and digests without text. No I/O.
 
 Finds the earlier prompt that a new one continues: by the name of its session or of the parent session, or else by a
 common beginning. Invariants: `used_bytes` is the sum of the prompts' sizes and at most `bytes_max`; every prompt is

@@ -1,4 +1,4 @@
-"""Conversations that a client or an operator wants compared, besides the sampled share. Pure."""
+"""Conversations that a client or an operator wants compared, besides the sampled share. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read Envoy's ProcessingRequests and build ProcessingResponses. Pure.
+"""Read Envoy's ProcessingRequests and build ProcessingResponses. No I/O.
 
 Has the names of the Endpoint Picker Protocol (Gateway API Inference Extension), and validates headers: no known HTTP
 parser has checked them.

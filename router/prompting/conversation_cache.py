@@ -72,12 +72,12 @@ class CachedConversation(msgspec.Struct, eq=False):
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
     message_fingerprints: bytes
-    """Fingerprints of the messages up to the last boundary, as router/prompting/chat_outline.py has them."""
+    """Fingerprints of the messages up to the last boundary, 16 bytes each."""
     tool_fingerprints: bytes
     """Fingerprints of the tools, which `template_digest` covers too."""
     options_digest: int
     boundaries: list[Boundary]
-    """The furthest last."""
+    """Boundaries in the order of their offsets."""
     token_ids: array[int]
     """Token ids of the prompt, at least up to the last boundary."""
     end_bytes: int
@@ -85,17 +85,17 @@ class CachedConversation(msgspec.Struct, eq=False):
     end_digest: int
     """Digest of those bytes."""
     bare_request: RoutingRequest | None
-    """The request without messages; None if it is no chat."""
+    """The request without its messages; None if the body is not a chat."""
     keeps_messages_as_sent: bool
-    """`ChatTemplate.keeps_messages_as_sent` when it was read."""
+    """Value of `ChatTemplate.keeps_messages_as_sent` when the conversation was read."""
     model: str = ""
-    """Base model by whose tokenizer and template it was read."""
+    """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
     prompt_memory: object = None
     """The index's memory of a prompt that begins with this one."""
     is_memory_exact: bool = False
-    """Whether that prompt has exactly these ids."""
+    """Whether the prompt of `prompt_memory` has exactly `token_ids`."""
     prompt_memory_bytes: int = 0
     """Bytes of `prompt_memory` besides `token_ids`."""
 

@@ -1,4 +1,4 @@
-"""Read a body that continues a cached conversation: only its part after the boundary that both share. Pure.
+"""Read a body that continues a cached conversation: only its part after the boundary that both share. No I/O.
 
 The prompt is the cached token ids and those of the text that is rendered after the boundary (router/prompting/
 boundary_rendering.py). Which templates allow this is tried out when they are loaded (router/prompting/

@@ -1,4 +1,4 @@
-"""A request's prompt as token ids, with bounds on the work, and the fields of a body that routing needs. Pure.
+"""A request's prompt as token ids, with bounds on the work, and the fields of a body that routing needs. No I/O.
 
 Token ids are None if a prompt cannot be read, if the worker will refuse it, or if no cache can hold it. Such a request
 is routed by load alone, and the client gets the worker's own error.

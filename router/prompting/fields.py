@@ -1,4 +1,4 @@
-"""Byte offsets of the top-level fields of a request body, and edits of their values. Pure.
+"""Byte offsets of the top-level fields of a request body, and edits of their values. No I/O.
 
 A changed body must hold each field once, because workers disagree about which of two counts, and some refuse both. So
 a value is replaced in its place, a missing field is inserted at the front, a dropped field is removed with its name,

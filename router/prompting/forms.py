@@ -1,4 +1,4 @@
-"""Text fields of forms that upload files (multipart/form-data, RFC 7578), and their byte offsets. Pure.
+"""Text fields of forms that upload files (multipart/form-data, RFC 7578), and their byte offsets. No I/O.
 
 Forms are parsed as by Starlette, on which vLLM and SGLang are built. Files are only searched for the boundary.
 """

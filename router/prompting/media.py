@@ -1,4 +1,4 @@
-"""Conversations with images or other media, which cannot be matched to cached blocks by token ids. Pure."""
+"""Conversations with images or other media, which cannot be matched to cached blocks by token ids. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of a chat's messages and tools, which say which message changed, and how. Pure.
+"""Fingerprints of a chat's messages and tools, which say which message changed, and how. No I/O.
 
 Owns which messages count as equal. Fingerprints contain no text. Digests have 32 bits: two texts of equal digest count
 as equal, which gives a wrong reason of a cache miss once in four billion times and decides nothing.

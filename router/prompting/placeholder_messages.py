@@ -1,4 +1,4 @@
-"""Short placeholder messages, which are rendered in place of the cached messages of a conversation. Pure.
+"""Short placeholder messages, which are rendered in place of the cached messages of a conversation. No I/O.
 
 A template may write a message in another way because of later messages. For example, it drops the reasoning before the
 last question, or moves the tools to that question. There is a placeholder for each kind of cached message, in the order

@@ -1,4 +1,4 @@
-"""The session of a request, by the names that clients send on their own. Pure.
+"""The session of a request, by the names that clients send on their own. No I/O.
 
 Owns the table of those names, and the digest that names a conversation without any. Names of sessions are printable and
 have at most MAX_NAME_CHARS characters.

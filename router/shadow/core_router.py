@@ -1,4 +1,4 @@
-"""The real router core, tracker, policy and index behind the simulation's `Router` interface. Pure.
+"""The real router core, tracker, policy and index behind the simulation's `Router` interface. No I/O.
 
 One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real
 one with a block size of one; `BlockScaled` lets its callers count in tokens. Events pass through the real codec.

@@ -1,4 +1,4 @@
-"""A request that was seen, which one it goes on from, and whose end it waited for. Pure.
+"""A request that was seen, which one it goes on from, and whose end it waited for. No I/O.
 
 Owns how users are recognised. A turn waits for the turn before it. Under a session's or user's name one thing comes
 after the other. Without names, a fixed number of users shows in when conversations begin: soon after others are over,

@@ -1,5 +1,5 @@
 """Estimate what another placement would have given, by two simulations of the recorded requests: one with their own
-workers, and one with those that `router run` would have chosen. Pure.
+workers, and one with those that `router run` would have chosen. No I/O.
 
 Owns the comparison. Both simulations have the same engines (simulation/engine.py, with step times fitted to the
 recorded answers) and the same caches, so a fault of the model is in both; the measured times are then scaled by the

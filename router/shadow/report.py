@@ -1,4 +1,4 @@
-"""The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. Pure.
+"""The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. No I/O.
 
 What is lost stands in three parts, by whose doing it is (router/miss_reasons/attribution.py): the workload (prompts
 that come back changed, and what no cache had room for), routing (another worker had it), and the index (it was not

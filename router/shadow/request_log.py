@@ -1,4 +1,4 @@
-"""A log of bodies as requests: one JSON object a line, with `body`, or the body itself. Pure.
+"""A log of bodies as requests: one JSON object a line, with `body`, or the body itself. No I/O.
 
 `body`: what was posted, an object or its text. Beside it may stand `path`, `at` (seconds; any clock), `worker` (its id,
 HOST:PORT or URL), `ttft_s`, `seconds` (to the end of the answer), `cached_tokens`, `output_tokens`, `headers`.

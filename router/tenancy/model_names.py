@@ -1,4 +1,4 @@
-"""Choice of a request's model by aliases, canaries and fallbacks. Pure.
+"""Choice of a request's model by aliases, canaries and fallbacks. No I/O.
 
 A conversation gets the same canary every time and in every router, as only its key and the model's name decide.
 """
