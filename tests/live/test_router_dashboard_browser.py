@@ -18,7 +18,7 @@ import pytest
 from programs import ADMIN_KEY, Program, call, wait_until
 
 pytestmark = pytest.mark.live
-PAGE = Path(__file__).resolve().parents[2] / "router" / "app" / "dashboard.html"
+PAGE = Path(__file__).resolve().parents[2] / "router" / "admin" / "dashboard.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
