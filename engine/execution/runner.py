@@ -374,12 +374,13 @@ class ModelRunner:
     def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i."""
         end = min(chunk.end + 1, chunk.seq.prompt_len)
+        count = end - chunk.start - 1  # not `len(tokens)`: other ranks do not have the token after the chunk
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
         top_count = chunk.seq.request.params.prompt_logprobs or 0
         slab_rows = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
         slabs = []
-        for start in range(0, len(tokens), slab_rows):
-            slab = slice(start, min(start + slab_rows, len(tokens)))
+        for start in range(0, count, slab_rows):
+            slab = slice(start, min(start + slab_rows, count))
             if self.model.samples_tokens:
                 logits = self.model.compute_logits(hidden[slab])
                 slabs.append(compute_token_logprobs(logits, tokens[slab], top_count))
