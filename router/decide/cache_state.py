@@ -198,12 +198,9 @@ class CacheState:
         return hits
 
     def add_request(
-        self, target: Target, prompt: PromptQuery, now: float, *, cached_tokens: int, session: str | None = None
+        self, target: Target, prompt: PromptQuery, now: float, *, session: str | None = None
     ) -> RunningPrompt:
-        """Count a prompt that is sent to a target; the result is for `end_request`.
-
-        `cached_tokens`: tokens of the prompt that the target has cached.
-        """
+        """Count a prompt that is sent to a target; the result is for `end_request`."""
         running_prompt = RunningPrompt(target, prompt, prompt.get_chunk_keys(self._chunk_tokens))
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
@@ -211,10 +208,7 @@ class CacheState:
         else:
             running_prompt.pin = self._index.pin(target.holder, prompt.prepared_ids, prompt.scope)
         keys = running_prompt.chunk_keys
-        cached_share = cached_tokens / max(prompt.prompt_tokens, 1)
-        self.working_sets.add_prompt(
-            target.name, keys, prompt.prompt_tokens, now, cached_share=cached_share, session=session
-        )
+        self.working_sets.add_prompt(target.name, keys, now, session=session)
         assert target.load.running_chunk_counts is not None
         duplicates = self._running_chunks.add_prompt(
             keys, target.load.running_chunk_counts, self._running_chunk_targets

@@ -267,9 +267,8 @@ class Chooser:
             prompt_query.get_chunk_keys(working_sets.chunk_tokens),
             prompt_tokens,
         )
-        reuse_count = working_sets.reuse_count
         for overflow_share, target, facts in zip(overflow_shares, targets, candidate_facts):
-            facts.pressure_s = reuse_count * overflow_share * target.estimate_prefill_s(prompt_tokens, 0)
+            facts.pressure_s = overflow_share * target.estimate_prefill_s(prompt_tokens, 0)
 
     def _add_media_hits(
         self, request: RouteRequest, targets: list[Target], candidate_facts: list[CandidateFacts], now: float

@@ -235,7 +235,6 @@ class RequestPlacer:
                 target,
                 choice.prompt_query,
                 now,
-                cached_tokens=decision.predicted_cached_tokens,
                 session=request.session,
             )
         placement = Placement(target.name, request.prompt_tokens, now)

@@ -12,10 +12,6 @@ LIVE_S: Final = 90.0
 working sets."""
 CHUNK_TOKENS: Final = 256
 """Tokens of a chunk, the unit in which prompts are compared."""
-REUSE_MAX: Final = 5.0
-"""Upper bound of `WorkingSets.reuse_count`."""
-REUSE_REQUESTS: Final = 500.0
-"""Requests over which `WorkingSets.reuse_count` is averaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +51,11 @@ class WorkingSets:
 
     def __init__(self, *, live_s: float = LIVE_S, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens, self._live_s = chunk_tokens, live_s
-        self._decay = 1.0 - 1.0 / REUSE_REQUESTS
         self._usage_by_target: dict[str, _CacheUsage] = {}
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
         """Chunk key (digest of the prompt up to the end of the chunk) -> its last use, the oldest first."""
         self._free_tokens_min = 0
         self._expired_at_s = 0.0
-        self._reused_tokens = 0.0
-        self._computed_tokens = 0.0
 
     # Targets -----------------------------------------------------------------------------------------------------
     def set_capacity(self, target: str, tokens: int | None) -> None:
@@ -87,25 +80,11 @@ class WorkingSets:
         self._update_free_tokens_min()
 
     # Requests ----------------------------------------------------------------------------------------------------
-    def add_prompt(
-        self,
-        target: str,
-        keys: Sequence[int],
-        tokens: int,
-        now: float,
-        *,
-        cached_share: float,
-        session: str | None = None,
-    ) -> None:
-        """Record that a prompt was sent to a target, where `cached_share` (0 to 1) of it was cached.
-
-        `keys` are the keys of the prompt's chunks."""
+    def add_prompt(self, target: str, keys: Sequence[int], now: float, *, session: str | None = None) -> None:
+        """Record that a prompt was sent to a target. `keys` are the keys of the prompt's chunks."""
         usage = self._usage_by_target.get(target)
         if usage is None:
             return
-        decay = self._decay
-        self._reused_tokens = self._reused_tokens * decay + tokens * cached_share
-        self._computed_tokens = self._computed_tokens * decay + tokens * (1.0 - cached_share)
         chunks = self._chunks
         for key in keys:
             chunk = chunks.get(key)
@@ -131,11 +110,6 @@ class WorkingSets:
                 del chunks[key]
 
     # Questions of the price --------------------------------------------------------------------------------------
-    @property
-    def reuse_count(self) -> float:
-        """Number of times that a computed prompt token was used again, on average over the last requests."""
-        return min(self._reused_tokens / max(self._computed_tokens, 1.0), REUSE_MAX)
-
     def may_overflow(self, tokens: int, now: float) -> bool:
         """Return whether any target may lack room for a prompt of `tokens`; if not, all overflow shares are 0."""
         if now - self._expired_at_s >= 1.0:

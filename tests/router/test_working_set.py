@@ -13,7 +13,7 @@ from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import REUSE_MAX, WorkingSets
+from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -82,7 +82,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         naive.expire(now)
         assert used_tokens(sets, target, now) == naive.needed_tokens(target)
         if operation == "send":
-            sets.add_prompt(target, keys, len(ids), now, cached_share=0.5)
+            sets.add_prompt(target, keys, now)
             naive.send(target, ids, now)
         elif operation == "clear":
             sets.clear(target)
@@ -98,18 +98,6 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
     sets.check_invariants()
     assert used_tokens(sets, "a", now) is None
     assert sets.compute_overflow_shares(["a"], [0.0], [], 100) == [0.0]
-
-
-def test_reuse_is_learned_and_bounded() -> None:
-    sets = WorkingSets()
-    assert sets.reuse_count == 0.0, "nothing is known to come back yet"
-    sets.set_capacity("a", 1000)
-    for _ in range(4):
-        sets.add_prompt("a", [], 100, 0.0, cached_share=0.5)
-    assert sets.reuse_count == pytest.approx(1.0)
-    for _ in range(400):
-        sets.add_prompt("a", [], 100, 0.0, cached_share=0.99)
-    assert sets.reuse_count == REUSE_MAX
 
 
 def pool(*, capacity: int | None) -> RouterCore:
@@ -146,22 +134,21 @@ def test_an_empty_prompt_is_routed_where_no_cache_has_room() -> None:
 
 def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
     """b is the dearer by a request that waits there; but on a live nearly 11k tokens that were used twice, which 6k
-    more would push out of a cache of 16k. What was used once does not count."""
-    for capacity, expected in ((None, "a"), (100_000, "a"), (16_000, "b")):
+    more would push out of a cache of 14k. What was used once does not count."""
+    for capacity, expected in ((None, "a"), (100_000, "a"), (14_000, "b")):
         core = pool(capacity=capacity)
         sessions(core)
         for turn in range(2):
             send(core, f"more{turn}", list(range(200_000, 204_000)), 24.0 + turn, worker="a")
         send(core, "once", list(range(300_000, 304_000)), 26.0, worker="a")
         core.route(RouteRequest("waits", "m", SCOPE, None, 1000, worker="b"), 60.0)
-        reuse = core.cache_state.working_sets.reuse_count
         decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
         assert decision.worker == expected
         pressure_s = {t.worker: t.pressure_s for t in decision.candidates or []}
         assert pressure_s["b"] == 0.0
         over = max(0.0, 6784 + 3968 + 6000 - (capacity or 1e9)) / 6000
         prefill_s = core.tracker.targets["a"].estimate_prefill_s(6000, 0)
-        assert pressure_s["a"] == pytest.approx(reuse * over * prefill_s)
+        assert pressure_s["a"] == pytest.approx(over * prefill_s)
 
 
 def test_a_dead_session_takes_no_room() -> None:
