@@ -24,7 +24,7 @@ _INTERVALS_MAX: Final = 192
 """Last intervals of each kind to which the ratios of a pool are fitted."""
 _EARLY_INTERVALS: Final = 32
 """Intervals that each renew the ratios; later only every _LEARN_EVERY-th does."""
-_LEARN_EVERY: Final = 8
+_LEARN_EVERY: Final = 32
 _PRIOR_WEIGHT: Final = 0.5
 """Number of intervals that the prior counts as."""
 _REFINEMENTS: Final = 4
