@@ -39,6 +39,11 @@ _MARKER: Final = re.compile(
     """,
     re.VERBOSE,
 )
+_FILLED_FIELDS: Final = ("content", "reasoning_content", "reasoning")
+"""Fields whose texts get a filler, which ends the text that placeholders and real messages have in common.
+
+So the placeholders' text has a thought of each kind, and a template that drops thoughts later writes another text.
+"""
 _PLAIN_TEXT: Final = ("text",)
 _Kind = tuple[object, ...]
 
@@ -142,7 +147,7 @@ def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind,
     description_by_field: dict[str, object] = {}
     short_message: Message = {}
     for name, value in message.items():
-        filler = content_filler if name == "content" else ""
+        filler = content_filler if name in _FILLED_FIELDS else ""
         if isinstance(value, str) and name != "role":
             pieces = _split_at_markers(value, markers)
             description_by_field[name], short_message[name] = _describe_text(pieces), _shorten_text(pieces, filler)

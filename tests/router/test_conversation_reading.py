@@ -149,6 +149,7 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
 
 
 @settings(max_examples=examples(15), deadline=None)
+@example(seed=454411).via("an answer drops the thought of a call that has the kind of the last cached call")
 @given(seed=st.integers(0, 2**32))
 def test_agents_with_thoughts_and_tools_are_read_as_the_whole_is(tokenizer: Tokenizer, seed: int) -> None:
     """A request behind every question and every tool's result; conversations that share a beginning, and go back."""
