@@ -26,23 +26,17 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""
     """Hexadecimal HMAC-SHA256 of the other fields under the fleet's key."""
 
-    def sign(self, fleet_key: bytes) -> RemoteKVSource:
-        """Return this source with its signature."""
-        return msgspec.structs.replace(self, signature=self._compute_signature(fleet_key))
-
     def check_signature(self, fleet_key: bytes) -> None:
-        """Raises RequestError 403 for another signature than `sign` makes."""
-        if not hmac.compare_digest(self.signature.encode(), self._compute_signature(fleet_key).encode()):
+        """Raises RequestError 403 if the signature was made with another key or for other fields."""
+        text = f"kv-source\n{self.kv_request_id}\n{self.remote_host}\n{self.remote_port}"
+        expected = hmac.new(fleet_key, text.encode(), "sha256").hexdigest()
+        if not hmac.compare_digest(self.signature.encode(), expected.encode()):
             raise RequestError(
                 "kv_transfer_params.remote_kv_source: expected a signature under the fleet's key",
                 param="kv_transfer_params",
                 code="forbidden",
                 status=403,
             )
-
-    def _compute_signature(self, fleet_key: bytes) -> str:
-        text = f"kv-source\n{self.kv_request_id}\n{self.remote_host}\n{self.remote_port}"
-        return hmac.new(fleet_key, text.encode(), "sha256").hexdigest()
 
 
 def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSource | None:
