@@ -7,17 +7,16 @@ shows another result, there are no cut tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.fast_encoder import SAMPLE_TEXTS, encode_plain
 
-_START_CHECKS_MAX = 1024
 _TOKEN_CHARS_MIN = 3
 """Shorter tokens, as a newline or two spaces, are no boundaries between messages."""
 
@@ -29,9 +28,6 @@ class CutTokens:
         """`added_tokens`: all that are found in the text as it is, before a normalizer changes it."""
         self._pattern = re.compile(_build_trie_pattern(added_tokens)) if added_tokens else None
         self.texts = frozenset(cut_tokens)
-        self._chars_max = max(map(len, added_tokens), default=0)
-        self._is_cut_by_start: dict[str, bool] = {}
-        """First characters of a text, as many as a token may have -> whether a cut token begins there."""
 
     def find_cut(self, text: str, start: int = 0) -> int | None:
         """Return the first position from `start` on at which the text may be cut; None if there is none."""
@@ -39,14 +35,8 @@ class CutTokens:
 
     def starts_with_cut(self, text: str) -> bool:
         """Whether the ids of any text and of this one after it are those of both."""
-        text_start = text[: self._chars_max]
-        is_cut = self._is_cut_by_start.get(text_start)
-        if is_cut is None:
-            is_cut = self.find_cut(text_start) == 0
-            if len(self._is_cut_by_start) >= _START_CHECKS_MAX:
-                self._is_cut_by_start = {}
-            self._is_cut_by_start[text_start] = is_cut
-        return is_cut
+        match = None if self._pattern is None else self._pattern.match(text)
+        return match is not None and match.group() in self.texts
 
     def split(self, text: str) -> list[str]:
         """Split a text before each of its cut tokens."""
@@ -62,34 +52,32 @@ class CutTokens:
 
 def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
     """Return the cut tokens of a tokenizer; none if its pieces are not certain to be encoded independently."""
-    tokenizer_json: dict[str, Any] = json.loads(hf_tokenizer.to_str())
-    if (tokenizer_json.get("model") or {}).get("dropout"):
+    if getattr(hf_tokenizer.model, "dropout", None):
         return CutTokens((), ())
-    all_tokens = tokenizer_json["added_tokens"]
-    literal_tokens = [token for token in all_tokens if not token["normalized"] and token["content"]]
-    literal_texts = [token["content"] for token in literal_tokens]
-    any_looks_around = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in all_tokens)
+    all_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
+    literal_tokens = [token for token in all_tokens if not token.normalized and token.content]
+    literal_texts = [token.content for token in literal_tokens]
+    any_looks_around = any(token.lstrip or token.rstrip or token.single_word for token in all_tokens)
     cut_tokens = CutTokens(
         literal_texts,
         [
-            token["content"]
+            token.content
             for token in literal_tokens
-            if _can_cut(token, any_looks_around)
-            and not any(text.find(token["content"], 1) >= 0 for text in literal_texts)
+            if _can_cut(token, any_looks_around) and not any(text.find(token.content, 1) >= 0 for text in literal_texts)
         ],
     )
-    has_mismatch = _has_sample_mismatch(hf_tokenizer, cut_tokens, [token["content"] for token in all_tokens])
+    has_mismatch = _has_sample_mismatch(hf_tokenizer, cut_tokens, [token.content for token in all_tokens])
     return CutTokens((), ()) if has_mismatch else cut_tokens
 
 
-def _can_cut(token: dict[str, Any], any_looks_around: bool) -> bool:
+def _can_cut(token: AddedToken, any_looks_around: bool) -> bool:
     """Whether the texts before and after an added token are encoded without regard to the token.
 
     Other added tokens may look at their neighbours: lstrip and rstrip take white space, single_word asks for the edge
     of a word. Then the token must look to them like the end of the text: neither white space nor a letter of a word.
     """
-    text: str = token["content"]
-    if token["lstrip"] or token["rstrip"] or token["single_word"]:
+    text: str = token.content
+    if token.lstrip or token.rstrip or token.single_word:
         return False
     if len(text) < _TOKEN_CHARS_MIN or text.isspace():
         return False

@@ -104,7 +104,7 @@ class Tokenizer:
 
     @cached_property
     def cut_tokens(self) -> CutTokens:
-        """Added tokens before which any text may be cut. Finding them takes a second for a large vocabulary."""
+        """Added tokens before which any text may be cut."""
         return find_cut_tokens(self._hf_tokenizer)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

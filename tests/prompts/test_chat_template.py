@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import jinja2
 import pytest
@@ -17,10 +15,8 @@ from jinja2.compiler import CodeGenerator
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import _add_reasoning_names, _drop_nulls, _make_environment
+from tests.prompts import chat_templates
 
-_spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
-chat_templates = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(chat_templates)
 ALL = chat_templates.ALL
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 TOOL = {

@@ -68,7 +68,7 @@ def make_pattern_tokenizer(name: str) -> Tokenizer:
 @cache
 def make_encoder(name: str) -> FastEncoder:
     hf_tokenizer = make_pattern_tokenizer(name)
-    encoder = build_fast_encoder(hf_tokenizer, CORPUS)
+    encoder = build_fast_encoder(hf_tokenizer)
     assert isinstance(encoder, FastEncoder), encoder
     return encoder
 
@@ -101,7 +101,7 @@ def test_ids_equal_the_library_s(name: str, text: str) -> None:
 @cache
 def make_kind_encoder(kind: str, tokenizer_json: str) -> tuple[Tokenizer, FastEncoder | str]:
     hf_tokenizer = Tokenizer.from_str(tokenizer_json)
-    return hf_tokenizer, build_fast_encoder(hf_tokenizer, CORPUS)
+    return hf_tokenizer, build_fast_encoder(hf_tokenizer)
 
 
 @pytest.mark.parametrize("bpe_kind", ENCODED_KINDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts import RequestError, Tokenizer, chat_template, parse_routing
 from prompts.routing import convert_source_to_chat
+from tests.prompts import chat_templates
 
-_spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
-chat_templates = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(chat_templates)
 ALL = chat_templates.ALL
 
 CAPTURE = Path(__file__).parents[1] / "golden" / "vllm" / "rendered-0.32.0" / "chats.json.gz"

@@ -178,8 +178,10 @@ def test_truncation_and_padding_in_the_file_are_off(checkpoint, make_tokenizer):
 
 def test_without_the_fast_encoder_ids_are_the_same(checkpoint):
     folder = checkpoint()
-    plain = Tokenizer.load(folder, is_fast=False)
-    assert [plain.encode(t) for t in TEXTS] == [Tokenizer.load(folder).encode(t) for t in TEXTS]
+    plain, fast = Tokenizer.load(folder, is_fast=False), Tokenizer.load(folder)
+    assert plain._fast_encoder is None
+    assert fast._fast_encoder is not None
+    assert [plain.encode(t) for t in TEXTS] == [fast.encode(t) for t in TEXTS]
 
 
 @pytest.mark.parametrize(
