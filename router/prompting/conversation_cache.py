@@ -72,7 +72,7 @@ class CachedConversation(msgspec.Struct, eq=False):
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
     message_fingerprints: bytes
-    """Fingerprints of the messages up to the last boundary, 16 bytes each."""
+    """Fingerprints of the messages up to the last boundary, FINGERPRINT_BYTES each."""
     tool_fingerprints: bytes
     """Fingerprints of the tools, which `template_digest` covers too."""
     options_digest: int

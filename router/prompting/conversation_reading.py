@@ -182,7 +182,7 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
     markers = renderer.find_markers(whole.inputs.chat)
     for trailing_count in _choose_trailing_counts(whole):
         body_end = whole.location.message_ends[-trailing_count - 1]
-        message_count = _count_messages_before(whole, body_end, renderer.template)
+        message_count = _count_messages_before(whole, trailing_count, renderer.template)
         minimum = max(whole.opening_message_count, MESSAGES_MIN, previous_count + 1)
         if message_count is None or not minimum <= message_count < len(messages):
             continue
@@ -219,10 +219,14 @@ def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
     return sorted((choice for choice in choices if 0 < choice < body_messages), reverse=True)
 
 
-def _count_messages_before(whole: _WholeConversation, body_end: int, template: ChatTemplate) -> int | None:
-    """Count the chat's messages that stand for the body's messages before an offset; None if a message is of both."""
+def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:
+    """Count the chat's messages that stand for all but the last `trailing_count` messages of the body.
+
+    None if one message of the chat stands for messages of both parts.
+    """
     if whole.kind == "chat":
-        return whole.location.message_ends.index(body_end) + 1
+        return len(whole.location.message_ends) - trailing_count
+    body_end = whole.location.message_ends[-trailing_count - 1]
     tail = _read_tail(whole.kind, whole.location.start, body_end, whole.body, template)
     if tail is None or tail.system_message_count != whole.system_message_count:
         return None

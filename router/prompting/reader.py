@@ -52,7 +52,7 @@ log = logging.getLogger("router")
 _PROBE_CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning":
 "c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""
-"""A chat that versions of transformers render in two ways: before 5.23 messages are changed, then kept as sent."""
+"""A chat that versions of transformers render in two ways: 5.23 and later change messages, older ones keep them."""
 RENDER_S_MAX = 0.1
 """CPU time of a chat template in this process, where other requests wait for it; most take a millisecond."""
 WORKER_RENDER_S_MAX = 1.0
@@ -200,7 +200,7 @@ class PromptReader:
         body: Sequence[bytes],
         model: str,
         task: ReadTask,
-        is_wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[], bool] = _always,
         tenant: str = "",
     ) -> TokenizedPrompt:
         """Read a light body in a worker process, which ends a template that takes too long."""
@@ -246,16 +246,15 @@ class PromptReader:
         if folder is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
             return
-        loop = asyncio.get_running_loop()
         try:
-            tokenizer = await loop.run_in_executor(self._executor, self._read_folder, folder)
+            tokenizer = await self.run_in_thread(lambda: self._read_folder(folder))
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
         if self.conversations.can_cache(tokenizer):
             renderer = BoundaryRenderer(tokenizer)
-            problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
+            problem = await self.run_in_thread(lambda: find_trial_problem(renderer))
             if problem is None:
                 self.conversations.allow(model, renderer)
             else:
