@@ -289,11 +289,9 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     request_events: list[tuple[float, int, ObservedRequest]] = []
     for request in requests:
         if request.first_token_s is not None and request.worker in targets:
-            request_events += [
-                (request.arrival_s, 0, request),
-                (request.first_token_s, 1, request),
-                (request.end_s or request.first_token_s, 2, request),
-            ]
+            first_token_s = max(request.first_token_s, request.arrival_s)  # a log may have rounded times
+            end_s = max(request.end_s or first_token_s, first_token_s)
+            request_events += [(request.arrival_s, 0, request), (first_token_s, 1, request), (end_s, 2, request)]
     for now, event_kind, request in sorted(
         request_events, key=lambda request_event: (request_event[0], request_event[2].serial, request_event[1])
     ):

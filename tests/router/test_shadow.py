@@ -141,6 +141,12 @@ def test_a_slow_worker_is_found_out() -> None:
     )
 
 
+@pytest.mark.parametrize(("first_token_s", "end_s"), [(0.501, 0.5), (-1.0, 0.5), (-1.0, -2.0)])
+def test_a_log_whose_times_are_out_of_order_ends_no_comparison(first_token_s: float, end_s: float) -> None:
+    request = observe(1, 0.0, [1], worker="a", first_token_s=first_token_s, end_s=end_s, output_tokens=1)
+    assert learn_step_times([request], [ObservedEngine("a")]).keys() == {"a"}
+
+
 def test_what_was_lost_is_split_by_whose_doing_it_is() -> None:
     """Two workers of nine blocks: one turn goes where its conversation is not, one comes back when all but two blocks
     of it are evicted, and one was changed after its first block."""
