@@ -221,16 +221,17 @@ class PoolSpeed:
 
         `times`: the elapsed time is divided by the factor of the interval's target.
         """
-        intervals = self._steps if is_decode else self._prefills
-        intervals.append(times)
+        same_kind = self._steps if is_decode else self._prefills
+        same_kind.append(times)
         self.observation_count += 1
-        if len(intervals) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
+        if len(same_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
         prefill_ratio, step_ratio = _fit_ratios(
             [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
         )
-        prefill_weight = sum(self._prefill_ratio * times.prefill_s / self.predict_s(times) for times in self._prefills)
-        step_weight = sum(self._step_ratio * times.steps_s / self.predict_s(times) for times in self._steps)
+        intervals = [*self._prefills, *self._steps]
+        prefill_weight = sum(self._prefill_ratio * times.prefill_s / self.predict_s(times) for times in intervals)
+        step_weight = len(intervals) - prefill_weight  # each interval tells of both parts, by their shares of its time
         self.own = SharedSpeed(
             self._prior.prefill_s_per_token * prefill_ratio,
             prefill_weight,

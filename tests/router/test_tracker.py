@@ -185,6 +185,22 @@ def test_priors_that_are_wrong_by_ten_are_right_after_two_hundred_requests(
     assert speed.service.step_s == pytest.approx(truth.step_s, rel=0.2)
 
 
+@pytest.mark.parametrize(("prefill_ratio", "step_ratio"), [(1.0, 5.0), (0.2, 1.0)])
+def test_first_tokens_alone_tell_prefill_and_steps_apart(prefill_ratio: float, step_ratio: float) -> None:
+    """Without answers that are long enough to time steps, equal targets share one model."""
+    rng = random.Random(7)
+    truth = replace(scaled(step_ratio), prefill_s_per_token=prefill_ratio * ServiceModel().prefill_s_per_token)
+    speeds = make_pool(4)
+    for i in range(800):
+        tokens, steps = rng.randint(50, 5000), 1.5
+        seconds = truth.prefill_s_per_token * tokens + (truth.step_s + truth.decode_request_s) * steps
+        learn_from(speeds[i % 4], Observation(seconds * rng.uniform(0.9, 1.1), tokens, 0.0, steps, 1.0, 0.0, False))
+    for speed in speeds:
+        assert speed.service.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.2)
+        assert speed.service.step_s == pytest.approx(truth.step_s, rel=0.25)
+    assert len({speed.service for speed in speeds}) == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_of_one_size_do_not_drive_prefill_and_steps_apart(seed: int) -> None:
     """Every interval has the same work or that of one other kind, so that noise could stand for either part."""
