@@ -230,12 +230,12 @@ class CacheState:
         )
         self._add_duplicate_chunks(target, -duplicates)
         if ended_session is not None:
-            self.working_sets.end_session(running_prompt.chunk_keys, ended_session)
+            self.working_sets.end_session(keys, ended_session)
         if running_prompt.pin is None:
             return
         if is_computed:
             release_s = now + self._pin_grace_s
-            self._grace_pins.append(GracePin(release_s, running_prompt.target.holder, running_prompt.pin))
+            self._grace_pins.append(GracePin(release_s, target.holder, running_prompt.pin))
         else:
             self._index.unpin(running_prompt.pin)
 

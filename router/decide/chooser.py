@@ -263,7 +263,7 @@ class Chooser:
         working_sets, prompt_tokens = self._cache_state.working_sets, prompt_query.prompt_tokens
         overflow_shares = working_sets.compute_overflow_shares(
             [target.name for target in targets],
-            [facts.cached_tokens / max(prompt_tokens, 1) for facts in candidate_facts],
+            [facts.cached_tokens / prompt_tokens for facts in candidate_facts],
             prompt_query.get_chunk_keys(working_sets.chunk_tokens),
             prompt_tokens,
         )

@@ -103,7 +103,7 @@ class RequestPlacer:
         if isinstance(choice, Refuse):
             return choice
         request, config = active_request.request, self._config.queue
-        if (request.ttft_s_max is not None or config.ttft_s_max is not None) and not active_request.failed_attempts:
+        if not active_request.failed_attempts:
             refusal = self._apply_ttft_limit(active_request, choice, now)
             if refusal is not None:
                 return refusal
@@ -159,12 +159,14 @@ class RequestPlacer:
         return choice
 
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
-        """Return a refusal where no worker is predicted to begin the answer in time.
+        """Return a refusal where a limit is set and no worker is predicted to begin the answer in time.
 
         Where the winner is too late and another worker is not, the earliest worker becomes the winner.
         """
         request = active_request.request
         limits_s = [limit_s for limit_s in (request.ttft_s_max, self._config.queue.ttft_s_max) if limit_s is not None]
+        if not limits_s:
+            return None
         max_ttft_s = min(limits_s)
         remaining_s = max_ttft_s - (now - active_request.arrived_s)
         if choice.winner_terms.ttft_s <= remaining_s:

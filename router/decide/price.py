@@ -114,7 +114,7 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         tier_load_s=candidate.tier_load_s,
         output_tokens=output_tokens,
         decode_requests=load.decode_request_count + peer_load.decode_requests,
-        external_requests=external_load.running + external_load.waiting if external_load is not None else 0,
+        external_requests=external_load.running + external_load.waiting,
     )
 
 

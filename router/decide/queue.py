@@ -169,12 +169,12 @@ class RequestQueue:
         request is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent.
         """
         lane, request = self._get_lane(position), self._requests.get(request_id)
-        sort_key = (position.priority, position.arrived_s, self._arrival_count)
         if request is not None:
-            assert request.sort_key[:2] == sort_key[:2], f"queued request {request_id} has another place than before"
+            assert request.position == position, f"queued request {request_id} has another place than before"
             lane.prefill_s += prefill_s - request.prefill_s
             request.target, request.prefill_s, request.charge_s = target, prefill_s, charge_s
             return
+        sort_key = (position.priority, position.arrived_s, self._arrival_count)
         self._arrival_count += 1
         request = self._requests[request_id] = _QueuedRequest(
             request_id, position, sort_key, deadline_s, refuse_at_deadline, target, prefill_s, charge_s

@@ -145,12 +145,12 @@ class LoadTracker:
         """
         if request.phase is not RequestPhase.DECODE:
             return
+        target = request.target
         request.output_tokens = output_tokens
         context_tokens = request.prompt_tokens + output_tokens
-        request.target.load.decode_context_tokens += context_tokens - request.context_tokens
+        target.load.decode_context_tokens += context_tokens - request.context_tokens
         request.context_tokens = context_tokens
-        request.target.recompute_decode_load()
-        target = request.target
+        target.recompute_decode_load()
         if (
             at_s is not None
             and not target.prefill_queue.requests
@@ -221,20 +221,20 @@ class LoadTracker:
                 self._start_decode(request, first_token_at_s)
         if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_at_s = now
-            for pool in self._speed_by_pool.values():
-                if pool.is_silent:
-                    self._learn_from_silence(pool, now)
+            silent_pools = {pool for pool in self._speed_by_pool.values() if pool.is_silent}
+            if silent_pools:
+                self._learn_from_silence(silent_pools, now)
 
-    def _learn_from_silence(self, pool: PoolSpeed, now: float) -> None:
-        """Raise the prior of a pool without any answer yet where the median target's prefill is overdue."""
-        overdue_ratios = sorted(
-            target.compute_overdue_ratio(now)
-            for target in self.targets.values()
-            if target.speed.pool is pool and target.prefill_queue.requests
-        )
-        median_ratio = overdue_ratios[len(overdue_ratios) // 2] if overdue_ratios else 0.0
-        if median_ratio > _OVERDUE_RATIO_MIN and pool.raise_prior(median_ratio):
-            self._apply_learned_speeds(pool.members)
+    def _learn_from_silence(self, silent_pools: set[PoolSpeed], now: float) -> None:
+        """Raise the prior of pools without any answer yet where the median target's prefill is overdue."""
+        ratios_by_pool: dict[PoolSpeed, list[float]] = {}
+        for target in self.targets.values():
+            if target.prefill_queue.requests and target.speed.pool in silent_pools:
+                ratios_by_pool.setdefault(target.speed.pool, []).append(target.compute_overdue_ratio(now))
+        for pool, ratios in ratios_by_pool.items():
+            median_ratio = sorted(ratios)[len(ratios) // 2]
+            if median_ratio > _OVERDUE_RATIO_MIN and pool.raise_prior(median_ratio):
+                self._apply_learned_speeds(pool.members)
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
         target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue

@@ -114,7 +114,7 @@ class WorkingSets:
         """Return whether any target may lack room for a prompt of `tokens`; if not, all overflow shares are 0."""
         if now - self._expired_at_s >= 1.0:
             self._expire(now)
-        return tokens > self._free_tokens_min and bool(self._usage_by_target)
+        return tokens > max(self._free_tokens_min, 0) and bool(self._usage_by_target)
 
     def compute_overflow_shares(
         self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
@@ -122,35 +122,35 @@ class WorkingSets:
         """Return for each target the share (0 to 1) of a prompt that would find no room in its cache.
 
         `cached_shares` is the share of the prompt that each target has cached and that needs no more room."""
-        reused_chunk_count_by_usage: Counter[int] = Counter()
+        reused_chunk_count_by_usage: Counter[_CacheUsage] = Counter()
         for key in keys:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.is_reused:
-                reused_chunk_count_by_usage[id(chunk.usage)] += 1
+                reused_chunk_count_by_usage[chunk.usage] += 1
         overflow_shares = []
         for target, cached_share in zip(targets, cached_shares):
             usage = self._usage_by_target.get(target)
             if usage is None or not tokens:
                 overflow_shares.append(0.0)
                 continue
-            other_chunk_count = usage.reused_chunk_count - reused_chunk_count_by_usage[id(usage)]
+            other_chunk_count = usage.reused_chunk_count - reused_chunk_count_by_usage[usage]
             missing_tokens = other_chunk_count * self.chunk_tokens + tokens - usage.capacity_tokens
             overflow_shares.append(min(max(missing_tokens, 0) / tokens, 1.0 - cached_share))
         return overflow_shares
 
     def check_invariants(self) -> None:
         """Assert that counts agree with what they count, and that chunks are in the order of last use."""
-        reused_counts = Counter(id(chunk.usage) for chunk in self._chunks.values() if chunk.is_reused)
+        reused_counts = Counter(chunk.usage for chunk in self._chunks.values() if chunk.is_reused)
         for name, usage in self._usage_by_target.items():
-            reused_count, free_tokens = reused_counts[id(usage)], self._compute_free_tokens(usage)
+            reused_count, free_tokens = reused_counts[usage], self._compute_free_tokens(usage)
             assert usage.reused_chunk_count == reused_count, (
                 f"{name}: {usage.reused_chunk_count} chunks counted, {reused_count} live"
             )
             assert self._free_tokens_min <= free_tokens, f"{name}: {free_tokens} free < {self._free_tokens_min}"
         last_use_times_s = [chunk.used_at_s for chunk in self._chunks.values()]
         assert last_use_times_s == sorted(last_use_times_s)
-        usage_ids = {id(usage) for usage in self._usage_by_target.values()}
-        assert all(id(chunk.usage) in usage_ids for chunk in self._chunks.values())
+        usages = set(self._usage_by_target.values())
+        assert all(chunk.usage in usages for chunk in self._chunks.values())
 
     def _expire(self, now: float) -> None:
         """Forget the chunks that were not used for `live_s`."""

@@ -128,7 +128,8 @@ def sessions(core: RouterCore) -> None:
 def test_an_empty_prompt_is_routed_where_no_cache_has_room() -> None:
     core = pool(capacity=1000)
     sessions(core)
-    assert core.cache_state.working_sets.may_overflow(0, 24.0)
+    assert core.cache_state.working_sets.may_overflow(1, 24.0)
+    assert not core.cache_state.working_sets.may_overflow(0, 24.0)
     assert all(terms.pressure_s == 0.0 for terms in send(core, "empty", [], 24.0).decision.candidates)
 
 
