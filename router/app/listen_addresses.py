@@ -79,8 +79,7 @@ class ListenAddresses:
 
     def expire_connections(self, now: float) -> None:
         """Close connections whose clients take too long. Call a few times a second."""
-        for flagged_listener in self._listeners:
-            flagged_listener.listener.expire_connections(now)
+        self.for_each_listener(lambda listener: listener.expire_connections(now))
 
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """Call `step` with every listener."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -110,13 +111,16 @@ class ShadowProcess(RouterProcess):
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""
         try:
             await self._wait_for_workers()
+            worker_ids = sorted(self.pipeline.proxy.core.workers)
             with log_path.open("rb") as log_file:
                 for logged_request, request in read_log(log_file, str(log_path)):
-                    await self._record_logged_request(logged_request, request)
+                    await self._record_logged_request(logged_request, request, worker_ids)
         finally:
             self._shutdown.request()
 
-    async def _record_logged_request(self, logged_request: LogLine, request: HttpRequest) -> None:
+    async def _record_logged_request(
+        self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
+    ) -> None:
         recorder, reader = self._recorder, self.pipeline.request_reader
         context = RequestContext(request, "", 0.0)
         try:
@@ -125,19 +129,19 @@ class ShadowProcess(RouterProcess):
             recorder.counts["unread"] += 1
             return
         route = reader.build_route_request(context)
-        worker_id = self._find_logged_worker(logged_request)
+        worker_id = self._find_logged_worker(logged_request, worker_ids)
         if route.token_ids is None or worker_id is None:
             recorder.counts["unplaced" if worker_id is None else "unread"] += 1
             return
         recorder.record_logged(logged_request, route, worker_id)
 
-    def _find_logged_worker(self, logged_request: LogLine) -> str | None:
-        """Return the id of the worker that answered; where the log does not tell, the workers take turns."""
+    def _find_logged_worker(self, logged_request: LogLine, worker_ids: Sequence[str]) -> str | None:
+        """Return the id of the worker that answered; where the log does not tell, `worker_ids` take turns."""
         workers, name = self.pipeline.proxy.core.workers, logged_request.worker
         if name is None:
             turn = self._recorder.counts["dealt"]
             self._recorder.counts["dealt"] += 1
-            return sorted(workers)[turn % len(workers)]
+            return worker_ids[turn % len(worker_ids)]
         if name in workers:
             return name
         address = urlsplit(name).netloc or name

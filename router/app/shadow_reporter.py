@@ -109,7 +109,7 @@ class ShadowReporter:
         else:
             self._problem = None
             self._adopt_speeds(self._comparison)
-            self.write_file()
+            self._write_file()
 
     def _adopt_speeds(self, comparison: Comparison) -> None:
         """Predict from now on by the speeds that the comparison found: no answer passes from which to learn them."""
@@ -128,7 +128,7 @@ class ShadowReporter:
             self._comparison = compare(
                 requests, self._recorder.engines(), self._recorder.block, self._router_config, warmup_count
             )
-        self.write_file()
+        self._write_file()
 
     def _count_warmup_requests(self, request_count: int) -> int:
         """Return how many requests only fill the caches."""
@@ -150,7 +150,7 @@ class ShadowReporter:
             seen=len(recorder.requests),
         )
 
-    def write_file(self) -> None:
+    def _write_file(self) -> None:
         """Write the file of `--report`, JSON or a page by its name. Raises OSError."""
         if self._config.report is not None:
             path, report = Path(self._config.report), self._make_report()

@@ -53,9 +53,10 @@ class ResponseRedactor:
     def feed(self, content: bytes, *, ends: bool) -> bytes:
         """Take the next bytes; return the bytes to forward. `ends`: no further bytes follow."""
         data = self._pending + content if self._pending else content
-        if self._key_pattern.search(data) is None and not self._is_blanking and data[-1:] not in _KEY_START_ENDS:
-            self._pending = b""
-            return data  # as nearly always
+        if not self._is_blanking and self._key_pattern.search(data) is None:  # as nearly always
+            end = len(data) if ends else _end_before_key(data, 0)
+            self._pending = data[end:]
+            return data[:end]
         out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
         while (match := self._key_pattern.search(data, position)) is not None:

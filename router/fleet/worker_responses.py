@@ -41,13 +41,13 @@ _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 _ENDPOINT_PATTERN = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 REQUESTS_MAX = 10**6
 """Most requests that an engine can report."""
-LOAD_KIND_BY_METRIC = {
+_LOAD_KIND_BY_METRIC = {
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage", "vllm:gpu_cache_usage_perc": "usage",
     "vllm:engine_sleep_state": "awake",
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
-_LOAD_METRICS = "|".join(LOAD_KIND_BY_METRIC)
+_LOAD_METRICS = "|".join(_LOAD_KIND_BY_METRIC)
 _LOAD_PATTERN = re.compile(rf"^({_LOAD_METRICS})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
 _METRIC_LINE_PATTERN = re.compile(
     rf"^(?:{_LOAD_METRICS}|[a-zA-Z0-9_:]{{0,64}}cache_config_info)[{{ \t][^\n]{{0,{LINE_CHARS_MAX}}}".encode(),
@@ -215,7 +215,7 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     for line in itertools.islice(_LOAD_PATTERN.finditer(metrics), 8 * RANKS_MAX):
         labels = dict(_LABEL_PATTERN.findall(line[2] or ""))
         engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
-        kind = LOAD_KIND_BY_METRIC[line[1]]
+        kind = _LOAD_KIND_BY_METRIC[line[1]]
         if kind == "awake" and labels.get("sleep_state") != "awake":
             continue  # the other series of that gauge are the sleep levels
         value = _parse_float(line[3])

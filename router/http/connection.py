@@ -449,7 +449,7 @@ class ClientConnection(asyncio.Protocol):
         """Decode the body of a request, then hand the request over."""
         encoded_bytes = self._request_bytes
 
-        def book_decoded_bytes(decoded_bytes: int) -> None:
+        def charge_decoded_bytes(decoded_bytes: int) -> None:
             self._request_bytes = encoded_bytes + decoded_bytes
             self._charge_buffered_bytes()
 
@@ -467,7 +467,7 @@ class ClientConnection(asyncio.Protocol):
                 self.crash(error)
 
         self.responder = DecodingTask(
-            request, decoder, self._app.scheduler, self._tenant, book_decoded_bytes, on_decoded
+            request, decoder, self._app.scheduler, self._tenant, charge_decoded_bytes, on_decoded
         )
 
     def _refuse(self, error: RequestError) -> None:
@@ -490,20 +490,20 @@ class ClientConnection(asyncio.Protocol):
             get_body_coding(request)
         tenant = self._app.admit(self, request)
         if tenant != self._tenant:
-            booked_bytes, self._charged_bytes = self._charged_bytes, 0
-            self._app.budget.change(self._tenant, booked_bytes, 0)
+            charged_bytes, self._charged_bytes = self._charged_bytes, 0
+            self._app.budget.change(self._tenant, charged_bytes, 0)
             self._tenant = tenant
 
     def _charge_buffered_bytes(self) -> None:
         """Charge the buffered bytes to the tenant. Raises RequestError if they are too many."""
-        booked_bytes = self._request_bytes + self._parser.buffered_bytes + self._unsent_response_bytes
-        if booked_bytes <= UNCOUNTED_BYTES:
+        charged_bytes = self._request_bytes + self._parser.buffered_bytes + self._unsent_response_bytes
+        if charged_bytes <= UNCOUNTED_BYTES:
             if not self._charged_bytes:
                 return
-            booked_bytes = 0
-        if booked_bytes != self._charged_bytes:
-            self._app.budget.change(self._tenant, self._charged_bytes, booked_bytes)
-            self._charged_bytes = booked_bytes
+            charged_bytes = 0
+        if charged_bytes != self._charged_bytes:
+            self._app.budget.change(self._tenant, self._charged_bytes, charged_bytes)
+            self._charged_bytes = charged_bytes
 
     def _charge_unsent_bytes(self) -> None:
         """Charge unsent bytes of answers to the tenant; without room, close the connection."""

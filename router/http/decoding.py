@@ -191,7 +191,7 @@ class DecodingTask:
         `on_done` is called once, in a later turn, with the error or None.
         """
         self._request, self._decoder, self._scheduler, self._tenant = request, decoder, scheduler, tenant
-        self._charge_buffered_bytes, self._on_done = charge_bytes, on_done
+        self._charge_bytes, self._on_done = charge_bytes, on_done
         self._is_active = True
         scheduler.schedule(self._decode_next, tenant)
 
@@ -201,7 +201,7 @@ class DecodingTask:
         decoder = self._decoder
         try:
             is_done = decoder.decode_slice()
-            self._charge_buffered_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
+            self._charge_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
         except RequestError as error:
             self._on_done(error)
             return

@@ -64,11 +64,9 @@ class HeaderBlock:
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Return every value of `name` (lower-case), in order."""
-        first_line = self._first_line_by_name.get(name)
-        if first_line is None:
-            return []
-        if len(self._lines) == len(self._first_line_by_name):  # as nearly always: no name is repeated
-            return [first_line[len(name) + 1 :].strip(b" \t\r\n")]
+        value = self.get(name)
+        if value is None or len(self._lines) == len(self._first_line_by_name):  # as nearly always: no name is repeated
+            return [] if value is None else [value]
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:

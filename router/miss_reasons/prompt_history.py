@@ -112,9 +112,8 @@ class PromptHistory:
                 for prompt in candidates
                 if prompt.outline is None or not is_side_request(prompt.outline, outline)
             ]
-        if len(candidates) == 1 and _share_message(
-            outline, candidates[0], session
-        ):  # as usual: there is nothing to compare
+        # As usual, there is nothing to compare.
+        if len(candidates) == 1 and _share_message(outline, candidates[0], session):
             return candidates[0], self._count_common_tokens(candidates[0].token_ids, token_ids)
         best_score, best_match = (-1, -1), None
         digests = (

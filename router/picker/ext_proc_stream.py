@@ -86,7 +86,7 @@ class ExtProcHandler(Protocol):
     def request_complete(self, request: HttpRequest) -> None:
         """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
 
-    def book_body_bytes(self, size: int) -> None:
+    def charge_body_bytes(self, size: int) -> None:
         """Charge the bytes of the body that are kept. Raises RequestError where they are too many."""
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
@@ -224,7 +224,7 @@ class ExtProcStream:
         if len(self._body) >= BODY_PIECE_BYTES:
             self._pieces.append(bytes(self._body))
             self._body = bytearray()
-        self._handler.book_body_bytes(self._body_bytes)
+        self._handler.charge_body_bytes(self._body_bytes)
         if body.end_of_stream or body.end_of_stream_without_message or self._request_mode == BUFFERED:
             self._complete(request)
 

@@ -56,8 +56,8 @@ class PickerClient:
         self.cors_headers = b""
         self._pick: PickExchange | None = None
         self._path = ""
-        self._booked_bytes = 0
-        self._booked_tenant = ""
+        self._charged_bytes = 0
+        self._charged_tenant = ""
         """Tenant to which the bytes are charged."""
         self._stream = ExtProcStream(self, app.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,9 +103,9 @@ class PickerClient:
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("picker", error)
         self._cancel_responder()
-        if self._booked_bytes:
-            self._app.budget.change(self._booked_tenant, self._booked_bytes, 0)
-            self._booked_bytes = 0
+        if self._charged_bytes:
+            self._app.budget.change(self._charged_tenant, self._charged_bytes, 0)
+            self._charged_bytes = 0
 
     # What the ext_proc stream reports -------------------------------------------------------------------------------
 
@@ -144,15 +144,15 @@ class PickerClient:
             except Exception as error:  # noqa: BLE001  a boundary: this request fails
                 self.crash(error)
 
-        def book_decoded_bytes(decoded_bytes: int) -> None:
-            self.book_body_bytes(encoded_bytes + decoded_bytes)
+        def charge_decoded_bytes(decoded_bytes: int) -> None:
+            self.charge_body_bytes(encoded_bytes + decoded_bytes)
 
         self.responder = DecodingTask(
             request,
             decoder,
             self._app.scheduler,
-            self._booked_tenant or self._client_address(),
-            book_decoded_bytes,
+            self._charged_tenant or self._client_address(),
+            charge_decoded_bytes,
             on_decoded,
         )
 
@@ -165,12 +165,12 @@ class PickerClient:
         """Set the exchange of this request."""
         self._pick = pick
 
-    def book_body_bytes(self, body_bytes: int) -> None:
-        booked_bytes = body_bytes if body_bytes > UNCOUNTED_BYTES else 0
-        if booked_bytes != self._booked_bytes:
-            self._booked_tenant = self._booked_tenant or self._client_address()
-            self._app.budget.change(self._booked_tenant, self._booked_bytes, booked_bytes)
-            self._booked_bytes = booked_bytes
+    def charge_body_bytes(self, body_bytes: int) -> None:
+        charged_bytes = body_bytes if body_bytes > UNCOUNTED_BYTES else 0
+        if charged_bytes != self._charged_bytes:
+            self._charged_tenant = self._charged_tenant or self._client_address()
+            self._app.budget.change(self._charged_tenant, self._charged_bytes, charged_bytes)
+            self._charged_bytes = charged_bytes
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         if self._stream.phase is not Phase.CHOSEN or self._pick is None:

@@ -361,7 +361,7 @@ class Edge:
         for step in (
             self.proxy.sweep,
             self.listener.expire_connections,
-            lambda now: self.proxy.perform(self.core.tick(now)),
+            self.proxy.tick_core,
         ):
             try:
                 step(self._now_s)

@@ -27,7 +27,7 @@ class RecordingHandler:
         self.requests: list[HttpRequest] = []
         self.response_starts: list[ResponseStart] = []
         self.response_body = b""
-        self.booked_bytes = 0
+        self.charged_bytes = 0
         self.end_count = 0
         self.chooses_at_once = True
         self.body: bytes | None = None
@@ -39,8 +39,8 @@ class RecordingHandler:
         if self.chooses_at_once:
             self.stream.choose(Choice(["10.0.0.1:8000", "10.0.0.2:8000"], [(b"x-set", b"\xc3\xa9")], ["x-gone"]))
 
-    def book_body_bytes(self, size: int) -> None:
-        self.booked_bytes = size
+    def charge_body_bytes(self, size: int) -> None:
+        self.charged_bytes = size
 
     def response_started(self, answer: ResponseStart) -> Sequence[tuple[bytes, bytes]]:
         self.response_starts.append(answer)
@@ -98,7 +98,7 @@ def test_full_duplex_answers_after_the_body_s_end(size: int, config: bool) -> No
     handler, data = RecordingHandler(), bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     assert handler.send(head(config=config)) == []
     assert handler.send(*[body(data[at : at + 7000]) for at in range(0, size, 7000)]) == []
-    assert handler.booked_bytes == size
+    assert handler.charged_bytes == size
     first, *rest = handler.send(body(b"", ends=True))
     assert handler.requests[0].body == data
     assert handler.requests[0].path == "/v1/completions"
