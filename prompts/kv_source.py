@@ -23,7 +23,7 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
     kv_request_id: _PrintableText
     remote_host: _PrintableText
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
-    signature: str = ""
+    signature: Annotated[str, Meta(max_length=64)] = ""
     """Hexadecimal HMAC-SHA256 of the other fields under the fleet's key."""
 
     def check_signature(self, fleet_key: bytes) -> None:

@@ -107,9 +107,10 @@ async def _generate(
             model=parsed_request.body.model or state.model_names[0],
             limits=state.limits,
             factory=state.detokenizer_factory,
+            kv_source=state.check_kv_source(parsed_request.kv_source),
         )
         formatter = _make_formatter(state, parsed_request, generation)
-        stream = state.submit(state.name_kv_source(parsed_request.body.kv_transfer_params, generation.requests))
+        stream = state.submit(generation.requests)
     return await _respond(state, request, generation, stream, formatter)
 
 

@@ -6,11 +6,9 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from engine.config import ServerConfig
@@ -26,7 +24,7 @@ from engine.protocol.params import ModelLimits
 from engine.types import KVSource, Request
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import format_value
-from prompts.kv_source import read_kv_source
+from prompts.kv_source import RemoteKVSource
 
 RETRY_AFTER_S = 1
 """Value of the Retry-After header."""
@@ -62,6 +60,7 @@ class ServerState:
             reasoning_format=reasoning_format,
             constraint_refusal=info.no_constraint_reason,
             script=info.script,
+            has_transfers=fleet_key is not None,
         )
         self.response_store = ResponseStore()
         self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
@@ -99,19 +98,12 @@ class ServerState:
         finally:
             self._reading_request_count -= 1
 
-    def name_kv_source(self, kv_transfer_params: Mapping[str, Any] | None, requests: list[Request]) -> list[Request]:
-        """Return the requests with the peer that a body names as the source of cached blocks.
-
-        Raises RequestError 400 or 403.
-        """
-        if self._fleet_key is None:
-            return requests
-        remote_source = read_kv_source(kv_transfer_params)
-        if remote_source is None:
-            return requests
+    def check_kv_source(self, remote_source: RemoteKVSource | None) -> KVSource | None:
+        """Return the peer that a body names as the source of cached blocks. Raises RequestError 403."""
+        if remote_source is None or self._fleet_key is None:
+            return None
         remote_source.check_signature(self._fleet_key)
-        kv_source = KVSource(remote_source.remote_host, remote_source.remote_port)
-        return [msgspec.structs.replace(request, kv_source=kv_source) for request in requests]
+        return KVSource(remote_source.remote_host, remote_source.remote_port)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Submit all sequences of a request, or none of them. Raises RequestError 503, 429 or 400."""

@@ -17,7 +17,7 @@ from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, check_answered_tokens, is_echo_only_request, make_sampling_params
 from engine.protocol.parsed_request import ParsedRequest
 from engine.protocol.usage import Usage, make_usage
-from engine.types import Request, SamplingParams
+from engine.types import KVSource, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
 
@@ -73,11 +73,14 @@ def make_generation(
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
+    kv_source: KVSource | None = None,
 ) -> Generation:
     """Make the engine's requests and the choices of one HTTP request.
 
-    `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique. If the
-    prompt ends with `answered_tokens` tokens of an earlier answer, the first choice continues that answer.
+    `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique.
+    `kv_source`: peer from which the engine may take cached blocks of the prompts.
+
+    If the prompt ends with `answered_tokens` tokens of an earlier answer, the first choice continues that answer.
 
     Raises RequestError if the model does not allow a parameter.
     """
@@ -87,7 +90,14 @@ def make_generation(
     for prompt in prompts:
         params = make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
         requests += make_sample_requests(
-            request_prefix, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered_tokens
+            request_prefix,
+            len(requests),
+            prompt,
+            params,
+            body.cache_salt,
+            body.priority or 0,
+            answered_tokens,
+            kv_source,
         )
     choices = [
         make_choice(
@@ -119,6 +129,7 @@ def make_sample_requests(
     cache_salt: str | None,
     priority: int,
     answered_tokens: int = 0,
+    kv_source: KVSource | None = None,
 ) -> list[Request]:
     """Return the n sequences of one prompt, numbered from `first_choice_index`. Each sample has the next seed."""
     return [
@@ -131,6 +142,7 @@ def make_sample_requests(
             cache_salt=cache_salt,
             priority=priority,
             resumed_output_len=answered_tokens,
+            kv_source=kv_source,
         )
         for sample in range(params.n)
     ]

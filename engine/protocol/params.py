@@ -37,6 +37,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why constrained answers are refused; None: they are served."""
     script: tuple[ScriptTurn, ...] = ()
     """Turns of a simulation's script; empty: answers are free."""
+    has_transfers: bool = False
+    """Whether the engine takes blocks from peers; else `kv_transfer_params` are not read."""
 
 
 def make_sampling_params(

@@ -34,6 +34,7 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, convert_to_chat, find_media, parse_count, parse_messages
+from prompts.kv_source import RemoteKVSource, read_kv_source
 from prompts.responses import (
     ClientTool,
     ResponsesRequest,
@@ -51,7 +52,7 @@ MAX_CHOICES = 1024
 """Most sequences of one HTTP request."""
 _PROMPT_END_TOKENS = 64
 """Number of last tokens of a prompt that hold the markers at its end."""
-_KEPT_FIELDS = ("stop", "stop_token_ids", "logit_bias", "kv_transfer_params")
+_SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 """Fields with lists and objects that are needed after a body was parsed."""
 
 
@@ -69,6 +70,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """Constraint on the answers, not compiled yet."""
     response_context: ResponseContext | None = None
     """State of a Responses request; None for other APIs."""
+    kv_source: RemoteKVSource | None = None
+    """Peer that the body names as the source of cached blocks; its signature is not checked yet."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
@@ -216,7 +219,10 @@ def _read_chat_body(
         last_message.pop("content", None)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
-    return ParsedRequest(_strip_large_fields(body, messages=[last_message]), prompts, [], parser_config, constraint)
+    return ParsedRequest(
+        _strip_large_fields(body, messages=[last_message]), prompts, [], parser_config, constraint,
+        kv_source=_read_kv_source(body, limits),
+    )  # fmt: skip
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
@@ -312,8 +318,13 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
             for text, ids in zip(prompts_field, prompts)
         ]
     return ParsedRequest(
-        _strip_large_fields(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits)
-    )
+        _strip_large_fields(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits),
+        kv_source=_read_kv_source(body, limits),
+    )  # fmt: skip
+
+
+def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) -> RemoteKVSource | None:
+    return read_kv_source(body.kv_transfer_params) if limits.has_transfers else None
 
 
 def _truncate_prompt(
@@ -336,6 +347,6 @@ def _strip_large_fields(body: ChatRequest | CompletionRequest, **replacements: A
     fields = msgspec.structs.asdict(body)
     large_types = (dict, list, ResponseFormat, StructuredOutputs)
     large_fields = [
-        name for name, value in fields.items() if isinstance(value, large_types) and name not in _KEPT_FIELDS
+        name for name, value in fields.items() if isinstance(value, large_types) and name not in _SAMPLING_FIELDS
     ]
     return msgspec.structs.replace(body, **{**dict.fromkeys(large_fields), **replacements})

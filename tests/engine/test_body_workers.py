@@ -96,6 +96,7 @@ def test_what_is_given_back_of_a_long_body_is_short() -> None:
         "chat_template_kwargs": {"a": [LONG]},
         "documents": [{"a": LONG}],
         "vllm_xargs": {"a": 1},
+        "kv_transfer_params": {"a": [LONG], "remote_kv_source": {"a": LONG}},
     }
     reading = with_reader(lambda reader: reader.read(read_chat, json.dumps(body).encode()))
     assert len(repr(reading.body)) < 5_000
