@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.output.json_calls import CallReader, read_named_call, read_object_call, read_object_call_with_arguments
+from engine.output.json_calls import (
+    ARGUMENTS_MARKER,
+    ID_MARKER,
+    CallReader,
+    read_named_call,
+    read_object_call,
+    read_object_call_with_arguments,
+)
 from engine.output.python_calls import read_python_call
 from engine.output.xml_calls import FUNCTION_MARKER, read_xml_call
 from prompts import ChatTemplate, RequestError, Tokenizer
@@ -57,7 +64,7 @@ class ToolCallFormat:
     @property
     def special_markers(self) -> tuple[str, ...]:
         """Markup that a tokenizer may have as special tokens."""
-        return (*self.open_markers, self.close_marker, "[ARGS]", "[CALL_ID]")
+        return (*self.open_markers, self.close_marker, ARGUMENTS_MARKER, ID_MARKER)
 
     @property
     def region_markers(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -127,6 +127,20 @@ class DelimiterScanner:
     def find_first(self, text: str, start: int = 0) -> re.Match[str] | None:
         """Return the match of the delimiter that begins first in `text[start:]`."""
         return self._pattern.search(text, start)
+
+    def take_until(self, source: GrowingText, emit: Callable[[str], object]) -> Steps[str]:
+        """Take the text up to a delimiter, and emit it in pieces. Return the delimiter, which is not taken.
+
+        Returns an empty string at the end of the text, where the beginning of a delimiter may be left.
+        """
+        while True:
+            match = self.find_first(source.text, source.position)
+            if match is not None:
+                emit(source.take(match.start()))
+                return match[0]
+            emit(source.take(self.find_partial(source.text, source.position)))
+            if not (yield from source.wait_for_more()):
+                return ""
 
     def find_partial(self, text: str, start: int = 0) -> int:
         """Return the start of the longest tail of `text[start:]` that may become a delimiter, or the text's end."""

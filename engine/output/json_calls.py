@@ -28,7 +28,7 @@ _STRING_PATTERN = re.compile(r'["\\\x00-\x1f]')
 _SCALAR_END_PATTERN = re.compile(r"[,}\]\s]")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = ("name", *_ARGUMENT_KEYS, "id", "type")
-_ARGUMENTS_MARKER, _ID_MARKER = "[ARGS]", "[CALL_ID]"
+ARGUMENTS_MARKER, ID_MARKER = "[ARGS]", "[CALL_ID]"
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -190,18 +190,27 @@ class _ObjectCall:
         return is_complete
 
 
+def read_name(source: GrowingText) -> Steps[str | None]:
+    """Take the name of a function, which may be empty. Return None if it is too long."""
+    name = ""
+    while (yield from source.peek()):
+        match = NAME_PATTERN.match(source.text, source.position)
+        if match is None:
+            break
+        name += source.take(match.end())
+        if len(name) > MAX_NAME_CHARS:
+            return None
+    return name
+
+
 def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
     """Take a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`. Clients get our own id."""
-    name = ""
-    is_name_complete = has_id = False
+    name = yield from read_name(source)
+    if name is None:
+        return False
+    has_id = False
     while char := (yield from source.peek()):
         match = NAME_PATTERN.match(source.text, source.position)
-        if match is not None and not is_name_complete:
-            name += source.take(match.end())
-            if len(name) > MAX_NAME_CHARS:
-                return False
-            continue
-        is_name_complete = True
         if match is not None and has_id:
             source.take(match.end())
         elif char in SPACE:
@@ -212,10 +221,10 @@ def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTy
             is_complete = yield from read_json_value(source, delta.add_arguments)
             return is_complete
         else:
-            marker = yield from source.peek_any((_ARGUMENTS_MARKER, _ID_MARKER))
+            marker = yield from source.peek_any((ARGUMENTS_MARKER, ID_MARKER))
             if not marker:
                 return False
-            has_id = marker == _ID_MARKER
+            has_id = marker == ID_MARKER
             source.take(source.position + len(marker))
     return False
 

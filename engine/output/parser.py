@@ -153,17 +153,11 @@ class OutputParser:
             return
         call_markers = self._call_format.open_markers if format.ends_at_call and self._call_format is not None else ()
         end_markers = DelimiterScanner((*format.close_markers, *call_markers))
-        while True:
-            match = end_markers.find_first(source.text, source.position)
-            if match is not None:
-                self._delta.add_reasoning(source.take(match.start()))
-                if match[0] not in call_markers:
-                    source.take(match.end())
-                return
-            self._delta.add_reasoning(source.take(end_markers.find_partial(source.text, source.position)))
-            if not (yield from source.wait_for_more()):
-                self._delta.add_reasoning(source.take_all())
-                return
+        marker = yield from end_markers.take_until(source, self._delta.add_reasoning)
+        if not marker:
+            self._delta.add_reasoning(source.take_all())
+        elif marker not in call_markers:
+            source.take(source.position + len(marker))
 
     def _read_open_marker(self, format: ReasoningFormat) -> Steps[bool]:
         """Take the marker that opens reasoning, and white space before it. Returns False if another text comes."""
@@ -187,23 +181,22 @@ class OutputParser:
     def _read_text(self, format: ToolCallFormat) -> Steps[bool]:
         """Take text up to markup of calls, which may turn out to be text. Returns False at the end of the text."""
         source, delta = self._source, self._delta
-        while True:
-            if delta.is_at_start and format.bare_start_chars:
-                delta.add_text(source.take_spaces())
-                if source.text.startswith(tuple(format.bare_start_chars), source.position):
-                    source.start_holding()
-                    return True
-            match = self._open_markers.find_first(source.text, source.position)
-            if match is not None:
-                delta.add_text(source.take(match.start()))
+        while delta.is_at_start and format.bare_start_chars:
+            delta.add_text(source.take_spaces())
+            char = yield from source.peek()
+            if char and char in format.bare_start_chars:
                 source.start_holding()
-                if match[0] not in format.readers:
-                    source.take(match.end())
                 return True
-            delta.add_text(source.take(self._open_markers.find_partial(source.text, source.position)))
-            if not (yield from source.wait_for_more()):
-                delta.add_text(source.take_all())
-                return False
+            if not char or char not in SPACE:
+                break
+        marker = yield from self._open_markers.take_until(source, delta.add_text)
+        if not marker:
+            delta.add_text(source.take_all())
+            return False
+        source.start_holding()
+        if marker not in format.readers:
+            source.take(source.position + len(marker))
+        return True
 
     def _read_region(self, format: ToolCallFormat) -> Steps[None]:
         """Take calls and their markup, up to the first text that is neither."""

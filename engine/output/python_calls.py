@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from engine.output.delta_builder import DeltaBuilder
 from engine.output.growing_text import GrowingText, Steps
-from engine.output.json_calls import MAX_NAME_CHARS, NAME_PATTERN
+from engine.output.json_calls import NAME_PATTERN, read_name
 from engine.output.schema_types import ParameterTypes
 
 _PUNCTUATION_PATTERN_BY_QUOTE = {
@@ -35,15 +35,8 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
 
     Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
     """
-    name = ""
-    while char := (yield from source.peek()):
-        match = NAME_PATTERN.match(source.text, source.position)
-        if match is None:
-            break
-        name += source.take(match.end())
-        if len(name) > MAX_NAME_CHARS:
-            return False
-    if char != "(":
+    name = yield from read_name(source)
+    if name is None or (yield from source.peek()) != "(":
         return False
     source.take(source.position + 1)
     arguments = yield from _read_arguments(source)

@@ -102,6 +102,13 @@ def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
     return None if any(isinstance(value, (dict, list)) for value in values) else values
 
 
+def get_definitions(schema: Json) -> dict[str, Json]:
+    """Return the parts of a schema that hold named schemas, by their keywords."""
+    if not isinstance(schema, dict):
+        return {}
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
 def list_properties(schema: Json) -> list[Property] | None:
     """Return the properties of an object's schema, each with the definitions that it may refer to.
 
@@ -114,7 +121,7 @@ def list_properties(schema: Json) -> list[Property] | None:
         return None
     required_names = object_schema.get("required")
     required_names = required_names if isinstance(required_names, list) else []
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions = get_definitions(schema)
     return [
         Property(name, {**definitions, **inner} if isinstance(inner, dict) else inner, name in required_names)
         for name, inner in object_schema["properties"].items()

@@ -33,8 +33,8 @@ def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterType
     `</parameter>`, the end of the calls after `</function>`, a parameter without a value yet after `<parameter=`.
     """
     source.take(source.position + len(FUNCTION_MARKER))
-    name_parts, is_complete = yield from _read_name(source)
-    name = "".join(name_parts).strip()
+    name, is_complete = yield from _read_name(source)
+    name = name.strip()
     if not is_complete or name not in types:
         return False
     source.stop_holding()
@@ -44,15 +44,15 @@ def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterType
     return is_call
 
 
-def _read_name(source: GrowingText) -> Steps[tuple[list[str], bool]]:
-    """Take the name before a ">". Return its parts, and whether the ">" comes next."""
-    parts: list[str] = []
+def _read_name(source: GrowingText) -> Steps[tuple[str, bool]]:
+    """Take the name before a ">". Return it, and whether the ">" comes next."""
+    name = ""
     while (yield from source.peek()):
         match = _NAME_END_PATTERN.search(source.text, source.position)
-        parts.append(source.take(len(source.text) if match is None else match.start()))
-        if match is not None or sum(map(len, parts)) > MAX_NAME_CHARS:
-            return parts, match is not None and match[0] == ">" and sum(map(len, parts)) <= MAX_NAME_CHARS
-    return parts, False
+        name += source.take(len(source.text) if match is None else match.start())
+        if match is not None or len(name) > MAX_NAME_CHARS:
+            return name, match is not None and match[0] == ">" and len(name) <= MAX_NAME_CHARS
+    return name, False
 
 
 class _XmlArguments:
@@ -80,17 +80,12 @@ class _XmlArguments:
     def _read_between_parameters(self) -> Steps[str]:
         """Take text up to a marker, and the marker unless it ends all calls. Return it; an empty string at the end."""
         source = self._source
-        while True:
-            match = _MARKER_SCANNER.find_first(source.text, source.position)
-            if match is not None:
-                self._delta.add_text(source.take(match.start()))
-                if match[0] != _REGION_END_MARKER:
-                    source.take(match.end())
-                return match[0]
-            self._delta.add_text(source.take(_MARKER_SCANNER.find_partial(source.text, source.position)))
-            if not (yield from source.wait_for_more()):
-                source.take_all()  # the beginning of a marker
-                return ""
+        marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
+        if not marker:
+            source.take_all()  # the beginning of a marker
+        elif marker != _REGION_END_MARKER:
+            source.take(source.position + len(marker))
+        return marker
 
     def _read_parameters(self) -> Steps[str]:
         """Take one parameter, and those after it whose markers end the values before them.
@@ -128,24 +123,20 @@ class _XmlArguments:
     def _read_value_text(self, value: _ParameterValue) -> Steps[str]:
         """Take the value's text up to a marker, and the marker, which may be text too. Return it."""
         source = self._source
-        while True:
-            match = _VALUE_SCANNER.find_first(source.text, source.position)
-            if match is not None:
-                value.append(source.take(match.start()))
-                return source.take(match.end())
-            value.append(source.take(_VALUE_SCANNER.find_partial(source.text, source.position)))
-            if not (yield from source.wait_for_more()):
-                value.append(source.take_all())
-                value.leave_open()
-                return ""
+        marker = yield from _VALUE_SCANNER.take_until(source, value.append)
+        if not marker:
+            value.append(source.take_all())
+            value.leave_open()
+            return ""
+        return source.take(source.position + len(marker))
 
     def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
         """Go on after `<parameter=` within a value: with the next parameter's value, or with text of the same value."""
-        name_parts, is_complete = yield from _read_name(self._source)
-        name = "".join(name_parts).strip()
+        name_text, is_complete = yield from _read_name(self._source)
+        name = name_text.strip()
         is_unknown = bool(self._types_by_parameter) and name not in self._types_by_parameter
         if not is_complete or is_unknown or name in self._seen_parameters:
-            value.append(_PARAMETER_MARKER + "".join(name_parts))
+            value.append(_PARAMETER_MARKER + name_text)
             return value
         self._source.take(self._source.position + 1)
         value.end()

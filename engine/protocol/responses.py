@@ -197,22 +197,24 @@ class ResponsesFormatter:
         return self._format_event(type, **fields, delta=text) if text or custom_input is None else b""
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
-        type, fields = f"{self._get_event_base_name(block)}.done", self._locate(block)
+        name, fields = self._get_event_base_name(block), self._locate(block)
         if block.kind == "call":
-            events = self._format_call_end(block)
+            events = self._format_call_end(block, name, fields)
         elif block.kind == "reasoning":
-            events = self._format_event(type, **fields, text=block.text)
+            events = self._format_event(f"{name}.done", **fields, text=block.text)
         else:
             part = OutputText(block.text, logprobs=[])
-            events = self._format_event(type, **fields, text=block.text, logprobs=[])
+            events = self._format_event(f"{name}.done", **fields, text=block.text, logprobs=[])
             events += self._format_event("response.content_part.done", **fields, part=part)
         is_cut = self._is_finished and self._choice.finish_reason == "length"
         item = self._make_item(block, "incomplete" if is_cut else "completed")
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
-    def _format_call_end(self, block: ContentBlock) -> bytes:
-        """Return the last delta of a call's free text, and the event that ends its input."""
-        name, fields = self._get_event_base_name(block), self._locate(block)
+    def _format_call_end(self, block: ContentBlock, name: str, fields: dict[str, Any]) -> bytes:
+        """Return the last delta of a call's free text, and the event that ends its input.
+
+        `name` is the base name of the events, `fields` say which block they are about.
+        """
         custom_input = self._get_custom_input(block)
         if custom_input is None:
             tool_name = self._get_client_tool(block).name

@@ -72,10 +72,11 @@ def _make_pythonic_tag(name: str, schema: Json) -> Format:
     return {"type": "tag", "begin": f"{name}(", "content": content, "end": ")"}
 
 
-_HERMES_TAG = _make_json_tag_factory("<tool_call>\n", "arguments", "\n</tool_call>")
 _PLAIN_JSON_TAG = _make_json_tag_factory("", "arguments", "")
 MARKUPS = {
-    "hermes": ToolMarkup(_HERMES_TAG, "<tool_call>", separator="\n"),
+    "hermes": ToolMarkup(
+        _make_json_tag_factory("<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n"
+    ),
     "qwen3_coder": ToolMarkup(_make_qwen3_coder_tag, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
     "llama3_json": ToolMarkup(_make_json_tag_factory("", "parameters", ""), '{"name": ', separator="; "),
     "mistral": ToolMarkup(_PLAIN_JSON_TAG, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),

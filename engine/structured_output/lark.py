@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.output.json_calls import NAME_PATTERN
-from engine.output.schema_types import Property, list_properties, list_values, resolve, schema_types
+from engine.output.schema_types import Property, get_definitions, list_properties, list_values, resolve, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.escaped_lark import UnsupportedGrammar, escape_grammar
@@ -350,7 +350,7 @@ class _LarkWriter:
             branches = [{**resolved_schema, "type": branch} for branch in kind]
         if isinstance(branches, list) and branches and depth < DEPTH_MAX:
             return f"({' | '.join(self._write_python_value(branch, root, options, depth + 1) for branch in branches)})"
-        return self._add_rule(_json_directive({**_get_definitions(root), **resolved_schema}, options))
+        return self._add_rule(_json_directive({**get_definitions(root), **resolved_schema}, options))
 
     def _write_python_literal(self, options: Mapping[str, Any]) -> str:
         """Return a rule of any Python literal that JSON can hold."""
@@ -456,11 +456,6 @@ def _list_writable_properties(
         'without anyOf, oneOf, allOf and patternProperties; or "strict": false',
         param=param,
     )
-
-
-def _get_definitions(root: Json) -> dict[str, Json]:
-    names = ("$defs", "definitions")
-    return {name: root[name] for name in names if name in root} if isinstance(root, dict) else {}
 
 
 def _write_listed_value(value: Json, types: tuple[str, ...]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engine.output.schema_types import get_definitions
+
 Json = Any
 SchemaCheck = Callable[[Json], str | None]
 """Returns why a schema cannot be compiled; None if it can."""
@@ -34,7 +36,7 @@ class UnsupportedKeyword(ValueError):
 class SchemaRelaxer:
     """Leaves out of schemas what a compiler cannot follow."""
 
-    def __init__(self, check: SchemaCheck, check_inner: SchemaCheck, *, is_strict: bool = False) -> None:
+    def __init__(self, check: SchemaCheck, check_inner: SchemaCheck, *, is_strict: bool) -> None:
         """`check`: of a whole schema; `check_inner`: of schemas inside of its properties.
 
         `is_strict`: nothing may be left out; `relax` raises UnsupportedKeyword.
@@ -46,7 +48,7 @@ class SchemaRelaxer:
     def relax(self, schema: Json) -> Json:
         """Return the schema with as much of it as can be compiled."""
         relaxed_schema = self._relax_part("", schema, self._check)
-        for keyword, named_schemas in _get_definitions(relaxed_schema).items():
+        for keyword, named_schemas in get_definitions(relaxed_schema).items():
             if isinstance(named_schemas, dict):  # the compiler reads definitions only where something refers to them
                 relaxed_schemas = {
                     name: self._relax_part(f".{keyword}.{name}", part, self._check_inner)
@@ -57,7 +59,7 @@ class SchemaRelaxer:
             return relaxed_schema
         if self._is_strict:
             raise self._find_unsupported_reference(schema)
-        definitions = _get_definitions(relaxed_schema)
+        definitions = get_definitions(relaxed_schema)
         bad_references = {
             reference
             for reference in _find_references(relaxed_schema)
@@ -133,12 +135,6 @@ def _make_property_check(check: SchemaCheck) -> SchemaCheck:
 def _order_keywords(schema: dict[str, Json]) -> list[str]:
     first_keywords = [keyword for keyword in _FIRST_KEYWORDS if keyword in schema]
     return [*first_keywords, *(keyword for keyword in schema if keyword not in first_keywords)]
-
-
-def _get_definitions(schema: Json) -> dict[str, Json]:
-    if not isinstance(schema, dict):
-        return {}
-    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _find_references(value: Json) -> set[str]:

@@ -73,6 +73,7 @@ def run(name: str, pieces: list[str], *, ends: bool = True) -> Told:
             if call.name is not None:
                 calls[call.index] = [call.name, ""]
             calls[call.index][1] += call.arguments
+    assert parser._delta.call_count == len(calls)
     assert parser.has_tool_calls == bool(calls)
     return output_text, [(name, arguments) for name, arguments in calls.values()]
 
