@@ -44,7 +44,7 @@ class Peer:
         pool = DevicePool(spec, block_count + 1, device=torch.device("cpu"), dtype=torch.bfloat16)
         torch.set_num_threads(1)  # as `engine serve` does
         pool.buffer.fill_(7)  # memory that was never touched would cost page faults
-        self.exchange = BlockExchange(self.cache, lambda: pool.block_copier)
+        self.exchange = BlockExchange(self.cache, pool.block_copier)
         settings = TransferSettings(
             fleet_key=FLEET_KEY,
             timeout_s=600.0,

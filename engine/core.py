@@ -211,9 +211,14 @@ class EngineCore:
         """Failed steps since the last step that was computed."""
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any request waits, runs or ends with a step in flight."""
+        return self.scheduler.has_work or bool(self._preparing_requests)
+
+    @property
     def has_work(self) -> bool:
-        """Whether any request waits, runs or ends with a step in flight, or a peer's blocks are to be copied."""
-        return self.scheduler.has_work or bool(self._preparing_requests) or self.transfers.has_copies
+        """Whether there are requests, or blocks to copy for a peer."""
+        return self.has_requests or self.transfers.has_copies
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
@@ -278,7 +283,7 @@ class EngineCore:
     def _add_prepared(self) -> list[SequenceOutput]:
         """Queue the requests that wait for nothing more. Returns the outputs of requests that cannot be served."""
         prepared_ids = self._find_prepared_ids()
-        if not prepared_ids and not self.scheduler.has_work:
+        if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
             futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
             pending_futures = [future for future in futures if not future.done()]
             wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)

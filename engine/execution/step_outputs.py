@@ -17,20 +17,21 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
     failures: index of a sampled chunk -> reason why its answer cannot go on.
     """
     result, order = StepResult([None] * len(step.chunks)), step.order
-    sampled_order = [order[i] for i in step.batch_state.sampled_chunks]
+    sampled_chunks = step.batch_state.sampled_chunks
     if step.sampling_inputs is not None:
         tokens = outputs.pop(0)
         if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
             result.sampled_tokens = tokens
         else:
-            for plan_index, token in zip(sampled_order, tokens, strict=True):
-                result.sampled_tokens[plan_index] = token
-        result.failure_by_chunk = {sampled_order[i]: reason for i, reason in failures.items()}
+            for chunk_index, token in zip(sampled_chunks, tokens, strict=True):
+                result.sampled_tokens[order[chunk_index]] = token
+        result.failure_by_chunk = {order[sampled_chunks[i]]: reason for i, reason in failures.items()}
         sampling_batch = step.sampling_inputs.batch
         if sampling_batch.logprob_rows:
             entries = _take_logprobs(outputs, sampling_batch.logprob_counts)
             result.logprobs_by_chunk = {
-                sampled_order[row]: entry for row, entry in zip(sampling_batch.logprob_rows, entries, strict=True)
+                order[sampled_chunks[row]]: entry
+                for row, entry in zip(sampling_batch.logprob_rows, entries, strict=True)
             }
     for i in step.prompt_logprob_chunks:
         top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0

@@ -231,20 +231,27 @@ class Leader:
 
     def broadcast(self, message: LeaderMessage) -> None:
         """Send a message to every follower. Raises RunnerLostError."""
-        self.send_each([message] * len(self._followers))
+        self._send_frames([encode_frame(self._encoder.encode(message))] * len(self._followers))
 
     def send_each(self, messages: Sequence[LeaderMessage]) -> None:
         """Send each follower its message, in the order of ranks. Raises RunnerLostError."""
-        for follower, message in zip(self._followers, messages, strict=True):
+        self._send_frames([encode_frame(self._encoder.encode(message)) for message in messages])
+
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
+        for follower, frame in zip(self._followers, frames, strict=True):
             try:
-                follower.send(encode_frame(self._encoder.encode(message)))
+                follower.send(frame)
             except OSError as error:
                 raise self.make_lost_error(error) from error
 
     def receive_block_parts(self) -> list[bytes]:
         """Wait for every follower's reply to `ReadBlocks`. Raises RunnerLostError."""
-        replies = [follower.receive() for follower in self._followers]
-        return [reply.contents for reply in replies if isinstance(reply, BlockParts)]
+        parts: list[bytes] = []
+        for follower in self._followers:
+            reply = follower.receive()
+            assert isinstance(reply, BlockParts), reply
+            parts.append(reply.contents)
+        return parts
 
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""

@@ -63,10 +63,10 @@ class CoreSocket:
         self._unsent_bytes = bytearray()
         self.is_closed = False
 
-    def receive(self, wait: bool, wake_sockets: Sequence[socket.socket] = ()) -> list[Command]:
+    def receive(self, wait: bool, wake_sockets: Sequence[socket.socket]) -> list[Command]:
         """Return the commands that have arrived. With `wait`, sleep until there is one, or the socket closes.
 
-        Bytes on one of the `wake_sockets`, which are not read here, end the sleep, too.
+        Bytes on one of the `wake_sockets`, which are read and dropped, end the sleep, too.
         """
         if wait:
             self._wait_readable(wake_sockets)
@@ -113,6 +113,9 @@ class CoreSocket:
         while not self.is_closed:
             readable, _, _ = select.select([self._sock, *wake_sockets], [self._sock] if self._unsent_bytes else [], [])
             self.flush()
+            for wake_socket in wake_sockets:
+                if wake_socket in readable:
+                    wake_socket.recv(4096)
             if readable:
                 return
 
@@ -140,12 +143,13 @@ class CoreLoop:
             is_busy = core.has_work
             if not is_busy and not is_idle_reported:
                 core_socket.send(self._make_report([], (), with_stats=True))
-            is_idle_reported = not is_busy
+                is_idle_reported = True
             for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
                 self._execute_command(command)
             rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
             outputs: Collection[SequenceOutput] = ()
             if core.has_work:
+                is_idle_reported = False
                 outputs = core.step(time.monotonic())
                 if self._checks_invariants:
                     core.check_invariants()
@@ -208,7 +212,7 @@ class CoreLoop:
 
     def _change_weights(self, change: ChangeWeights) -> str | None:
         """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""
-        if self._core.has_work:
+        if self._core.has_requests:
             return f"{change.operation}: sequences are running"
         if (self._sleep_level is None) == (change.operation == "wake"):
             return f"{change.operation}: the engine is {'awake' if self._sleep_level is None else 'asleep'}"
@@ -223,7 +227,8 @@ class CoreLoop:
                 self._executor.model_memory.reload(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.operation}: {error}"
-        self._core.transfers.change_weights(change.path)
+        if change.operation != "sleep":
+            self._core.transfers.change_weights(change.path)
         self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
         return None
 

@@ -6,7 +6,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.cache.blocks import Block, Node
@@ -53,16 +53,15 @@ class _NewBlock(NamedTuple):
 class BlockExchange:
     """Blocks of one cache, read and written."""
 
-    def __init__(self, cache: KVCache, get_memory: Callable[[], BlockMemory]) -> None:
-        """`get_memory`: the memory may not be there yet."""
+    def __init__(self, cache: KVCache, memory: BlockMemory) -> None:
         self._cache = cache
-        self._get_memory = get_memory
+        self._memory = memory
         self._kinds = range(len(cache.spec.block_bytes_by_kind()))
         self._windows = cache.windows
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content."""
-        return self._get_memory().get_block_bytes(kind)
+        return self._memory.get_block_bytes(kind)
 
     # ------------------------------------------------------------------ what a peer is sent
 
@@ -90,13 +89,13 @@ class BlockExchange:
 
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
         """Copy blocks out, up to the first that is not there."""
-        memory = self._get_memory()
+        memory = self._memory
         memory.execute(self._cache.pulled.take_copies())
         blocks: list[SentBlock] = []
         places: list[BlockPlace] = []
         for wanted_block in wanted_blocks:
             node, kind = self._cache.tree.get(wanted_block.hash), wanted_block.kind
-            place = None if node is None or kind not in self._kinds else self._find_content(node, kind)
+            place = None if node is None else self._find_content(node, kind)
             if node is None or place is None:
                 break
             key, parent = node.key, node.parent
@@ -129,7 +128,7 @@ class BlockExchange:
         """
         if prompt.is_abandoned:
             return 0
-        cache, memory = self._cache, self._get_memory()
+        cache, memory = self._cache, self._memory
         is_first = not prompt.nodes
         cache.tree.extend_match(prompt.keys, prompt.nodes)
         if is_first:

@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from functools import partial
 
-from engine.transfer.block_exchange import BlockExchange
+from engine.transfer.block_exchange import BlockExchange, ReadBlocks
 from engine.transfer.connection import Connection
 from engine.transfer.messages import (
     Answer,
@@ -21,6 +21,7 @@ from engine.transfer.messages import (
     LocateBlocks,
     Refused,
     TransferError,
+    WantedBlock,
     decode_question,
 )
 from engine.transfer.settings import (
@@ -128,9 +129,6 @@ class BlockServer:
             if previous_task is not None:
                 await previous_task
             await asyncio.wait_for(connection.send(answer, contents), SEND_S_MAX)
-        if isinstance(answer, BlocksSent):
-            self._stats.sent_blocks += len(answer.blocks)
-            self._stats.sent_bytes += self._count_bytes([block.kind for block in answer.blocks])
 
     async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, memoryview]:
         """Return an answer, and the contents of its blocks."""
@@ -149,9 +147,16 @@ class BlockServer:
         byte_count = self._count_bytes(kinds)
         if byte_count > BATCH_BYTES_MAX and len(kinds) > 1:
             return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes"), no_contents
-        job_future = self._jobs.submit(partial(self._exchange.read, question.wanted_blocks), byte_count)
+        job_future = self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
         read_blocks = await asyncio.wrap_future(job_future)
         return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
+
+    def _read(self, wanted_blocks: list[WantedBlock]) -> ReadBlocks:
+        """Copy blocks out and count them, on the thread of the steps: the report after its step has the counts."""
+        read_blocks = self._exchange.read(wanted_blocks)
+        self._stats.sent_blocks += len(read_blocks.blocks)
+        self._stats.sent_bytes += self._count_bytes([block.kind for block in wanted_blocks[: len(read_blocks.blocks)]])
+        return read_blocks
 
     def _count_bytes(self, kinds: list[int]) -> int:
         return sum(self._settings.block_bytes_by_kind[kind] for kind in kinds)

@@ -29,7 +29,7 @@ class TransferSettings:
 
 
 class TransferStats(msgspec.Struct, kw_only=True):
-    """Totals since the start. One thread counts; any may look."""
+    """Totals since the start. One thread counts each of them; any may look."""
 
     pulls: int = 0
     """Pulls that have ended, in whatever way."""

@@ -50,7 +50,7 @@ def start_transfers(
         raise ConfigError("--kv-transfer means nothing with --no-enable-prefix-caching")
     if get_block_memory is None:
         raise ConfigError("--kv-transfer: with --simulate SPEC must have kv_bytes_per_token")
-    exchange = BlockExchange(cache, get_block_memory)
+    exchange = BlockExchange(cache, get_block_memory())
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
     model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.tensor_parallel_size, config.simulate))

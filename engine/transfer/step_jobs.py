@@ -24,7 +24,7 @@ class StepJobs:
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque()
         self.wake_socket, self._waking_socket = socket.socketpair()
-        """Readable once there is a job: for a thread that sleeps on sockets."""
+        """Readable once there is a job: for a thread that sleeps on sockets, and reads what woke it."""
         self.wake_socket.setblocking(False)
         self._waking_socket.setblocking(False)
         self.arrival: Future[None] = Future()
@@ -46,8 +46,6 @@ class StepJobs:
     def run(self, bytes_max: int) -> None:
         """Do the jobs that came first, until they have copied so many bytes."""
         self.arrival = Future()
-        with suppress(BlockingIOError):
-            self.wake_socket.recv(4096)
         copied_bytes = 0
         while self._jobs and copied_bytes < bytes_max:
             job = self._jobs.popleft()

@@ -96,7 +96,7 @@ def state_space(
 ) -> Tensor:
     """Advance the Mamba-2 states of a batch, and return the outputs: [tokens, heads, head_dim].
 
-    Sequences that decode advance by one token; prompts are scanned in chunks. Shapes are those of `Backend.state_space`
+    Sequences that decode advance by one token; prompts are scanned in chunks. Shapes are those of `Kernels.state_space`
     (kernels/interface.py); `states` is changed in place.
     """
     num_tokens, num_heads, head_dim = x.shape

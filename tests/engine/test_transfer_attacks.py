@@ -83,11 +83,11 @@ def test_strangers_are_hung_up_on(short_waits: None, first_bytes: bytes) -> None
             stranger.settimeout(10)
             if first_bytes:
                 stranger.sendall(first_bytes)
+            received = b""
             with suppress(ConnectionResetError):
-                received = b""
                 while data := stranger.recv(4096):
                     received += data
-                assert len(received) == len(GREETING) + 32, "more than a greeting"
+            assert len(received) <= len(GREETING) + 32, "more than a greeting"
         assert source.transfers.stats.sent_blocks == 0
 
 
@@ -278,7 +278,7 @@ def test_an_abort_ends_the_pull_at_once() -> None:
         consumer.add("a", TEXT, source.source)
         while not source.core.has_work:  # until the consumer has asked for blocks
             consumer.step()
-        assert consumer.core.has_work, "an engine that pulls could be put to sleep"
+        assert consumer.core.has_requests, "an engine that pulls could be put to sleep"
         consumer.core.abort(["a"])
         assert not consumer.core.has_work
         source.run()

@@ -98,7 +98,7 @@ class Peer:
         )
         self.bench = Bench(cache, config, overlap=rng.random() < 0.6)
         self.transfers = self.bench.core.transfers = OneJob()
-        self.exchange = BlockExchange(cache, lambda: FakeMemory(self.bench.device))
+        self.exchange = BlockExchange(cache, FakeMemory(self.bench.device))
         self.request_count = 0
 
     def between_steps(self, job: Callable[[], None]) -> None:

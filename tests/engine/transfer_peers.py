@@ -62,7 +62,7 @@ class Engine:
         pool = DevicePool(spec, units, device=CPU, dtype=dtype, host_unit_count=host_units)
         pool.buffer.fill_(0xFF)
         runner = ModelRunner(model, pool, RunnerConfig(max_model_len=512, overlaps_steps=overlaps_steps))
-        self.exchange = BlockExchange(self.cache, lambda: pool.block_copier)
+        self.exchange = BlockExchange(self.cache, pool.block_copier)
         kinds = range(len(spec.block_bytes_by_kind()))
         self.transfers = KVTransfers(
             socket.create_server(("127.0.0.1", 0)),
