@@ -224,6 +224,20 @@ class RouterCore:
         if worker is not None and at_s is not None:
             worker.last_answer_at_s = at_s
 
+    def record_prefill_end(self, request_id: str, now: float) -> list[Instruction]:
+        """Record that the source of a request's prefill has computed it: the KV moves from now on."""
+        return []
+
+    def record_transfer(self, request_id: str, transfer_s: float) -> None:
+        """Record how long the transfer of a request in flight took, where an engine says so."""
+
+    def fail_transfer(self, request_id: str, now: float) -> list[Instruction]:
+        """Record that no KV came for a request in flight: its worker computes the prompt itself.
+
+        No transfer between the two workers is planned for a while. The attempt goes on.
+        """
+        return []
+
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:

@@ -109,6 +109,29 @@ class FailureKind(str, enum.Enum):
     """The answer broke off after its first byte was passed on."""
 
 
+class TransferKind(str, enum.Enum):
+    """How a worker gets KV that it did not compute."""
+
+    PULL = "pull"
+    """It fetches blocks that the source has cached, before it begins."""
+    PREFILL = "prefill"
+    """The source computes the prompt first, and hands its KV over."""
+
+
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """KV of a request that moves to its worker from another one, and what that is predicted to take."""
+
+    kind: TransferKind
+    source: str
+    """Worker that gives the blocks, or computes the prefill."""
+    rank: int | None
+    """Data-parallel rank of the source, or None where it has only one."""
+    tokens: int
+    """Tokens whose KV moves: those that the source has and the worker lacks."""
+    transfer_s: float
+    """Time of the transfer alone, without the prefill of the source."""
+
+
 class Terms(msgspec.Struct, frozen=True, gc=False):
     """The price of one worker for one request: six parts, their sum, and what explains them (docs/reference/price.md).
     Seconds unless the name says otherwise."""
@@ -151,6 +174,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     media_cached_tokens: int = 0
     """Tokens of a prompt with media that are taken to be cached where its conversation was before; not in
     `cached_tokens`."""
+    transfer: Transfer | msgspec.UnsetType = msgspec.UNSET
+    """KV that moves to the worker first; absent where the worker computes all that it lacks."""
 
 
 class Decision(msgspec.Struct, eq=False):
@@ -175,6 +200,11 @@ class Decision(msgspec.Struct, eq=False):
     """Terms of all candidates, the cheapest first; only with an explanation."""
     not_eligible: dict[str, str] = {}
     """worker -> reason why it was no candidate; only with an explanation."""
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """KV that moves to the worker first; None where the worker computes all that it lacks."""
+        return self.terms.transfer or None
 
     def to_json_fields(self) -> dict[str, Any]:
         """Return the decision as a JSON object."""

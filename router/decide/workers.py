@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from router.decide.config import HealthConfig
-from router.decide.messages import FailureKind, RouteRequest
+from router.decide.messages import FailureKind, RouteRequest, TransferKind
 from router.index.protocol import HolderId
 
 BLOCKCAST, VLLM = "blockcast", "vllm"
@@ -54,6 +54,23 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferFacts:
+    """What a worker says of moving KV. The default, of a worker that says nothing, moves none."""
+
+    group: str = ""
+    """Workers with the same text can read each other's KV: equal engine, version, model, dtype, block size and number
+    of tensor-parallel ranks. Empty: the worker moves no KV."""
+    kinds: frozenset[TransferKind] = frozenset()
+    """Transfers that the engine knows. A transfer needs a source and a destination that both know it."""
+    can_give: bool = True
+    """Whether the worker may be a source."""
+    can_take: bool = True
+    """Whether the worker may be a destination."""
+    bytes_per_token: float = 0.0
+    """Bytes of KV of one token, on all tensor-parallel ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Description of a worker, from its operator or from discovery."""
 
@@ -76,6 +93,7 @@ class WorkerSpec:
     block_size: int | None = None
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
+    transfer: TransferFacts = TransferFacts()
 
 
 @dataclass(slots=True)
