@@ -9,6 +9,7 @@ generation_config.json and config.json. Needs neither torch nor transformers. Id
 from __future__ import annotations
 
 import json
+import logging
 import os
 from array import array
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from prompts.schemas import CompletionRequest, Prompt
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+log = logging.getLogger("prompts")
 
 ID_TYPE: Final = "I"
 """Type code of arrays of token ids."""
@@ -64,8 +67,13 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        fast_encoder = build_fast_encoder(hf_tokenizer) if is_fast else None
-        self._fast_encoder = fast_encoder if isinstance(fast_encoder, FastEncoder) else None
+        self._fast_encoder: FastEncoder | None = None
+        if is_fast:
+            encoder_or_problem = build_fast_encoder(hf_tokenizer)
+            if isinstance(encoder_or_problem, FastEncoder):
+                self._fast_encoder = encoder_or_problem
+            else:
+                log.info("texts are encoded by the slower library `tokenizers`: %s", encoder_or_problem)
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None, *, is_fast: bool = True) -> Tokenizer:

@@ -62,6 +62,11 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def make_key_headers(key: str | None) -> dict[str, str]:
+    """Return the headers that carry an API key; none without a key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 async def iterate_body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield the body of a response as it comes. Raises what aiohttp raises."""
     async for chunk in response.content.iter_any():

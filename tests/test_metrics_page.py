@@ -16,11 +16,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.transfer.settings import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
-from router.admin.metrics_report import CacheCounts, MetricsReport
+from router.admin.metrics_report import MetricsReport
 from router.decide.registry import CoreSnapshot
 from router.fleet.worker_stream import StreamCounters
 from router.index.protocol import IndexStats
 from router.metrics import Metrics
+from router.prompting.conversation_reader import ConversationReader
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = "| metric (labels) | meaning |\n|---|---|\n"
@@ -35,12 +36,10 @@ class AnyValues:
 
 def declare_router_metrics() -> list[Metric]:
     """Return the families of a router without traffic."""
-    no_cache = CacheCounts(0, 0, 0)
     report = MetricsReport(
         metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), index=IndexStats(0, 0, 0, 0, 0), starting_workers=(),
         failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0, peer_messages={},
-        tokenize_cpu_s=0.0, conversation_cache=no_cache, conversation_checks=0, conversation_differences=0,
-        large_bodies={}, waiting_bytes=0,
+        tokenize_cpu_s=0.0, conversations=ConversationReader(0), large_bodies={}, waiting_bytes=0,
     )  # fmt: skip
     return list(build_page_families(report))
 

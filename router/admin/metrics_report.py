@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from router.decide.registry import CoreSnapshot
 from router.edge.proxy import Proxy
@@ -12,16 +11,9 @@ from router.fleet.feed import IndexFeed
 from router.fleet.members import Fleet
 from router.index.protocol import IndexStats
 from router.metrics import Metrics
+from router.prompting.conversation_reader import ConversationReader
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
-
-
-class CacheCounts(NamedTuple):
-    """Lookups in a cache, and its memory."""
-
-    hits: int
-    misses: int
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +36,7 @@ class MetricsReport:
     peer_messages: Mapping[str, int]
     """Outcome -> messages to and from other routers."""
     tokenize_cpu_s: float
-    conversation_cache: CacheCounts
-    """Hits and misses count bodies."""
-    conversation_checks: int
-    conversation_differences: int
+    conversations: ConversationReader
     large_bodies: Mapping[str, int]
     """Outcome -> bodies read by worker processes."""
     waiting_bytes: int
@@ -77,7 +66,6 @@ class MetricsCollector:
         """Return the figures of this moment."""
         core, metrics = self._proxy.core, self._proxy.metrics
         prompt_reader, worker_pool = self._prompt_reader, self._worker_pool
-        conversations = prompt_reader.conversations
         metrics.flush_ended()
         return MetricsReport(
             metrics=metrics,
@@ -90,11 +78,7 @@ class MetricsCollector:
             ignored_event_count=self._feed.events.ignored_message_count,
             peer_messages=self._count_peer_messages(),
             tokenize_cpu_s=prompt_reader.cpu_s + worker_pool.cpu_s,
-            conversation_cache=CacheCounts(
-                conversations.cache.hits, conversations.cache.misses, conversations.cache.used_bytes
-            ),
-            conversation_checks=conversations.check_count,
-            conversation_differences=conversations.difference_count,
+            conversations=prompt_reader.conversations,
             large_bodies=worker_pool.counts,
             waiting_bytes=worker_pool.waiting_bytes,
         )

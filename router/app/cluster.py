@@ -28,6 +28,7 @@ from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
+from router.http_client import make_key_headers
 from router.index.protocol import PrefixIndex
 from router.prompting.remote_tokenizer import RemoteTokenizer
 
@@ -51,8 +52,7 @@ class Cluster:
         peer_client: PeerClient,
     ) -> None:
         """`session`: for health checks. `peer_client`: asks other routers what they know of workers' caches."""
-        proxy, worker_api_key = pipeline.proxy, config.worker_api_key
-        headers = None if worker_api_key is None else {"Authorization": f"Bearer {worker_api_key}"}
+        proxy, headers = pipeline.proxy, make_key_headers(config.worker_api_key)
         self._config = config
         self._proxy = proxy
         self._index = index

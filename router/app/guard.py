@@ -97,10 +97,6 @@ class ApiKeys:
         return matches[0]
 
 
-def allow_all(connection: ClientConnection, request: HttpRequest) -> None:
-    """Allow any request, as on an address that needs no check."""
-
-
 def bearer_token(request: HttpRequest) -> bytes:
     """Return the bearer token of a request; empty where there is none."""
     scheme, _, token = (request.get_header(b"authorization") or b"").partition(b" ")

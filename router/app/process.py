@@ -99,28 +99,22 @@ class RouterProcess:
             self.cluster.start_feed()
             port = await self._addresses.bind(self._find_connections_max())
             self.cluster.connect_peers()
-            picker_and_port = self._bind_picker(config) if isinstance(config := self._config, EppConfig) else None
+            picker = self._bind_picker(self._config) if isinstance(self._config, EppConfig) else None
             self.cluster.follow_workers()
             if self._config.admin_api_key is None:
                 print(f"router admin key: {self._admin_key}", flush=True)
             await self.cluster.wait_for_workers()
             await self._addresses.listen()
-            timer_task = asyncio.ensure_future(self._timers.run())
-            self._resources.callback(timer_task.cancel)
-            stop_picker = None
-            if picker_and_port is not None:
-                picker, picker_port = picker_and_port
-                await self._start_picker(picker, picker_port)
-                stop_picker = picker.stop
+            self._timers.run()
+            self._resources.callback(self._timers.stop)
+            if picker is not None:
+                await self._start_picker(picker)
             limit_garbage_collection()
             self._print_address(port)
             self._shutdown.watch_signals()
-            shutdown_task = asyncio.ensure_future(self._shutdown.wait_until_requested())
-            await asyncio.wait({shutdown_task, timer_task}, return_when=asyncio.FIRST_COMPLETED)
-            if timer_task.done():
-                timer_task.result()
+            await self._shutdown.wait_until_requested()
             self._health.is_draining = True
-            await self._shutdown.drain(stop_picker)
+            await self._shutdown.drain(None if picker is None else picker.stop)
 
     # Building -----------------------------------------------------------------------------------------------------
 
@@ -207,8 +201,8 @@ class RouterProcess:
 
     # The endpoint picker ------------------------------------------------------------------------------------------
 
-    def _bind_picker(self, config: EppConfig) -> tuple[PickerServer, int]:
-        """Return the endpoint picker and the port that it has taken. Raises OSError where a port cannot be taken."""
+    def _bind_picker(self, config: EppConfig) -> PickerServer:
+        """Return the endpoint picker, with its ports bound. Raises OSError for a port that cannot be used."""
         from router.app.picker_app import PickerApp
         from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import REWRITE
@@ -219,14 +213,15 @@ class RouterProcess:
         picker_state = PickerState(config.picker, EndpointMap(self.pipeline.proxy.core.workers))
         picker = PickerServer(PickerApp(self._dispatcher), picker_state, ready=self._health.find_unready_reason)
         certificate = _read_picker_certificate(config)
-        return picker, picker.bind(config.host, config.port, config.picker.health_port, certificate)
+        picker.bind(config.host, config.port, config.picker.health_port, certificate)
+        return picker
 
-    async def _start_picker(self, picker: PickerServer, port: int) -> None:
+    async def _start_picker(self, picker: PickerServer) -> None:
         await picker.start()
         self._timers.add_sweep_step("picker", picker.beat)
         host = self._config.host
-        log.info("endpoint picker on %s:%d", host, port)
-        print(f"picker listening on {host}:{port}", flush=True)
+        log.info("endpoint picker on %s:%d", host, picker.port)
+        print(f"picker listening on {host}:{picker.port}", flush=True)
 
 
 def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:

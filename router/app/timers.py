@@ -30,6 +30,7 @@ class Timers:
         self._tick_steps: list[_NamedStep] = []
         self._sweep_steps: list[_NamedStep] = []
         self._swept_at_s = 0.0
+        self._next_run: asyncio.TimerHandle | None = None
 
     def add_tick_step(self, name: str, step: Step) -> None:
         """Call `step` every TICK_S."""
@@ -39,35 +40,23 @@ class Timers:
         """Call `step` every `sweep_s`."""
         self._sweep_steps.append(_NamedStep(name, step))
 
-    async def run(self) -> None:
-        """Run until the task is cancelled. The steps run in callbacks, as a task would wake the loop twice a tick."""
-        loop = asyncio.get_running_loop()
-        failure: asyncio.Future[None] = loop.create_future()
-
-        def tick() -> None:
-            if failure.done():
-                return
-            try:
-                self._run_due_steps()
-            except Exception as error:  # noqa: BLE001  whatever it is, the process ends with it
-                failure.set_exception(error)
-            else:
-                loop.call_later(TICK_S, tick)
-
-        tick()
-        await failure
-
-    def _run_due_steps(self) -> None:
+    def run(self) -> None:
+        """Run the steps that are due: now, and every TICK_S until `stop`."""
+        self._next_run = asyncio.get_running_loop().call_later(TICK_S, self.run)
         now = self._now()
-        for step in self._tick_steps:
-            self._run_step(step, now)
+        self._run_steps(self._tick_steps, now)
         if now - self._swept_at_s >= self._sweep_s:
             self._swept_at_s = now
-            for step in self._sweep_steps:
-                self._run_step(step, now)
+            self._run_steps(self._sweep_steps, now)
 
-    def _run_step(self, step: _NamedStep, now: float) -> None:
-        try:
-            step.run(now)
-        except Exception as error:  # noqa: BLE001  a boundary
-            self._record_crash(step.name, error)
+    def stop(self) -> None:
+        """Run no more steps."""
+        if self._next_run is not None:
+            self._next_run.cancel()
+
+    def _run_steps(self, steps: list[_NamedStep], now: float) -> None:
+        for step in steps:
+            try:
+                step.run(now)
+            except Exception as error:  # noqa: BLE001  a boundary
+                self._record_crash(step.name, error)

@@ -28,7 +28,7 @@ from events.sources import EventSource
 from prompts.routing import parse_routing
 from router.decide.workers import ServedModel
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, WorkerFlag, is_key_refused, suggest_remedy
-from router.http_client import FetchError, fetch
+from router.http_client import FetchError, fetch, make_key_headers
 from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader
 
@@ -136,7 +136,7 @@ class WorkerCheck:
             async for finding in self._check_adapters(prompt_ids, subscriber, is_bound):
                 yield finding
         if self._facts.sources and self._received.find_stores(prompt_ids):
-            yield await self._check_replay(prompt_ids)
+            yield await self._check_replay()
 
     def _check_address(self) -> Finding:
         facts = self._facts
@@ -288,7 +288,7 @@ class WorkerCheck:
             (source for source in self._facts.sources if str(source.data_parallel_rank) == message.stream_id), None
         )
 
-    async def _check_replay(self, ids: Sequence[int]) -> Finding:
+    async def _check_replay(self) -> Finding:
         sources = [source for source in self._facts.sources if source.replay_endpoint]
         if not sources:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
@@ -436,7 +436,6 @@ async def check_workers(
 ) -> bool:
     """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
     `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
-    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     are_all_sound = True
     with ThreadPoolExecutor(1) as executor:
         prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
@@ -444,7 +443,7 @@ async def check_workers(
             connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
         ) as session:
             for flag in flags:
-                async for finding in WorkerCheck(flag, session, prompts, headers).run_steps():
+                async for finding in WorkerCheck(flag, session, prompts, make_key_headers(key)).run_steps():
                     report(flag.worker_id, finding)
                     are_all_sound &= finding.is_ok is not False
     return are_all_sound

@@ -15,7 +15,7 @@ import click
 
 from options import ConfigError
 from options.tls import make_client_context
-from router.http_client import FetchError, fetch
+from router.http_client import FetchError, fetch, make_key_headers
 
 MAX_ANSWER_BYTES = 64 << 20
 
@@ -32,7 +32,6 @@ class AdminClient:
 
     def fetch_json(self, path: str, *, timeout_s: float) -> tuple[int, Any]:
         """Return (status, JSON) of a GET. Raises click.ClickException."""
-        headers = {} if self.admin_key is None else {"Authorization": f"Bearer {self.admin_key}"}
         try:
             context = make_client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
         except ConfigError as error:
@@ -43,9 +42,12 @@ class AdminClient:
                 connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
             ) as session:
                 return await fetch(
-                    session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=timeout_s,
+                    session,
+                    f"{self.url.rstrip('/')}{path}",
+                    headers=make_key_headers(self.admin_key),
+                    seconds=timeout_s,
                     bytes_max=MAX_ANSWER_BYTES,
-                )  # fmt: skip
+                )
 
         try:
             status, answer = asyncio.run(request())

@@ -249,8 +249,6 @@ class UpstreamPool:
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
-        self.connections_opened = 0
-        """Number of connections opened since the start."""
         self.scheduler = FairScheduler()
 
     def acquire(self, target: Endpoint) -> UpstreamConnection | None:
@@ -294,7 +292,6 @@ class UpstreamPool:
         if connection.transport is not None:  # else it was closed at once, and is forgotten already
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
-        self.connections_opened += 1
         return connection
 
     def release(self, connection: UpstreamConnection, now: float) -> None:

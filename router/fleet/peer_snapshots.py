@@ -32,7 +32,7 @@ from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.worker_responses import parse_number
 from router.http.request import HttpRequest
 from router.http.routes import Response
-from router.http_client import FetchError, fetch
+from router.http_client import FetchError, fetch, make_key_headers
 
 log = logging.getLogger("router")
 
@@ -104,7 +104,7 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
     matching_urls: list[str] = []
     for url in urls:
         try:
-            request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_make_key_header(key))
+            request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=make_key_headers(key))
             with _OPENER.open(request, timeout=SEED_S_MAX) as response:
                 answer = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
@@ -120,17 +120,13 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
     return seed, matching_urls
 
 
-def _make_key_header(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
 class PeerClient:
     """Asks other routers for snapshots. All of them have the same digest seed. No fault of a peer raises."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str], key: str | None = None) -> None:
         self.outcomes: Counter[str] = Counter()
         """Counts snapshot_taken, snapshot_older, snapshot_malformed, snapshot_unanswered (also too large)."""
-        self._headers = _make_key_header(key)
+        self._headers = make_key_headers(key)
         self._session = session
         self._urls = list(urls)
 

@@ -240,7 +240,7 @@ class MissAnalyzer:
         if previous is not None:
             comparison.common_tokens = len(previous.token_ids)
             return comparison
-        match = history.find_previous(token_ids, scope, comparison.outline, session, prompt.parent, prompt.chunk_keys)
+        match = history.find_previous(token_ids, comparison.outline, session, prompt.parent, prompt.chunk_keys)
         if match is not None:
             comparison.previous, comparison.common_tokens = match
             comparison.is_same_session = comparison.previous.session == session

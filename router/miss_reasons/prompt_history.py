@@ -98,7 +98,6 @@ class PromptHistory:
     def find_previous(
         self,
         token_ids: array[int],
-        scope: Scope,
         outline: Outline | None,
         session: str | None,
         parent: str | None,

@@ -43,11 +43,13 @@ class PickerServer:
         self._reported_ready: bool | None = None
         self._health_updates: set[asyncio.Task[None]] = set()
         self._has_warned = False
+        self.port = 0
+        """Port of the picker, once it is bound."""
         self.streams = 0
         """Number of open streams."""
 
-    def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> int:
-        """Bind both ports and return the picker's; no request is answered until `start`. Raises OSError.
+    def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> None:
+        """Bind both ports; no request is answered until `start`. Raises OSError.
 
         `certificate`: chain and private key, PEM; None for no TLS.
         """
@@ -67,13 +69,12 @@ class PickerServer:
         )
         main.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        bound = _bind(main, host, port, certificate, "--port")
+        self.port = _bind(main, host, port, certificate, "--port")
         bound_health_port = _bind(health, host, health_port, None, "--health-port")
         for server in (main, health):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             self._servers.append(server)
         log.info("gRPC health checks on %s:%d", host, bound_health_port)
-        return bound
 
     async def start(self) -> None:
         """Start to answer requests."""

@@ -26,6 +26,15 @@ PLAYED = (
     "<p>As the play of today has it: the caches of that time are not known, nor whether an index would have been "
     "right. Workload: what no worker had any more, and what a session's prompt has otherwise than the one before.</p>"
 )
+NOTES = (
+    "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: where "
+    "they went, and where router run would have sent them. What was measured is scaled by their ratio. Who waited for "
+    "the end of an answer is taken to wait for it there too: the next turn of a conversation, what comes under the "
+    "same session or user after the last was over, and new conversations where they are seen to begin as others end, "
+    "as a fixed number of users bring them. What else begins is taken to come when it came. The last column of the "
+    "first table says how well the play of today fits what was measured: where it is far off, trust the rest as "
+    "little.</p></html>"
+)
 WIDTH, HEIGHT = 640, 180
 
 
@@ -85,7 +94,7 @@ def render_page(report: ShadowReport) -> bytes:
         _render_losses(report),
         _render_plots(report),
         _render_workers(report),
-        _render_notes(report),
+        NOTES,
     ]
     return "".join(parts).encode()
 
@@ -174,19 +183,6 @@ def _render_workers(report: ShadowReport) -> str:
         cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: taken as endless"
         rows.append((engine.name, cache, rate, step))
     return "<h2>Workers</h2>" + _render_table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
-
-
-def _render_notes(report: ShadowReport) -> str:
-    return (
-        "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
-        "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
-        "Who waited for the end of an answer is taken to wait for it there too: the next turn of a conversation, what "
-        "comes under the same session or user after the last was over, and new conversations where they are seen to "
-        "begin as others end, as a fixed number of users bring them. What else begins is taken to come when it came. "
-        "The last column of the first table says how well the play of today fits what was measured: where it is far "
-        "off, trust the rest as little."
-        "</p></html>"
-    )
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------

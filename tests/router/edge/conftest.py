@@ -22,7 +22,7 @@ from router.admin.metrics_page import MetricsRoutes
 from router.admin.metrics_report import MetricsCollector
 from router.admin.workers import WorkerListRoutes
 from router.app.dispatch import RequestDispatcher, RequestPlacer
-from router.app.guard import Guard, allow_all
+from router.app.guard import Guard
 from router.app.server import ForwardedRoutes, RouterApp
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig
@@ -331,7 +331,7 @@ class Edge:
         self.placer = RequestPlacer(reading, self.tenants, self.proxy)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.placer)
         worker_routes = ForwardedRoutes(self.dispatcher, self.routes, config)
-        self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or allow_all)
+        self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or (lambda connection, request: None))
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))

@@ -32,12 +32,12 @@ BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
 class Envoy:
     """Streams to one picker."""
 
-    def __init__(self, edge: Any, server: PickerServer, port: int, picking: PickerState, tls: bytes | None) -> None:
-        self.edge, self.server, self.port, self.picker_state = edge, server, port, picking
+    def __init__(self, edge: Any, server: PickerServer, picking: PickerState, tls: bytes | None) -> None:
+        self.edge, self.server, self.port, self.picker_state = edge, server, server.port, picking
         self.ended: list[Any] = []
         edge.proxy.on_end.append(self.ended.append)
         trusted = None if tls is None else grpc.ssl_channel_credentials(tls)
-        where = f"127.0.0.1:{port}"
+        where = f"127.0.0.1:{server.port}"
         self.channel = grpc.aio.secure_channel(where, trusted) if trusted else grpc.aio.insecure_channel(where)
 
     def stream(self, raw: bool = False) -> Any:
@@ -100,9 +100,9 @@ async def picker(
     picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
     server = PickerServer(PickerApp(edge.dispatcher), picking, ready=edge.health.find_unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
-    port = server.bind("127.0.0.1", 0, 0, certificate)
+    server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()
-    envoy = Envoy(edge, server, port, picking, certificate[0] if certificate else None)
+    envoy = Envoy(edge, server, picking, certificate[0] if certificate else None)
     try:
         server.beat(edge.now())
         yield envoy
