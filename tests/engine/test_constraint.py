@@ -151,28 +151,26 @@ def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
 FLOAT, INT64 = 3.4028234663852886e38, 2**63
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 EMAIL = r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"
-ODD: list[tuple[dict[str, Any], str, Any, list[Any]]] = [
-    ({"type": "number", "minimum": -FLOAT, "maximum": FLOAT}, ".minimum", 1.5, ["x"]),
-    ({"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}, ".minimum", 12, ["x", 1.5]),
-    ({"type": "string", "pattern": DECIMAL, "maxLength": 3}, ".pattern", "1.5", [5, "1.555"]),
-    ({"type": "string", "format": "email", "pattern": EMAIL}, ".pattern", "a@b.c", ["a"]),
+ODD: list[tuple[dict[str, Any], Any, list[Any]]] = [
+    ({"type": "number", "minimum": -FLOAT, "maximum": FLOAT}, 1.5, ["x"]),
+    ({"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}, 12, ["x", 1.5]),
+    ({"type": "string", "pattern": DECIMAL, "maxLength": 3}, "1.5", [5]),
+    ({"type": "string", "format": "email", "pattern": EMAIL}, "a@b.c", [5]),
     ({"type": "array", "items": {"anyOf": [{"type": "string", "pattern": "(?=x)"}, {"type": "null"}]}},
-     ".items.anyOf[0].pattern", ["a", None], ["a", [5]]),
+     ["a", None], ["a"]),
     ({"type": "object", "properties": {"a": {"type": "integer", "pattern": 5, "maximum": 10**400}},
-      "additionalProperties": False, "required": ["a"]}, ".properties.a.maximum", {"a": 1}, [{"a": "x"}, {"b": 1}]),
-    ({"type": "nothing"}, ".type", 5, []),
-    ({"$ref": "https://example.org/schema"}, "", 5, []),
-    ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}, "", {"a": 5}, [{}]),
+      "additionalProperties": False, "required": ["a"]}, {"a": 1}, [5]),
+    ({"type": "nothing"}, 5, []),
+    ({"$ref": "https://example.org/schema"}, 5, []),
+    ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}, {"a": 5}, [5]),
 ]  # fmt: skip
-"""(schema, path of what the compiler cannot follow, a value that it may have, values that it may not)."""
+"""(schema that the compiler cannot follow, a value that it may have, values that are not of its type)."""
 
 
 @pytest.mark.parametrize("markup", ["hermes", "qwen3_coder", "pythonic"])
-@pytest.mark.parametrize(("odd", "path", "good", "bad"), ODD)
-def test_one_odd_schema_does_not_refuse_a_request(
-    markup: str, odd: dict[str, Any], path: str, good: Any, bad: list[Any]
-) -> None:
-    """Of tools that are not strict it is followed in part; of strict ones it is refused by its name."""
+@pytest.mark.parametrize(("odd", "good", "bad"), ODD)
+def test_one_odd_property_does_not_refuse_a_request(markup: str, odd: dict[str, Any], good: Any, bad: list[Any]) -> None:
+    """A tool that is not strict has it held to its type; a strict tool is refused by its name."""
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "v": odd}, "required": ["n", "v"]}
 
     def call(value: Any) -> str:
@@ -189,13 +187,12 @@ def test_one_odd_schema_does_not_refuse_a_request(
     assert takes(lark, call(good))
     assert not takes(lark, call(good).replace("n=1", "n='x'").replace('"n": 1', '"n": ""').replace("\n1\n", "\nx\n"))
     for value in bad:
-        if markup != "qwen3_coder" or odd["type"] != "string" or (isinstance(value, str) and "format" not in odd):
+        if markup != "qwen3_coder" or odd["type"] != "string":
             assert not takes(lark, call(value)), value
     with pytest.raises(RequestError) as error_info:
         check_tool(parameters, markup, strict=True)
     assert error_info.value.status == 400
-    if path:
-        assert error_info.value.param == f"tools[1].function.parameters.properties.v{path}"
+    assert error_info.value.param == "tools[1].function.parameters"
     assert error_info.value.message.startswith(f"{error_info.value.param}: ")
 
 
@@ -221,7 +218,7 @@ def test_the_reason_is_told_whole() -> None:
     assert constraint is not None
     with pytest.raises(RequestError, match="Invalid type: x") as error_info:
         check_constraint(GRAMMAR_WORDS, constraint)
-    assert error_info.value.param == "response_format.json_schema.schema.items.type"
+    assert error_info.value.param == "response_format.json_schema.schema"
 
 
 def test_schemas_too_deep_in_each_other_are_refused() -> None:
@@ -234,7 +231,7 @@ def test_schemas_too_deep_in_each_other_are_refused() -> None:
             assert len(error_info.value.message) < 1000
 
 
-def test_a_part_that_references_lead_to_is_loosened_where_it_stands() -> None:
+def test_a_property_whose_reference_leads_to_a_faulty_schema_may_have_any_value() -> None:
     node = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
                                              "v": {"type": "integer", "maximum": INT64 - 1, "minimum": -INT64}},
             "required": ["v"], "additionalProperties": False}  # fmt: skip
@@ -243,10 +240,10 @@ def test_a_part_that_references_lead_to_is_loosened_where_it_stands() -> None:
     lark = check_tool(parameters, "hermes", strict=False)
     good = '<tool_call>\n{"name": "f", "arguments": {"node": {"next": {"next": null, "v": 1}, "v": 2}}}\n</tool_call>'
     assert takes(lark, good)
-    assert not takes(lark, good.replace("1", '"1"'))
+    assert not takes(lark, good.replace('"node"', '"other"'))
     with pytest.raises(RequestError) as error_info:
         check_tool(parameters, "hermes", strict=True)
-    assert error_info.value.param == "tools[1].function.parameters.$defs.node.properties.v.minimum"
+    assert error_info.value.param == "tools[1].function.parameters"
 
 
 def test_a_tool_that_is_not_strict_may_have_a_schema_that_is_not_known_here() -> None:
