@@ -6,7 +6,6 @@ its answer is not constrained, at all or yet (`Constraint.reasoning_end_token`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,14 +25,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MaskWords = npt.NDArray[np.uint32]
-_LOGIT_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
-"""[256, 8]: values to add to the logits of eight tokens, by the byte of their mask bits."""
-_LISTED_DIVISOR = 4
-"""Tokens are listed one by one if fewer than one in so many is allowed, or forbidden."""
-_SHORT_LIST_DIVISOR = 32
-"""Sampling reads only the allowed tokens if they are fewer than one in so many."""
-_ENTRIES_MAX = 64
-"""Most recent masks with a cached list of tokens. The same few masks are used again and again inside a string."""
+SHORT_ROW_DIVISOR = 32
+"""On a CPU sampling reads only the allowed tokens of a row if they are fewer than one in so many."""
 
 
 @dataclass(slots=True)
@@ -69,21 +62,12 @@ class MaskRequest:
 
 
 @dataclass(slots=True)
-class CpuMasks:
-    """Masks in the form that is cheapest to apply on a CPU. Indices are into the flat logits [rows * vocab]."""
+class ShortRows:
+    """Rows with few allowed tokens. Their logits are not masked, because `Sampler` reads only the allowed ones."""
 
-    forbidden_indices: npt.NDArray[np.int64]
-    """Forbidden tokens of rows with most tokens allowed."""
-    sparse_rows: list[int]
-    """Rows with few tokens allowed."""
-    allowed_indices: npt.NDArray[np.int64]
-    """Allowed tokens of the `sparse_rows`."""
-    dense_rows: list[tuple[int, npt.NDArray[np.float32]]]
-    """(row, summands [vocab]: -inf for a forbidden token, else 0) of the other rows."""
-    short_rows: list[int]
-    """Rows with very few tokens allowed. Their logits are not masked; `Sampler` reads the allowed ones only."""
-    short_row_ids: npt.NDArray[np.int64]
-    """[short rows, tokens]: allowed tokens of each of the `short_rows` by rising id, padded with -1."""
+    logits_rows: list[int]
+    allowed_ids: npt.NDArray[np.int64]
+    """[short rows, tokens]: allowed tokens of each row by rising id, padded with -1."""
 
 
 @dataclass(slots=True)
@@ -94,8 +78,7 @@ class TokenMasks:
     """Rows of the logits that have a mask."""
     bits: MaskWords
     """[masks, words]: a bit for each token, set if the token may be drawn."""
-    cpu_masks: CpuMasks | None
-    """Masks in the form for a CPU; None on a GPU."""
+    short_rows: ShortRows
     failures: dict[int, str]
     """Row of the logits -> reason why the answer cannot go on; the token drawn in that row means nothing."""
 
@@ -110,7 +93,9 @@ class Masks:
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
-        self._token_lists = _TokenListCache(vocab_size)
+        is_allowed = torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1
+        self._summands_by_byte = torch.where(is_allowed, 0.0, float("-inf")).to(device)
+        """[256, 8]: values to add to the logits of eight tokens, by the byte of their mask bits."""
         self._matcher_states: dict[int, _MatcherState] = {}
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
@@ -141,19 +126,14 @@ class Masks:
         return self._thread.submit(self._compute_masks, requests, read_last_tokens)
 
     def apply(self, logits: Tensor, masks: TokenMasks) -> None:
-        """Set the logits [rows, vocab] of forbidden tokens to -inf, in place."""
-        if not masks.logits_rows:
+        """Set the logits [rows, vocab] of forbidden tokens to -inf, in place, except in short rows."""
+        full_rows = [i for i, row in enumerate(masks.logits_rows) if row not in masks.short_rows.logits_rows]
+        if not full_rows:
             return
-        if masks.cpu_masks is not None:
-            _apply_on_cpu(logits, masks.cpu_masks)
-            return
-        device_bits = copy_to_device(masks.bits.view(np.uint8), self._device)
-        bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
-        is_forbidden = ((device_bits[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
-        logits_rows = copy_to_device(np.array(masks.logits_rows, np.int64), self._device)
-        logits.index_copy_(
-            0, logits_rows, logits.index_select(0, logits_rows).masked_fill_(is_forbidden, float("-inf"))
-        )
+        mask_bytes = copy_to_device(masks.bits[full_rows].view(np.uint8).reshape(-1), self._device)
+        summands = self._summands_by_byte.index_select(0, mask_bytes.int()).view(len(full_rows), -1)
+        logits_rows = copy_to_device(np.array(masks.logits_rows, np.int64)[full_rows], self._device)
+        logits.index_add_(0, logits_rows, summands[:, : self._vocab_size])
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -197,8 +177,19 @@ class Masks:
             if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
                 _allow_token(bits[index], state.constraint.reasoning_start_token)
         logits_rows = [request.logits_row for request in masked_requests]
-        cpu_masks = self._token_lists.make_cpu_masks(logits_rows, bits) if self._device.type == "cpu" else None
-        return TokenMasks(logits_rows, bits, cpu_masks, failures)
+        return TokenMasks(logits_rows, bits, self._find_short_rows(logits_rows, bits), failures)
+
+    def _find_short_rows(self, logits_rows: list[int], bits: MaskWords) -> ShortRows:
+        """Return the rows that allow few tokens; on a GPU none. `bits`: masks of these rows of logits."""
+        ids_by_row: dict[int, npt.NDArray[np.int64]] = {}
+        for logits_row, row_bits in zip(logits_rows, bits.view(np.uint8)) if self._device.type == "cpu" else ():
+            is_allowed = np.unpackbits(row_bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+            if 0 < SHORT_ROW_DIVISOR * np.count_nonzero(is_allowed) <= self._vocab_size:
+                ids_by_row[logits_row] = np.flatnonzero(is_allowed)
+        allowed_ids = np.full((len(ids_by_row), max(map(len, ids_by_row.values()), default=0)), -1, np.int64)
+        for padded_ids, ids in zip(allowed_ids, ids_by_row.values()):
+            padded_ids[: len(ids)] = ids
+        return ShortRows(list(ids_by_row), allowed_ids)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
         """Let the matcher read the new tokens. Returns whether the row has a mask."""
@@ -241,80 +232,6 @@ class Masks:
 
             self._executor = LLExecutor(self._threads)
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-
-
-class _TokenListCache:
-    """Converts masks to `CpuMasks`, and caches the lists of tokens of recent masks."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._entries: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
-
-    def make_cpu_masks(self, logits_rows: list[int], bits: MaskWords) -> CpuMasks:
-        """Return the masks `bits` [masks, words] of these rows of logits in the form for a CPU."""
-        empty, vocab_size = np.empty(0, np.int64), self._vocab_size
-        forbidden_indices, allowed_indices, short_row_ids = [empty], [empty], list[npt.NDArray[np.int64]]()
-        sparse_rows, short_rows = list[int](), list[int]()
-        dense_rows: list[tuple[int, npt.NDArray[np.float32]]] = []
-        for logits_row, row in zip(logits_rows, bits.view(np.uint8)):
-            is_allowed_list, ids = self._list_tokens(row)
-            if ids is None:
-                dense_rows.append((logits_row, np.take(_LOGIT_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
-            elif not is_allowed_list:
-                forbidden_indices.append(ids + logits_row * vocab_size)
-            elif 0 < _SHORT_LIST_DIVISOR * len(ids) <= vocab_size:
-                short_rows.append(logits_row)
-                short_row_ids.append(ids)
-            else:
-                sparse_rows.append(logits_row)
-                allowed_indices.append(ids + logits_row * vocab_size)
-        padded_ids = np.full((len(short_rows), max(map(len, short_row_ids), default=0)), -1, np.int64)
-        for row_ids, ids in zip(padded_ids, short_row_ids):
-            row_ids[: len(ids)] = ids
-        return CpuMasks(
-            np.concatenate(forbidden_indices),
-            sparse_rows,
-            np.concatenate(allowed_indices),
-            dense_rows,
-            short_rows,
-            padded_ids,
-        )
-
-    def _list_tokens(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
-        """Return the shorter of the lists of allowed and of forbidden tokens, cached by the bitmask `row`.
-
-        The first value says whether the list is of allowed tokens. The second is None if both lists would be long.
-        """
-        key = row.tobytes()
-        entry = self._entries.get(key)
-        if entry is None:
-            is_allowed = np.unpackbits(row, count=self._vocab_size, bitorder="little").view(np.bool_)
-            count = int(np.count_nonzero(is_allowed))
-            lists_forbidden = _LISTED_DIVISOR * (self._vocab_size - count) <= self._vocab_size
-            is_listed = lists_forbidden or _LISTED_DIVISOR * count <= self._vocab_size
-            entry = self._entries[key] = (
-                not lists_forbidden,
-                np.flatnonzero(~is_allowed if lists_forbidden else is_allowed) if is_listed else None,
-            )
-            if len(self._entries) > _ENTRIES_MAX:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        return entry
-
-
-def _apply_on_cpu(logits: Tensor, masks: CpuMasks) -> None:
-    """Mask logits [rows, vocab] in place."""
-    flat = logits.view(-1)
-    if len(masks.forbidden_indices):
-        flat.index_fill_(0, torch.from_numpy(masks.forbidden_indices), float("-inf"))
-    if masks.sparse_rows:
-        allowed_indices = torch.from_numpy(masks.allowed_indices)
-        allowed_logits = flat.index_select(0, allowed_indices)
-        for logits_row in masks.sparse_rows:
-            logits[logits_row].fill_(float("-inf"))
-        flat.index_copy_(0, allowed_indices, allowed_logits)
-    for logits_row, summands in masks.dense_rows:
-        logits[logits_row].add_(torch.from_numpy(summands))
 
 
 def _has_live_matcher(state: _MatcherState) -> bool:

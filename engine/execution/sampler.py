@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.logprobs import compute_token_logprobs
-from engine.execution.masks import CpuMasks, MaskRequest, Masks, TokenMasks
+from engine.execution.masks import MaskRequest, Masks, ShortRows, TokenMasks
 from engine.execution.penalties import Penalties, PenaltyStep, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
@@ -244,11 +244,11 @@ class Sampler:
             batch_settings.random_rows,
             inputs.token_masks is not None,
         )
-        cpu_masks = None if inputs.token_masks is None else inputs.token_masks.result().cpu_masks
+        short_rows = None if inputs.token_masks is None else inputs.token_masks.result().short_rows
         tokens = (
             self._draw(adjusted_logits, settings)
-            if cpu_masks is None or not cpu_masks.short_rows
-            else self._draw_with_short_rows(adjusted_logits, settings, cpu_masks)
+            if short_rows is None or not short_rows.logits_rows
+            else self._draw_with_short_rows(adjusted_logits, settings, short_rows)
         )
         if batch.penalties is not None:
             assert inputs.penalties is not None
@@ -261,20 +261,17 @@ class Sampler:
             logprob_tokens = tokens.index_select(0, batch.device_logprob_rows)
         return tokens, compute_token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
 
-    def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, masks: CpuMasks) -> Tensor:
-        """Draw the token of each row, [rows]. In `short_rows` only the few allowed tokens are read."""
-        short_rows = set(masks.short_rows)
-        full_rows = [row for row in range(len(logits)) if row not in short_rows]
+    def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, short_rows: ShortRows) -> Tensor:
+        """Draw the token of each row, [rows]. Of short rows only the allowed logits are read."""
+        full_rows = [row for row in range(len(logits)) if row not in short_rows.logits_rows]
         tokens = torch.empty(len(logits), dtype=torch.int64)
         if full_rows:
             tokens[full_rows] = self._draw(logits[full_rows], settings.select_rows(full_rows))
-        short_row_indices, ids = torch.tensor(masks.short_rows), torch.from_numpy(masks.short_row_ids)
+        rows, ids = torch.tensor(short_rows.logits_rows), torch.from_numpy(short_rows.allowed_ids)
         valid_ids = ids.clamp(min=0)
-        short_logits = logits.view(-1)[valid_ids + short_row_indices[:, None] * self._vocab_size].masked_fill_(
-            ids < 0, float("-inf")
-        )
-        positions = self._draw(short_logits, settings.select_rows(short_row_indices))
-        tokens[short_row_indices] = valid_ids.gather(1, positions[:, None])[:, 0]
+        short_logits = logits[rows[:, None], valid_ids].masked_fill_(ids < 0, float("-inf"))
+        positions = self._draw(short_logits, settings.select_rows(rows))
+        tokens[rows] = valid_ids.gather(1, positions[:, None])[:, 0]
         return tokens
 
     def make_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:

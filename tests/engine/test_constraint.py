@@ -169,8 +169,10 @@ ODD: list[tuple[dict[str, Any], Any, list[Any]]] = [
 
 @pytest.mark.parametrize("markup", ["hermes", "qwen3_coder", "pythonic"])
 @pytest.mark.parametrize(("odd", "good", "bad"), ODD)
-def test_one_odd_property_does_not_refuse_a_request(markup: str, odd: dict[str, Any], good: Any, bad: list[Any]) -> None:
-    """A tool that is not strict has it held to its type; a strict tool is refused by its name."""
+def test_one_odd_property_does_not_refuse_a_request(
+    markup: str, odd: dict[str, Any], good: Any, bad: list[Any]
+) -> None:
+    """A tool that is not strict has it held to its type; a strict tool is refused."""
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "v": odd}, "required": ["n", "v"]}
 
     def call(value: Any) -> str:

@@ -97,8 +97,7 @@ def tokens_left_by(token_masks: TokenMasks, masks: Masks, logits: torch.Tensor) 
     """Of each row; where few are left, the logits of the others stay as they are."""
     masks.apply(logits, token_masks)
     tokens_by_row = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
-    assert token_masks.cpu_masks is not None
-    for place, ids in zip(token_masks.cpu_masks.short_rows, token_masks.cpu_masks.short_row_ids):
+    for place, ids in zip(token_masks.short_rows.logits_rows, token_masks.short_rows.allowed_ids):
         assert len(tokens_by_row[place]) == VOCAB
         tokens_by_row[place] = set(ids.tolist()) - {-1}
     return tokens_by_row
@@ -247,7 +246,7 @@ def test_where_few_may_be_drawn_the_same_is_drawn(seed: int, lengths: list[int])
     draws = []
     for divisor in (32, 10**9):
         with pytest.MonkeyPatch.context() as patch, contextlib.closing(GrammarCompiler(lambda: WORDS)) as grammars:
-            patch.setattr("engine.execution.masks._SHORT_LIST_DIVISOR", divisor)
+            patch.setattr("engine.execution.masks.SHORT_ROW_DIVISOR", divisor)
             masks = Masks(grammars, VOCAB, CPU, threads=1)
             sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
             batch = sampler.make_batch(rows, list(range(len(rows))))
