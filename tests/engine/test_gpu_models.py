@@ -49,11 +49,12 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         read = begin(tensors)
 
         def waiting():
+            mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("default")
             try:
                 return read()
             finally:
-                torch.cuda.set_sync_debug_mode("error")
+                torch.cuda.set_sync_debug_mode(mode)
 
         return waiting
 

@@ -78,7 +78,7 @@ def test_failures_are_shown_shortly(gpu: ModuleType, tmp_path: Path) -> None:
 def test_the_plan_fits_its_time(gpu: ModuleType) -> None:
     """That it works first, and what must be shown before the time can be up, whatever the others take."""
     names = [part.name for part in gpu.parts(smoke=False)]
-    assert names[:3] == ["works", "qwen3-8b", "tests"]
+    assert names[:4] == ["works", "qwen3-8b", "served", "tests"]
     assert {"kernels", "qwen3-0.6b", "qwen3.5-4b", "nemotron-h-8b", "host", "host-waits"} <= set(names)
     assert "flash-attn" in set(names) & set(BACKENDS)
     limits = [part.limit_s for part in gpu.parts(smoke=False)]
