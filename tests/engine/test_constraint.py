@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from call_formats import EXAMPLES
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.assembly import assemble
@@ -46,41 +47,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
 ]
-CALLS = {
-    "hermes": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin", "days": 3}}\n</tool_call>',
-        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>',
-    ),
-    "qwen3_coder": (
-        "<tool_call>\n<function=weather>\n<parameter=city>\nBer\nlin\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=time>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=weather>\n<parameter=city>\nB\n</parameter>\n<parameter=unit>\nX\n</parameter>\n"
-        "</function>\n</tool_call>",
-    ),
-    "llama3_json": (
-        '{"name": "weather", "parameters": {"city": "Berlin"}}',
-        '{"name": "time", "parameters": {}}',
-        '{"name": "weather", "parameters": {"city": 1}}',
-    ),
-    "mistral": (
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Berlin"}}]',
-        '[TOOL_CALLS][{"name": "time", "arguments": {}}]',
-        '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
-    ),
-    "pythonic": (
-        '[weather(city="Berlin", metric=True, unit="C", more=["a", "b"])]',
-        "[time()]",
-        '[weather(city="Berlin", unit="X")]',
-    ),
-    "granite": (
-        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Berlin"}}]',
-        '<|tool_call|>[{"name": "time", "arguments": {}}]',
-        '<|tool_call|>[{"name": "weather", "arguments": {}}]',
-    ),
-}
-"""Of each markup a call of each tool, and one that its schema does not allow."""
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -103,7 +69,8 @@ def takes(lark: str, text: str) -> bool:
 
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup: str) -> None:
-    weather, time, wrong = CALLS[markup]
+    example = EXAMPLES[markup]
+    weather, time, wrong = example.weather, example.time, example.wrong
     begin, end = MARKUPS[markup].calls_begin, MARKUPS[markup].calls_end
     two_calls = begin + MARKUPS[markup].separator.join(
         call.removeprefix(begin).removesuffix(end) if end else call for call in (weather, time)
@@ -127,7 +94,8 @@ def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup:
 
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_calls_of_strict_tools_are_right_where_text_is_free(markup: str) -> None:
-    weather, time, wrong = CALLS[markup]
+    example = EXAMPLES[markup]
+    weather, time, wrong = example.weather, example.time, example.wrong
     lark = grammar(chat(tools=TOOLS), markup)
     for text in ("", "Hello", f"I look: {weather}", weather, time):
         assert takes(lark, text), text
@@ -141,11 +109,11 @@ def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
     lark = grammar(chat(tools=TOOLS, response_format=form), "hermes")
     assert takes(lark, "12")
-    assert takes(lark, CALLS["hermes"][0])
+    assert takes(lark, EXAMPLES["hermes"].weather)
     assert not takes(lark, "text")
     only = grammar(chat(tools=TOOLS, response_format=form, tool_choice="none"), "hermes")
     assert takes(only, "12")
-    assert not takes(only, CALLS["hermes"][0])
+    assert not takes(only, EXAMPLES["hermes"].weather)
 
 
 FLOAT, INT64 = 3.4028234663852886e38, 2**63
@@ -373,7 +341,7 @@ def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
 def test_arguments_are_an_object_whatever_a_schema_leaves_open(markup: str, parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "time", "parameters": parameters}}]
     lark = grammar(chat(tools=tools, tool_choice="required"), markup)
-    empty = CALLS[markup][1]
+    empty = EXAMPLES[markup].time
     assert takes(lark, empty)
     assert arguments_of(empty, markup, tools) == {}
     if markup not in ("qwen3_coder", "pythonic"):
@@ -523,8 +491,8 @@ def test_allowed_tools() -> None:
     inner = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": inner}
     lark = grammar(chat(tools=TOOLS, tool_choice=choice), "hermes")
-    assert takes(lark, CALLS["hermes"][1])
-    assert not takes(lark, CALLS["hermes"][0])
+    assert takes(lark, EXAMPLES["hermes"].time)
+    assert not takes(lark, EXAMPLES["hermes"].weather)
 
 
 def test_a_forced_call_needs_a_markup() -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from call_formats import EXAMPLES
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.protocol.params import ModelLimits
@@ -98,15 +99,6 @@ def tool(**form: Any) -> Any:
     return {"type": "custom", "name": "patch", "format": {"type": "grammar", **form}}
 
 
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "patch", "arguments": {"input": %s}}\n</tool_call>',
-    "llama3_json": '{"name": "patch", "parameters": {"input": %s}}',
-    "mistral": '[TOOL_CALLS][{"name": "patch", "arguments": {"input": %s}}]',
-    "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
-    "pythonic": "[patch(input=%s)]",
-}
-
-
 def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_responses_request(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
@@ -117,16 +109,17 @@ def constraint(form: Any, calls: str, choice: Any) -> str:
     return built_constraint.lark_grammar
 
 
-@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("calls", [name for name, example in EXAMPLES.items() if example.patch is not None])
 def test_a_custom_tools_text_matches_its_grammar(calls: str) -> None:
-    assert set(CALLS) | {"qwen3_coder"} == set(MARKUPS)
+    assert set(EXAMPLES) == set(MARKUPS)
+    patch = EXAMPLES[calls].patch or ""
     for choice in ("required", "auto"):
         lark = constraint(tool(syntax="lark", definition=PATCH), calls, choice)
-        assert takes(lark, CALLS[calls] % json.dumps(GOOD, ensure_ascii=False))
-        assert not takes(lark, CALLS[calls] % json.dumps(BAD))
+        assert takes(lark, patch % json.dumps(GOOD, ensure_ascii=False))
+        assert not takes(lark, patch % json.dumps(BAD))
     lark = constraint(tool(syntax="regex", definition="[a-c]+\n?"), calls, "required")
-    assert takes(lark, CALLS[calls] % '"abc\\n"')
-    assert not takes(lark, CALLS[calls] % '"abd"')
+    assert takes(lark, patch % '"abc\\n"')
+    assert not takes(lark, patch % '"abd"')
 
 
 def test_where_texts_stand_bare_a_regular_expression_is_kept_and_a_grammar_free() -> None:

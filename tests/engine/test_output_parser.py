@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 from budget import examples
+from call_formats import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -148,23 +149,11 @@ def test_streams_concatenate_to_the_whole_wherever_they_are_cut(text: str, promp
                 assert message(format_whole(tokens, cut, reason, prompt, **options)) == expected_message
 
 
-CITY = '{"city": "Säckingen 🙂", "days": 3}'
-IN_BYTES = {
-    "hermes": f'Gut, 🙂:<tool_call>{{"name": "find", "arguments": {CITY}}}</tool_call>',
-    "granite": f'<|tool_call|>[{{"name": "find", "arguments": {CITY}}}]',
-    "mistral": f"é[TOOL_CALLS]find{CITY}[TOOL_CALLS]find{{}}",
-    "llama3_json": f'{{"name": "find", "parameters": {CITY}}}',
-    "pythonic": '[find(city="Säckingen 🙂", days=3), find()]',
-    "qwen3_coder": "é<tool_call>\n<function=find>\n<parameter=city>\nSäckingen 🙂\n</parameter></function></tool_call>",
-}
-
-
-@pytest.mark.parametrize("name", IN_BYTES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_each_format_cut_at_every_byte(name: str) -> None:
     """A token is a byte here; a character that a cut divides is told once it is whole."""
-    assert set(IN_BYTES) == set(CALL_FORMATS)
     letters = {byte: letter for letter, byte in _BYTE_BY_CHAR.items()}
-    ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
+    ids = [TINY.token_to_id(letters[byte]) for byte in EXAMPLES[name].find.encode()]
     limits = ModelLimits(max_model_len=2000, vocab_size=4096, call_format=name, reasoning_format="qwen3")
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
     expected_message = message(format_whole(ids, limits=limits, tools=tools))

@@ -23,7 +23,7 @@ RECIPES = {
     "llama": Recipe(family="llama"),
     "gemma3": Recipe(family="gemma3_text", layers=3),
     "qwen3_5": Recipe(family="qwen3_5", layers=3),
-    "granite": Recipe(family="granitemoehybrid", layers=3),
+    "granitemoehybrid": Recipe(family="granitemoehybrid", layers=3),
     "bamba": Recipe(family="bamba", layers=3),
     "nemotron_h": Recipe(family="nemotron_h", layers=4),
     "lfm2": Recipe(family="lfm2", layers=3),

@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 from budget import examples
+from call_formats import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.output.delta_builder import ParsedDelta
 from engine.output.formats import (
     CALL_FORMATS,
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ToolCallFormat,
     detect_format,
-    resolve_formats,
 )
-from engine.output.json_calls import read_object_call
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.types import SamplingParams
-from prompts import ChatTemplate
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -250,69 +245,17 @@ def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
 
 
 def test_formats_are_found_in_chat_templates() -> None:
-    templates = {
-        "hermes": "<tool_call>\\n{\"name\": <function-name>, ...}\\n</tool_call>",
-        "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=x>",
-        "mistral": '{{- "[TOOL_CALLS] [" }}',
-        "granite": "<|start_of_role|>assistant<|end_of_role|><|tool_call|>",
-        "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}',
-        "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
-    }  # fmt: skip
-    assert set(templates) == set(CALL_FORMATS)
-    for name, text in templates.items():
-        assert detect_format(CALL_FORMATS, "{%- for message in messages %}" + text) == name
+    assert set(EXAMPLES) == set(CALL_FORMATS)
+    for name, example in EXAMPLES.items():
+        assert detect_format(CALL_FORMATS, "{%- for message in messages %}" + example.template) == name
     assert detect_format(CALL_FORMATS, "{{ messages[0].content }}") is None
-
-
-def test_a_new_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of docs/how-to/add-a-tool-call-format.md: calls of InternLM, reasoning of Seed-OSS."""
-    call_format = ToolCallFormat(
-        "internlm",
-        ("<|action_start|><|plugin|>",),
-        {"{": read_object_call},
-        close_marker="<|action_end|>",
-        template_markers=("<|plugin|>",),
-    )
-    reasoning_format = ReasoningFormat(
-        "seed_oss", ("<seed:think>",), ("</seed:think>",), ends_at_call=True, template_markers=("<seed:think>",)
-    )
-    monkeypatch.setitem(CALL_FORMATS, call_format.name, call_format)
-    monkeypatch.setitem(REASONING_FORMATS, reasoning_format.name, reasoning_format)
-    template = ChatTemplate("{{ '<seed:think>' }}{{ '<|action_start|><|plugin|>' }}")
-    assert resolve_formats("auto", "auto", template) == ("internlm", "seed_oss")
-    call = f'{{"name": "get_weather", "parameters": {WEATHER}}}'
-    text = f"<seed:think>Hm.</seed:think>I ask.\n<|action_start|><|plugin|>\n{call}<|action_end|> Done."
-    config = OutputParserConfig(call_format="internlm", reasoning_format="seed_oss", initial_state="before")
-    for cut in range(len(text)):
-        parser = OutputParser(config, SamplingParams())
-        parser.push(text[:cut], may_stop=True)
-        first_delta = parser.build_delta()
-        parser.push(text[cut:], may_stop=True)
-        parser.finish()
-        last_delta = parser.build_delta()
-        assert first_delta.reasoning + last_delta.reasoning == "Hm."
-        assert first_delta.text + last_delta.text == "I ask. Done."
-        calls = [*first_delta.tool_calls, *last_delta.tool_calls]
-        assert "".join(call.arguments for call in calls) == WEATHER
-        assert [call.name for call in calls if call.name is not None] == ["get_weather"]
-
-
-SCRAPS = {
-    "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', "{", "}", '{"x": "§"}'],
-    "granite": ["<|tool_call|>", "<tool_call>", "[", "]", '{"name": "f", ', '"arguments": {}', "}", ","],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "f", "{", "}", '{"name": "f", "arguments": {}}', "[", "]", ";"],
-    "llama3_json": ["<|python_tag|>", '{"name": "f", ', '"parameters": ', "{", "}", ";", '{"x": "§"}'],
-    "pythonic": ["[", "f(", "a=", "1", '"§"', "'", ")", "]", ",", "\\", "{", "<|python_start|>", "<|python_end|>"],
-    "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=", "f>", "</function>", "<parameter=", "x>", "\n§",
-                    "</parameter>"],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 @settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject) -> None:
-    scraps = [*SCRAPS[name], "§", " ", "\n", "a", "<", '"', "\\"]
+    scraps = [*EXAMPLES[name].scraps, "§", " ", "\n", "a", "<", '"', "\\"]
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]

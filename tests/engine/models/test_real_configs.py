@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,7 @@ def test_the_family_that_the_docs_show_is_the_one_that_runs() -> None:
     root = Path(__file__).resolve().parents[3]
     page = (root / "docs" / "how-to" / "add-a-model.md").read_text()
     assert f"```python\n{(root / 'engine/models/families/granite.py').read_text()}```" in page
+    rows = re.findall(r"^```python\n# (\S+): (\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(rows) == 4
+    for file, table, row in rows:
+        assert row in (root / file).read_text().partition(f"\n{table}")[2], f"{file} has no such row in {table}"
