@@ -16,19 +16,19 @@ class StepTimes:
     """Times of a step in seconds. Symbols of docs/reference/price.md are in brackets."""
 
     prefill_s_per_token: float = 1e-4
-    """[a] Time of a prefill token at an empty context."""
+    """Time of a prefill token at an empty context."""
     quadratic_tokens: float = 50_000.0
-    """[Lq] Context length at which a token costs twice what it costs at an empty context."""
+    """Context length at which a token costs twice what it costs at an empty context."""
     step_s: float = 0.012
-    """[t0] Fixed time of a step."""
+    """Fixed time of a step."""
     decode_request_s: float = 50e-6
-    """[c] Time of a decoding sequence."""
+    """Time of a decoding sequence."""
     decode_context_s: float = 2.5e-8
-    """[d] Time of a token of a decoding sequence's context."""
+    """Time of a token of a decoding sequence's context."""
     step_tokens: int = 2048
-    """[step_budget] Most tokens of one step."""
+    """Most tokens of one step."""
     load_s_per_token: float = 0.0
-    """[m] Time of a token that comes back from host memory."""
+    """Time of a token that comes back from host memory."""
 
     def compute_prefill_s(self, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill chunk that follows `context_tokens` tokens."""

@@ -1,4 +1,4 @@
-"""Settings of the router's core; docs/reference/price.md's symbols are in brackets."""
+"""Settings of the router's core. docs/reference/price.md has their places in the price."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
 class ServiceModel:
     """Times of a worker's prefill and steps: the prior from which learning starts."""
 
-    prefill_s_per_token: Annotated[Positive, "[a] Seconds to prefill one token at an empty context."] = 1e-4
-    quadratic_tokens: Annotated[Positive, "[Lq] Context length at which a token costs twice that."] = 50_000.0
-    step_s: Annotated[NotNegative, "[t0] Fixed time of an engine step."] = 0.012
-    decode_request_s: Annotated[NotNegative, "[c] Time a decoding request adds to a step."] = 50e-6
-    decode_context_s: Annotated[NotNegative, "[d] Time a token of decode context adds to a step."] = 2.5e-8
-    step_tokens: Annotated[Count, "[step_budget] Prefill tokens of one step."] = 2048
+    prefill_s_per_token: Annotated[Positive, "Seconds to prefill one token at an empty context."] = 1e-4
+    quadratic_tokens: Annotated[Positive, "Context length at which a token costs twice that."] = 50_000.0
+    step_s: Annotated[NotNegative, "Fixed time of an engine step."] = 0.012
+    decode_request_s: Annotated[NotNegative, "Time a decoding request adds to a step."] = 50e-6
+    decode_context_s: Annotated[NotNegative, "Time a token of decode context adds to a step."] = 2.5e-8
+    step_tokens: Annotated[Count, "Prefill tokens of one step."] = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,6 @@ class CostConfig:
     """The weights of the cost."""
 
     congestion_weight: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
-    """[beta = congestion_weight * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how
-    many later requests it will delay."""
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """It spreads requests over workers with equal prices."""
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
