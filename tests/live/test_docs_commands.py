@@ -9,6 +9,7 @@ that this file does not know how to run fails the test: teach it here. A block o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,12 +20,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from events import KVEventsConfig
 from fleet.cli import cli as fleet
+from router.fleet.worker_stream import StreamCounters
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.programs import free_ports
@@ -108,7 +111,7 @@ class Session:
         elif words[:3] == ["kubectl", "apply", "-f"]:
             assert list(yaml.safe_load_all((ROOT / words[3]).read_text()))
         elif program == "curl":
-            self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._map_words(words[1:])])
+            self.run_curl(words[1:])
         elif program == "kv_subscriber":
             command = [sys.executable, "-m", "events.kv_subscriber", *self._map_words(words[1:])]
             self._check(["timeout", "--preserve-status", "-s", "INT", WATCH_S, *command])
@@ -133,6 +136,10 @@ class Session:
             self._check_options(words[1:] if program.startswith("python") else words)
         else:
             raise AssertionError(f"{shlex.join(words)!r}: this test does not know how to run it")
+
+    def run_curl(self, words: list[str]) -> str:
+        """Return the body of the answer."""
+        return self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._map_words(words)])
 
     def close(self) -> None:
         for server in reversed(self._servers):
@@ -280,3 +287,36 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
             session.run(command)
     finally:
         session.close()
+
+
+def _list_keys(value: object, path: str = "") -> set[str]:
+    """Return the path of every key in a JSON value. Those of lists have no index, and names of models are left out."""
+    if isinstance(value, list):
+        return set().union(*(_list_keys(item, path) for item in value))
+    if not isinstance(value, dict) or path.endswith((".conversation_cache", ".tokenizer", ".counters")):
+        return set()
+    return {f"{path}.{key}" for key in value} | set().union(*(_list_keys(v, f"{path}.{k}") for k, v in value.items()))
+
+
+def test_the_annotated_answer_of_workers_has_the_keys_of_a_real_one(tmp_path: Path) -> None:
+    (page_text,) = re.findall(r"^```jsonc\n(.*?)^```", (ROOT / "docs/reference/routes.md").read_text(), re.M | re.S)
+    page_answer = json.loads(re.sub(r"\s+// .*", "", page_text))
+    session = Session(tmp_path)
+    try:
+        session.run(["engine", "serve", "--simulate", "h100:llama-3.1-8b", "--port", "8001"])
+        session.run(["router", "run", "http://127.0.0.1:8001", "--port", "8080"])
+        real_answer: dict[str, Any] = {}
+        deadline = time.monotonic() + READY_S_MAX
+        while not real_answer or real_answer["workers"][0].get("engine_load") is None:  # it is asked every 4 s
+            assert time.monotonic() < deadline, real_answer
+            time.sleep(0.1)
+            words = ["http://127.0.0.1:8080/workers", "-H", "Authorization: Bearer KEY"]
+            real_answer = json.loads(session.run_curl(words))
+    finally:
+        session.close()
+    page_keys, real_keys = _list_keys(page_answer), _list_keys(real_answer)
+    assert page_keys <= real_keys, "keys that no answer has"
+    left_out = {key.rpartition(".")[2] for key in real_keys - page_keys}
+    assert left_out <= {field.name for field in dataclasses.fields(StreamCounters)}, (
+        "keys that the page does not explain"
+    )
