@@ -140,12 +140,6 @@ class EventFeed:
         assert isinstance(bound_endpoint, bytes)
         return bound_endpoint.rstrip(b"\0").decode()
 
-    def report_epoch(self, stream_id: str, epoch: str) -> None:
-        """Tell a stream the epoch that its worker reports."""
-        self._thread.submit(
-            lambda: self._apply_stimulus_by_id(stream_id, lambda state: state.on_epoch(epoch, time.monotonic()))
-        )
-
     def get_stream_state(self, stream_id: str) -> StreamState | None:
         """Return the state of a stream; None if it is not followed."""
         stream = self._stream_by_id.get(stream_id)
@@ -298,11 +292,6 @@ class EventFeed:
             self._poller.unregister(socket)
             del self._subscription_by_socket[socket]
         subscription.close()
-
-    def _apply_stimulus_by_id(self, stream_id: str, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
-        stream = self._stream_by_id.get(stream_id)
-        if stream is not None:
-            self._run_guarded(stream, self._apply_stimulus, stream, stimulus)
 
     def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
         self._enqueue_instructions(stream, stimulus(stream.stream_state))

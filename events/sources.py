@@ -37,7 +37,7 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_endpoint: str | None = None
     """Address of a socket that answers snapshots only (vLLM's open change 57789)."""
     epoch: str | None = None
-    """Id of the publisher's start; None: the worker does not report one."""
+    """Id of the publisher's start, for operators; None: the worker does not report one."""
     snapshot: bool = False
     """Whether the replay socket answers snapshot requests."""
     model: str | None = None

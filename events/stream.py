@@ -63,8 +63,6 @@ class StreamState:
             self._next_seq = resume_position[0] + 1
             self._applied_batches.record(*resume_position)
         self._publisher_id = b""
-        self._epoch: str | None = None
-        self._restarted_since_epoch = False
         self._has_applied_state = self._has_started  # something was applied since the last Clear
         self._request_id = 0
         self._deadline: float | None = None
@@ -212,20 +210,6 @@ class StreamState:
                 return [*self._clear(reason), *self._start_rebuild(now)]
             return [*self._clear(reason), *self._start_snapshot(now)]
         return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
-
-    def on_epoch(self, epoch: str, now: float) -> list[Instruction]:
-        """Handle the epoch that the worker reports, which changes with each start of its publisher."""
-        previous_epoch, self._epoch = self._epoch, epoch
-        was_noticed, self._restarted_since_epoch = self._restarted_since_epoch, False
-        if previous_epoch is None or previous_epoch == epoch or was_noticed:
-            return []
-        reason = f"epoch {previous_epoch} became {epoch}"
-        if self.is_online:
-            return self._handle_restart(reason, now)
-        if self._has_applied_state:
-            return []  # messages of the next connection show the restart, and clear the stream
-        self.stats.restart_count += 1
-        return [PublisherRestarted(reason)]
 
     def on_tick(self, now: float) -> list[Instruction]:
         """Handle timeouts; to be called a few times a second."""
@@ -381,7 +365,6 @@ class StreamState:
     ) -> list[Instruction]:
         """Clear the stream and start over after a restart of the publisher; (seq, payload) is its batch, if known."""
         self.stats.restart_count += 1
-        self._restarted_since_epoch = True
         self._early_batches.clear()
         if seq is not None:
             self._store_early(seq, payload)

@@ -123,7 +123,6 @@ RECORDS = {
 }
 """Settings, flags and bodies: as many fields as users know of."""
 LARGE_PARTS: dict[str, int] = {
-    "events/stream.py:StreamState": 22,
     "router/decide/messages.py:RouteRequest": 26,
     "router/decide/registry.py:WorkerSnapshot": 24,
     "router/http/connection.py:ClientConnection": 27,

@@ -397,7 +397,7 @@ class Prober:
         return models, read_roots(body)
 
     async def discover_sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
-        """Return where a worker publishes events; empty if it does not. Poll it to see a new epoch."""
+        """Return where a worker publishes events; empty if it does not."""
         sources = await self._find_sources(flag, previous)
         if not flag.reannounces:
             return sources

@@ -112,9 +112,9 @@ class IndexFeed:
     ) -> None:
         """Follow `sources[rank]` for `holders[rank]`, in place of the streams followed before.
 
-        Without a change of address or holder, only new epochs are passed on. A rank with an entry in `snapshots` starts
-        from that state of another router, if the worker's replay confirms it. `blocks_max` is the number of blocks that
-        each rank may announce.
+        Streams whose address and holder stay are followed on. A rank with an entry in `snapshots` starts from that
+        state of another router, if the worker's replay confirms it. `blocks_max` is the number of blocks that each rank
+        may announce.
         """
         streams = self._streams_by_worker.get(worker_id, [])
         sources_with_holders = list(zip(sources, holders))
@@ -124,8 +124,6 @@ class IndexFeed:
             for stream, (source, _) in zip(streams, sources_with_holders):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
-                if source.epoch is not None:
-                    self.events.report_epoch(stream.stream_id, source.epoch)
             return
         self._stop_streams(worker_id)
         for stream in streams:
@@ -182,7 +180,7 @@ class IndexFeed:
             self._start_stream(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
         ]
         for stream, position in zip(self._streams_by_worker[worker_id], positions):
-            stream.position_before_restart = position if stream.source.epoch is None else None  # else a new epoch tells
+            stream.position_before_restart = position
         self.events.rematch_topics()
 
     def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
@@ -321,8 +319,6 @@ class IndexFeed:
         with self._lock:
             self._stream_by_id[stream_id] = stream
         self.events.add(stream.make_feed_source(self._apply_snapshot(stream, snapshot)))
-        if source.epoch is not None:
-            self.events.report_epoch(stream_id, source.epoch)
         return stream
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:

@@ -76,7 +76,6 @@ class FleetConfig:
 
     health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
     sources_s: Annotated[Seconds, "Time between two requests for a worker's event sources."] = 10.0
-    """A new epoch means that the worker restarted."""
     loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
     """Doubles up to a minute while the worker reports no load."""
     starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5

@@ -117,7 +117,7 @@ class WorkerStream:
     problems: list[str] = field(default_factory=list)
 
     def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
-        """Return whether following `source` for `holder` would change nothing but the epoch."""
+        """Return whether following `source` for `holder` needs no new stream."""
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 

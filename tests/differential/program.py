@@ -92,9 +92,6 @@ class EventFeedOnLoop:
     def remove(self, stream_id: str) -> None:
         self._loop.call_soon(self._streams.pop, stream_id, None)
 
-    def report_epoch(self, stream_id: str, epoch: str) -> None:
-        self._stimulate(stream_id, lambda state: state.on_epoch(epoch, self._loop.time()))
-
     def get_stream_state(self, stream_id: str) -> StreamState | None:
         stream = self._streams.get(stream_id)
         return None if stream is None else stream.state

@@ -192,13 +192,6 @@ def test_lost_last_batch_is_found_by_the_check_after_silence() -> None:
     assert world.follower.stream.stats.request_count == requests, "one check a silence, not a poll"
 
 
-def test_changed_epoch_clears_and_an_equal_one_does_not() -> None:
-    world = live_follower(5)
-    assert world.follower.stream.on_epoch("a", 0.0) == []
-    assert world.follower.stream.on_epoch("a", 0.0) == []
-    assert [type(i) for i in world.follower.stream.on_epoch("b", 0.0)] == [PublisherRestarted, Clear, RequestSnapshot]
-
-
 def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
     world = live_follower(5)
     world.publisher.toggle(6)

@@ -36,14 +36,12 @@ class Node:
         self.name, self.rng = name, rng
         self.kind = rng.choice([OurWorker, OurWorker, ForeignWorker])
         self.ring_size = rng.choice([3, 20, 10_000])
-        self.starts = 0
         self.up = False
         self.start()
 
     def start(self) -> None:
         self.worker: Worker = self.kind(self.rng)
-        self.starts += 1
-        self.publisher = SimPublisher(f"{self.name}-{self.starts}", self.ring_size, self.kind.snapshots)
+        self.publisher = SimPublisher(self.ring_size, self.kind.snapshots)
         self.up = True
 
     @property
@@ -78,8 +76,6 @@ class Link:
         self.wire.reset(now)
         self.reply = None
         self.perform(self.stream.on_connected(now), now)
-        if self.node.kind.snapshots:
-            self.perform(self.stream.on_epoch(self.node.publisher.epoch, now), now)
 
     def disconnect(self, now: float) -> None:
         self.wire.reset(now)

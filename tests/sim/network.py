@@ -20,8 +20,7 @@ from events.resident_set import ResidentSet
 class SimPublisher:
     """What `events.EventPublisher` does on its threads, as plain calls."""
 
-    def __init__(self, epoch: str, ring_size: int, snapshots: bool) -> None:
-        self.epoch = epoch
+    def __init__(self, ring_size: int, snapshots: bool) -> None:
         self.ring = ReplayBuffer(ring_size)
         self.snapshots = snapshots
         self._shadow = ResidentSet()
