@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ from options import ConfigError
 if TYPE_CHECKING:
     from engine.execution.runner import ModelRunner
     from engine.parallel.ranks import Leader
+
+log = logging.getLogger(__name__)
 
 BUILTIN_PRESET = "tiny"
 CPU_TARGET_PREFILL_TOKENS = 256
@@ -136,22 +139,25 @@ class LoadedModel:
         self._config, self._rank, self._folder, self._runners = config, rank, folder, runners
         self._sleep_level = 0
 
-    def _check_possible(self, operation: str) -> None:
+    def _check_possible(self) -> None:
         """Raise ConfigError if this engine cannot sleep, or reload weights."""
         if self._config.tensor_parallel_size > 1:
             raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
-        if operation == "sleep" and self._runners[0].has_recorded_steps:
-            raise ConfigError("decode steps are recorded: start with --enforce-eager")
 
     def sleep(self, level: int) -> None:
         """See `ModelMemory`. Raises ConfigError."""
-        self._check_possible("sleep")
+        self._check_possible()
         self._runners[0].release_pool()
         for weight in self._rank.model.weights:
             if level == 2:
                 weight.release()
             elif self._rank.device.type != "cpu":
                 weight.move_to(torch.device("cpu"))
+        if self._rank.device.type == "cuda":  # torch keeps freed memory, which other processes could use
+            reserved_bytes = torch.cuda.memory_reserved(self._rank.device)
+            torch.cuda.empty_cache()
+            freed_bytes = reserved_bytes - torch.cuda.memory_reserved(self._rank.device)
+            log.info("asleep: %d MiB of GPU memory were given back", freed_bytes >> 20)
         self._sleep_level = level
 
     def wake(self) -> None:
@@ -162,11 +168,12 @@ class LoadedModel:
             for weight in self._rank.model.weights:
                 weight.move_to(self._rank.device)
         self._runners[0].allocate_pool()
+        self._runners[0].record_decode_steps(count_sequences_max(self._config))
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
         """See `ModelMemory`. Raises ConfigError, ModelError, OSError, RuntimeError."""
-        self._check_possible("reload")
+        self._check_possible()
         folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)
         self._folder = folder

@@ -13,6 +13,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +31,17 @@ SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
 """Batch sizes that are recorded. At most an eighth of a batch is padding, except for the smallest ones."""
 
 Replay = Callable[[], object]
-Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Records a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
+
+
+class Capture(Protocol):
+    """Records computations."""
+
+    def __call__(self, run: Callable[[], Tensor], /) -> tuple[Replay, Tensor]:
+        """Record a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
+        ...
+
+    def reset(self) -> None:
+        """Give the memory of all recordings back. None of them may be repeated after this."""
 
 
 class CudaCapture:
@@ -39,14 +49,19 @@ class CudaCapture:
 
     One stream, because cuBLAS has a workspace (32 MiB on Hopper) for each stream, and recorded products keep its
     address. Torch frees the workspaces of a stream when any graph recorded on it is destroyed. So all graphs are kept
-    as long as this object, even after a failed recording.
+    until `reset`, even after a failed recording.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Give the memory of all graphs back. None of them may be replayed after this."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         outer_stream = torch.cuda.current_stream(self._device)
@@ -121,6 +136,11 @@ class DecodeGraphs:
             self._plans.refill_state_plan(recorded_step.step.state_plan, units)
         recorded_step.replay()
         return recorded_step.hidden[:count]
+
+    def clear(self) -> None:
+        """Forget all recorded steps, because the addresses of the cache or the weights change."""
+        self._steps_by_size.clear()
+        self._capture.reset()
 
     def record(self, count_max: int) -> None:
         """Record the steps of up to `count_max` sequences now, the largest first, as the others share its memory."""

@@ -120,14 +120,11 @@ class ModelRunner:
                 capture=capture,
             )
 
-    @property
-    def has_recorded_steps(self) -> bool:
-        """Whether decode steps are recorded. They use the addresses that pool and weights had at that time."""
-        return self._graphs is not None
-
     def release_pool(self) -> None:
-        """Give the pool's memory back. No step may be in flight, and none may come before `allocate_pool`."""
+        """Give the pool's memory and the recorded steps back. No step may come before `allocate_pool`."""
         self._forget_batch()
+        if self._graphs is not None:
+            self._graphs.clear()
         self.pool.release()
 
     def allocate_pool(self) -> None:

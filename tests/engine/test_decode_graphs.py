@@ -31,7 +31,7 @@ class RunAgain:
     """Records by keeping the computation; a repetition writes the same result tensor, as a graph does."""
 
     def __init__(self) -> None:
-        self.record_count = self.replay_count = 0
+        self.record_count = self.replay_count = self.reset_count = 0
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         self.record_count += 1
@@ -42,6 +42,9 @@ class RunAgain:
             out.copy_(run())
 
         return replay, out
+
+    def reset(self) -> None:
+        self.reset_count += 1
 
 
 def with_graphs(driver: Driver, capture: Callable) -> Driver:
@@ -74,14 +77,30 @@ def test_recorded_steps_give_the_same_tokens(family):
     assert (capture.record_count, capture.replay_count) == (2, 3)  # sizes 4 and 2; the prompts were computed as usual
 
 
+def test_steps_are_recorded_again_after_the_pool_was_given_back() -> None:
+    """The pool lies elsewhere then, and weights may: a step that was recorded before would read freed memory."""
+    capture = RunAgain()
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select_kernels(CPU, "triton")), capture)
+    tokens = []
+    for name in ("before", "after"):
+        seq = driver.sequence([1, 2, 3], name=name)
+        driver.run(seq, 3)
+        tokens.append(seq.token_ids)
+        driver.runner.release_pool()
+        driver.runner.allocate_pool()
+    assert tokens[0] == tokens[1]
+    assert (capture.record_count, capture.reset_count) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: operation not permitted when capturing")]
 )
 def test_what_cannot_be_recorded_is_computed_as_usual(error: RuntimeError, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        raise error
+    class Fails(RunAgain):
+        def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+            raise error
 
-    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select_kernels(CPU, "triton")), fails)
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select_kernels(CPU, "triton")), Fails())
     plain = Driver(cached_model(Recipe()))
     tokens = []
     for d in (driver, plain):
