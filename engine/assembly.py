@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
@@ -19,10 +21,11 @@ from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported
 from engine.messages import CoreInfo
 from engine.model_files import read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.transfer.service import KVTransfers
 from engine.transfer.start import start_transfers
 from events import Event
 from events.publisher import EventPublisher
-from events.sources import GroupInfo
+from events.sources import EventSource, GroupInfo
 from prompts import Tokenizer
 
 
@@ -136,7 +139,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         dtype=executor.dtype,
         device=executor.device,
         groups=groups,
-        event_sources=[] if publisher is None else [publisher.describe_source()],
+        event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
@@ -155,6 +158,12 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         transfers=transfers,
     )
     return AssembledEngine(core, info, publisher, executor, grammars)
+
+
+def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, block_tokens: int) -> EventSource:
+    """Return the entry of this engine in `GET /kv_event_sources`."""
+    offer = None if transfers is None else transfers.describe(block_tokens)
+    return msgspec.structs.replace(publisher.describe_source(), kv_transfer=offer)
 
 
 def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -16,6 +15,7 @@ from msgspec import Meta
 from events.config import KVEventsConfig, make_rank_endpoint
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Schema, Seconds, Size, check_config
 from options.tls import make_server_context
+from prompts.kv_source import read_fleet_key
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,6 @@ EVENTS_DETAILS = (
 
 
 DEFAULT_STEP_TOKENS = 2048
-FLEET_KEY_CHARS_MIN = 16
 
 
 # fmt: off
@@ -62,17 +61,10 @@ class KVTransferConfig:
 
     def read_key(self) -> bytes:
         """Return the fleet's key. Raises ConfigError where there is none."""
-        label, key = "BLOCKCAST_ENGINE_KV_TRANSFER_KEY", (self.key or "").encode()
-        if self.key_file is not None:
-            label = f"--kv-transfer-key-file {self.key_file}"
-            try:
-                key = Path(self.key_file).expanduser().read_bytes().strip()
-            except OSError as error:
-                raise ConfigError(f"{label}: {error.strerror}") from error
-        elif self.key is None:
-            raise ConfigError(f"--kv-transfer: expected the fleet's key, by --kv-transfer-key-file or {label}")
-        if len(key) < FLEET_KEY_CHARS_MIN:
-            raise ConfigError(f"{label}: a key of {len(key)} bytes, expected at least {FLEET_KEY_CHARS_MIN}")
+        variable = "BLOCKCAST_ENGINE_KV_TRANSFER_KEY"
+        key = read_fleet_key(self.key_file, self.key, variable)
+        if key is None:
+            raise ConfigError(f"--kv-transfer: expected the fleet's key, by --kv-transfer-key-file or {variable}")
         return key
 
 

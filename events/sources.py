@@ -25,6 +25,17 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None
 
 
+class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Address at which an engine of this project gives cached blocks to peers."""
+
+    endpoint: str
+    """`tcp://HOST:PORT`; a wildcard host is that of the worker."""
+    group: str
+    """Engines of the same group have equal weights and cache layouts, so that blocks may move between them."""
+    bytes_per_token: int
+    """Bytes by which each further token of a prefix lengthens its transfer."""
+
+
 class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     """One publisher stream. The first five fields are vLLM's (its publisher's configuration); the others are ours."""
 
@@ -45,6 +56,8 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupInfo, ...] = ()
     reannounces: bool = False
     """Whether stores may repeat held blocks (vLLM's `kv_cache_report_mode=full`): such copies are not counted."""
+    kv_transfer: KVTransferOffer | None = None
+    """Where peers get the blocks that this stream announces; None: nowhere."""
 
 
 def encode_sources(sources: list[EventSource]) -> bytes:
@@ -80,9 +93,14 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
             endpoint=resolve_endpoint(source.endpoint, host),
             replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, host),
             snapshot_endpoint=source.snapshot_endpoint and resolve_endpoint(source.snapshot_endpoint, host),
+            kv_transfer=source.kv_transfer and _resolve_offer(source.kv_transfer, host),
         )
         for source in sources
     ]
+
+
+def _resolve_offer(offer: KVTransferOffer, host: str) -> KVTransferOffer:
+    return msgspec.structs.replace(offer, endpoint=resolve_endpoint(offer.endpoint, host))
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:

@@ -1,4 +1,4 @@
-"""The source of a prompt's KV, as a request names it: `kv_transfer_params.remote_kv_source`. No I/O.
+"""The source of a prompt's KV, as a request names it: `kv_transfer_params.remote_kv_source`.
 
 The dialect of vLLM's P2P tier, and a signature under the fleet's key: an engine opens connections for its fleet only.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from options import ConfigError
 from prompts.errors import RequestError
 
+FLEET_KEY_BYTES_MIN = 16
+KV_PARAMS_FIELD = "kv_transfer_params"
+"""Field of a body with the parameters by which engines move KV, in vLLM's dialects and in ours."""
 _PrintableText = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
 
 
@@ -26,17 +31,30 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
     signature: Annotated[str, Meta(max_length=64)] = ""
     """Hexadecimal HMAC-SHA256 of the other fields under the fleet's key."""
 
+    def sign(self, fleet_key: bytes) -> RemoteKVSource:
+        """Return this source with its signature."""
+        return msgspec.structs.replace(self, signature=self._compute_signature(fleet_key))
+
     def check_signature(self, fleet_key: bytes) -> None:
         """Raises RequestError 403 if the signature was made with another key or for other fields."""
-        text = f"kv-source\n{self.kv_request_id}\n{self.remote_host}\n{self.remote_port}"
-        expected = hmac.new(fleet_key, text.encode(), "sha256").hexdigest()
-        if not hmac.compare_digest(self.signature.encode(), expected.encode()):
+        if not hmac.compare_digest(self.signature.encode(), self._compute_signature(fleet_key).encode()):
             raise RequestError(
                 "kv_transfer_params.remote_kv_source: expected a signature under the fleet's key",
-                param="kv_transfer_params",
+                param=KV_PARAMS_FIELD,
                 code="forbidden",
                 status=403,
             )
+
+    def _compute_signature(self, fleet_key: bytes) -> str:
+        text = f"kv-source\n{self.kv_request_id}\n{self.remote_host}\n{self.remote_port}"
+        return hmac.new(fleet_key, text.encode(), "sha256").hexdigest()
+
+
+def make_pull_params(request_id: str, source_address: str, fleet_key: bytes) -> dict[str, Any]:
+    """Return the parameters by which an engine of this project pulls a prefix from the engine at HOST:PORT."""
+    host, _, port = source_address.rpartition(":")
+    source = RemoteKVSource(kv_request_id=request_id, remote_host=host.strip("[]"), remote_port=int(port))
+    return {"remote_kv_source": msgspec.to_builtins(source.sign(fleet_key))}
 
 
 def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSource | None:
@@ -48,4 +66,24 @@ def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSour
         return msgspec.convert(value, RemoteKVSource)
     except msgspec.ValidationError as error:
         message = f"kv_transfer_params.remote_kv_source: {error}"
-        raise RequestError(message, param="kv_transfer_params") from None
+        raise RequestError(message, param=KV_PARAMS_FIELD) from None
+
+
+def read_fleet_key(key_file: str | None, key: str | None, variable: str) -> bytes | None:
+    """Return the fleet's key: the content of the file, else `key`; None where neither is configured.
+
+    `variable`: environment variable that sets `key`, for the error. Raises ConfigError.
+    """
+    if key_file is not None:
+        label = f"--kv-transfer-key-file {key_file}"
+        try:
+            key_bytes = Path(key_file).expanduser().read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{label}: {error.strerror}") from error
+    elif key is not None:
+        label, key_bytes = variable, key.encode()
+    else:
+        return None
+    if len(key_bytes) < FLEET_KEY_BYTES_MIN:
+        raise ConfigError(f"{label}: a key of {len(key_bytes)} bytes, expected at least {FLEET_KEY_BYTES_MIN}")
+    return key_bytes

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.cache.spec import FULL_KIND
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
 from engine.transfer.pull_plan import PulledPrompt
@@ -21,6 +22,7 @@ from engine.transfer.settings import TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource, Request
+from events.sources import KVTransferOffer
 
 log = logging.getLogger("engine.transfer")
 
@@ -57,7 +59,7 @@ class KVTransfers:
     ) -> None:
         """`listener`: where peers connect; closed with this. `compute_fingerprint`: for `change_weights`."""
         self.stats = TransferStats()
-        self.port: int = listener.getsockname()[1]
+        self._host, self.port = listener.getsockname()[:2]
         self.settings = settings
         self._jobs = StepJobs()
         self._exchange = exchange
@@ -69,6 +71,15 @@ class KVTransfers:
         self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
+
+    def describe(self, block_tokens: int) -> KVTransferOffer:
+        """Return what a router needs to name this engine as a source of blocks."""
+        url_host = f"[{self._host}]" if ":" in self._host else self._host
+        return KVTransferOffer(
+            endpoint=f"tcp://{url_host}:{self.port}",
+            group=self.settings.fingerprint.hex(),
+            bytes_per_token=max(1, self.settings.block_bytes_by_kind[FULL_KIND] // block_tokens),
+        )
 
     # ------------------------------------------------------------------ copies between steps
 

@@ -34,6 +34,7 @@ class _NewWorker(Struct, forbid_unknown_fields=True):
     replay: str | UnsetType = UNSET
     topic: str | UnsetType = UNSET
     roles: str | UnsetType = UNSET
+    kv: str | UnsetType = UNSET
     cache_tokens: _Positive | UnsetType = UNSET
     max_num_seqs: _Positive | UnsetType = UNSET
     prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET

@@ -66,7 +66,12 @@ class Cluster:
         )
         self.fleet = Fleet(
             proxy.core,
-            Prober(session, headers=headers, trusts_endpoints=config.fleet.trust_event_endpoints),
+            Prober(
+                session,
+                headers=headers,
+                trusts_endpoints=config.fleet.trust_event_endpoints,
+                kv_dialects=config.kv_dialects,
+            ),
             self.feed,
             pipeline.prompt_reader,
             proxy.perform,
@@ -80,6 +85,7 @@ class Cluster:
         proxy.workers.may_send_key = self.fleet.may_receive_api_key
         proxy.on_worker_lost.append(self.feed.restart_streams)
         proxy.on_failure.append(self._on_attempt_failed)
+        proxy.on_transfer_failed.append(self.fleet.check_soon)
 
     def register(self, routes: Routes) -> None:
         """Serve the routes by which other routers copy this one's index, and by which an operator names them."""

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedConfig, Schema, Size
+from prompts.kv_source import KV_PARAMS_FIELD, read_fleet_key
 from router.decide.config import CoreConfig
+from router.decide.workers import BLOCKCAST, KIND_BY_DIALECT
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
@@ -46,11 +48,12 @@ class ProcessConfig:
         "A worker: its URL, or KEY=VALUE pairs (docs/reference/settings.md).",
         "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
         "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
-        "roles. cache_tokens=N and max_num_seqs=N are the size of its cache and its largest batch, where it does not "
-        "report them. prefill_order=shortest means that it computes the shortest prompt first (our engine reports "
-        "this). reannounce=1 means that clients ask it for kv_cache_report_mode=full, so that a repeated store is not "
-        "a second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker whose requests are sent "
-        "by somebody else, who asks POST /route."] = ()
+        "roles. kv=nixl means that it moves KV by NIXL (docs/concepts/moving-kv.md). cache_tokens=N and "
+        "max_num_seqs=N are the size of its cache and its largest batch, where it does not report them. "
+        "prefill_order=shortest means that it computes the shortest prompt first (our engine reports this). "
+        "reannounce=1 means that clients ask it for kv_cache_report_mode=full, so that a repeated store is not a "
+        "second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker whose requests are sent by "
+        "somebody else, who asks POST /route."] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
         "Read workers from FILE, one URL or SPEC a line; changes are followed."] = None
     worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),
@@ -95,6 +98,11 @@ class ProcessConfig:
     worker_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_WORKER_API_KEY"),
         "Key that workers get. [default: the client's own]",
     ] = field(default=None, repr=False)
+    kv_transfer_key_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "File with the key of the engines' --kv-transfer-key-file: prefixes move between them.",
+        "Or put the key into BLOCKCAST_ROUTER_KV_TRANSFER_KEY (docs/concepts/moving-kv.md)."] = None
+    kv_transfer_key: Annotated[Key | None, SECRET, "That key itself; best set by its variable."] = field(
+        default=None, repr=False)
     tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"),
         "Certificate (PEM) for HTTPS on all addresses; with --tls-key."] = None
     tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "Private key (PEM) of --tls-cert."] = None
@@ -149,6 +157,17 @@ class ProcessConfig:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 
+    def read_fleet_key(self) -> bytes | None:
+        """Return the key under which engines move KV; None where there is none. Raises ConfigError."""
+        return read_fleet_key(self.kv_transfer_key_file, self.kv_transfer_key, "BLOCKCAST_ROUTER_KV_TRANSFER_KEY")
+
+    @property
+    def kv_dialects(self) -> frozenset[str]:
+        """Dialects in which this router has workers move KV. Raises ConfigError."""
+        if KV_PARAMS_FIELD in self.edge.passed_fields:
+            return frozenset()  # clients do it
+        return frozenset(KIND_BY_DIALECT) - (frozenset((BLOCKCAST,)) if self.read_fleet_key() is None else frozenset())
+
     @property
     def worker_flags(self) -> list[WorkerFlag]:
         return [parse_worker_flag(text) for text in self.workers]
@@ -191,6 +210,10 @@ class EppConfig(ProcessConfig):
             raise ConfigError("--self-signed: not with --tls-cert")
 
     @property
+    def kv_dialects(self) -> frozenset[str]:
+        return frozenset()  # Envoy forwards the requests, and adds no fields
+
+    @property
     def http_port(self) -> int:
         return self.picker.metrics_port
 
@@ -209,13 +232,17 @@ class ShadowProcessConfig(ProcessConfig):
         if self.core.queue.fair:
             raise ConfigError("--fair: not for `router shadow`, which holds nothing")
 
+    @property
+    def kv_dialects(self) -> frozenset[str]:
+        return frozenset()
+
 
 HELP_SECTIONS = {
     "Options": (
         "workers", "kubernetes", "host", "port", "api_keys", "admin", "admin_api_key", "tokenizer", "log_level"),
     "Workers and their events": (
         "workers_file", "worker_dns", "bind_events", "worker_api_key", "worker_tls_ca", "worker_tls_cert",
-        "worker_tls_key", "fleet.trust_event_endpoints"),
+        "worker_tls_key", "fleet.trust_event_endpoints", "kv_transfer_key_file"),
     "Several routers": ("peers", "peer_bind", "snapshot_from", "reuse_port"),
     "Choosing a worker": ("policy", "policy_function", "session_affinity", "session_headers", "continue_streams"),
     "Queue and fair shares": (

@@ -45,6 +45,7 @@ class RequestPipeline:
             now=now,
             worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
         )
+        self.proxy.workers.fleet_key = config.read_fleet_key()
         self.proxy.log_share = config.log_decisions
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = PromptReader(

@@ -53,6 +53,11 @@ class ServedModel:
     max_model_len: int | None = None
 
 
+NIXL = "nixl"
+KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL}
+"""How a request names its transfer (docs/concepts/moving-kv.md) -> the kind of transfer."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
     """What a worker says of moving KV. The default, of a worker that says nothing, moves none."""
@@ -68,6 +73,13 @@ class TransferFacts:
     """Whether the worker may be a destination."""
     bytes_per_token: float = 0.0
     """Bytes of KV of one token, on all tensor-parallel ranks together."""
+    dialect: str = ""
+    """How a request names its transfer: a key of `KIND_BY_DIALECT`."""
+    address: str = ""
+    """HOST:PORT where other workers ask for KV; empty where the dialect needs none."""
+
+
+NO_TRANSFERS = TransferFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ class WorkerSpec:
     block_size: int | None = None
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
-    transfer: TransferFacts = TransferFacts()
+    transfer: TransferFacts = NO_TRANSFERS
 
 
 @dataclass(slots=True)

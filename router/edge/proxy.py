@@ -33,7 +33,7 @@ from router.edge.upstream import UpstreamPool
 from router.edge.worker_directory import WorkerDirectory
 from router.http.budget import BufferBudget
 from router.http.connection import Client, Responder
-from router.metrics import Metrics
+from router.metrics import Metrics, TransferOutcome
 
 log = logging.getLogger("router")
 
@@ -130,6 +130,8 @@ class Proxy:
         """Called with the id of a worker that died."""
         self.on_failure: list[Callable[..., None]] = []
         """Called with (Decision | None, FailureKind, reason) after each failed attempt."""
+        self.on_transfer_failed: list[Callable[..., None]] = []
+        """Called with the id of a worker whose KV did not reach another one."""
         self._count = 0
 
     def open(self, exchange: Exchange) -> None:
@@ -262,6 +264,19 @@ class Proxy:
                 listener(decision, kind, reason)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
+
+    def fail_transfer(self, context: RequestContext, outcome: TransferOutcome, reason: str) -> None:
+        """Report that a request's worker does not get the KV that it was to get, and computes the prompt itself."""
+        assert context.decision is not None
+        transfer = context.decision.transfer
+        assert transfer is not None
+        self.metrics.transfers.outcomes[transfer.kind.value, outcome] += 1
+        log.info("no KV for %s at %s: %s: %s", context.name, context.decision.worker, outcome, reason)
+        if outcome == "refused":  # by the request's fault
+            self.perform(self.core.record_prefill_end(context.request_id, self.now()))
+        else:
+            self.perform(self.core.fail_transfer(context.request_id, self.now()))
+            self._notify(self.on_transfer_failed, transfer.source)
 
     def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:
         """Count and log an answer that broke off. `event`: continued, completed or cut."""

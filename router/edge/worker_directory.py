@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from prompts.kv_source import make_pull_params
 from router.decide.workers import Worker
 from router.edge.upstream import Endpoint
 
@@ -17,6 +19,8 @@ class WorkerDirectory:
         """Value of `Authorization` for workers; None forwards the client's."""
         self.may_send_key: Callable[[str], bool] = lambda worker_id: True
         """Returns whether a worker may get `authorization`. Other workers get no key."""
+        self.fleet_key: bytes | None = None
+        """Key under which the sources of pulls are signed; None: the router has none."""
         self._endpoint_by_worker: dict[str, tuple[str, Endpoint]] = {}
         """Worker id -> (URL, its parts)."""
 
@@ -35,6 +39,13 @@ class WorkerDirectory:
         if self.authorization is None or self.may_send_key(worker_id):
             return self.authorization
         return b""
+
+    def make_pull_params(self, request_id: str, source: str) -> dict[str, Any] | None:
+        """Return the parameters by which an engine pulls a prefix from the worker `source`; None if that is gone."""
+        worker = self._workers.get(source)
+        if worker is None or self.fleet_key is None or not worker.spec.transfer.address:
+            return None
+        return make_pull_params(request_id, worker.spec.transfer.address, self.fleet_key)
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty where it reports none."""

@@ -11,7 +11,7 @@ import asyncio
 import difflib
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -22,9 +22,19 @@ from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.load import EngineLoad
-from router.decide.workers import BLOCKCAST, VLLM, CacheView, ServedModel, WorkerSpec
+from router.decide.workers import (
+    BLOCKCAST,
+    KIND_BY_DIALECT,
+    NO_TRANSFERS,
+    VLLM,
+    CacheView,
+    ServedModel,
+    TransferFacts,
+    WorkerSpec,
+)
 from router.fleet.worker_responses import (
     are_ranks_asleep,
+    list_endpoints,
     parse_number,
     read_block_size,
     read_cache_capacity,
@@ -62,6 +72,8 @@ class WorkerFlag:
     no_events: bool = False
     """`events=none`: estimate the cache from the requests that were sent there."""
     roles: frozenset[str] = frozenset()
+    kv: str = ""
+    """Dialect in which the worker moves KV; empty: as the worker says."""
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
     """Sequences that the worker runs at once; engines do not publish it."""
@@ -96,6 +108,7 @@ class WorkerFacts:
     host_tokens: int | None = None
     is_shortest_first: bool = False
     is_asleep: bool = False
+    transfer: TransferFacts = NO_TRANSFERS
 
 
 _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -104,10 +117,13 @@ _ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+"
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """Characters of a worker's id, which stands in headers and metrics."""
 _FLAG_KEYS = (
-    "url", "events", "replay", "topic", "id", "roles", "cache_tokens", "max_num_seqs", "prefill_order", "reannounce",
-    "send_key", "model", "root", "block_size",
+    "url", "events", "replay", "topic", "id", "roles", "kv", "cache_tokens", "max_num_seqs", "prefill_order",
+    "reannounce", "send_key", "model", "root", "block_size",
 )  # fmt: skip
 """Keys of `--worker`. The last three replace `url`."""
+KV_FLAG_VALUES = tuple(dialect for dialect in KIND_BY_DIALECT if dialect != BLOCKCAST)
+"""Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
+PREFILL_ROLE, DECODE_ROLE = "prefill", "decode"
 _NUMBER_KEYS = ("cache_tokens", "max_num_seqs", "block_size")
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 """Option that makes `vllm serve` or `engine serve` publish events."""
@@ -171,6 +187,7 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
         topic=value_by_key.get("topic", ""),
         no_events=value_by_key.get("events") == "none",
         roles=frozenset(filter(None, value_by_key.get("roles", "").split(";"))),
+        kv=value_by_key.get("kv", ""),
         cache_tokens=int(cache_tokens) if cache_tokens is not None else None,
         max_num_seqs=int(max_num_seqs) if max_num_seqs is not None else None,
         is_shortest_first=None if prefill_order is None else prefill_order == "shortest",
@@ -208,6 +225,9 @@ def _check_values(value_by_key: Mapping[str, str]) -> None:
     for key in ("reannounce", "send_key"):
         if value_by_key.get(key, "0") not in ("0", "1"):
             raise ConfigError(f"worker: {key}={value_by_key[key]!r}, expected 0 or 1")
+    kv = value_by_key.get("kv")
+    if kv not in (None, *KV_FLAG_VALUES):
+        raise ConfigError(f"worker: kv={kv!r}, expected {' or '.join(KV_FLAG_VALUES)}")
     prefill_order = value_by_key.get("prefill_order")
     if prefill_order not in (None, "arrival", "shortest"):
         raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
@@ -299,6 +319,34 @@ def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         max_num_seqs=flag.max_num_seqs,
         block_size=facts.block_size,
         is_shortest_first=facts.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
+        transfer=facts.transfer,
+    )
+
+
+def make_transfer_facts(
+    flag: WorkerFlag, models: Sequence[ServedModel], sources: Sequence[EventSource], block_size: int | None
+) -> TransferFacts:
+    """Return how a worker moves KV: as its operator says, else as the worker offers.
+
+    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks.
+    """
+    if flag.kv:
+        return TransferFacts(
+            group=f"{flag.kv} {models[0].base} {block_size}",
+            kinds=frozenset((KIND_BY_DIALECT[flag.kv],)),
+            can_give=PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles,
+            can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
+            dialect=flag.kv,
+        )
+    offer = sources[0].kv_transfer if sources else None
+    if offer is None:
+        return NO_TRANSFERS
+    return TransferFacts(
+        group=offer.group,
+        kinds=frozenset((KIND_BY_DIALECT[BLOCKCAST],)),
+        bytes_per_token=offer.bytes_per_token,
+        dialect=BLOCKCAST,
+        address=offer.endpoint.removeprefix("tcp://"),
     )
 
 
@@ -321,8 +369,12 @@ class Prober:
         timeout_s: float = 5.0,
         headers: dict[str, str] | None = None,
         trusts_endpoints: bool = False,
+        kv_dialects: Collection[str] = (),
     ):
-        """`trusts_endpoints`: workers may name event endpoints on hosts other than their own."""
+        """`trusts_endpoints`: workers may name event endpoints on hosts other than their own. `kv_dialects`: those in
+        which this router has workers move KV.
+        """
+        self._kv_dialects = kv_dialects
         self._session = session
         self._trusts_endpoints = trusts_endpoints
         self._timeout_s = timeout_s
@@ -370,6 +422,7 @@ class Prober:
         host_tokens = read_host_capacity(metrics) if engine == BLOCKCAST else None
         is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         is_engine_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources)))) is True
+        transfer = make_transfer_facts(flag, models, sources, block_size)
         return WorkerFacts(
             True,
             "",
@@ -382,6 +435,7 @@ class Prober:
             host_tokens,
             is_shortest_first,
             is_engine_asleep,
+            transfer if transfer.dialect in self._kv_dialects else NO_TRANSFERS,
         )
 
     async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
@@ -428,7 +482,7 @@ class Prober:
         worker_host = urlsplit(flag.url).hostname or ""
         addresses: set[str] | None = None
         for source in sources:
-            for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
+            for endpoint in list_endpoints(source):
                 host = parse_endpoint_host(endpoint)
                 if host is not None and host.lower() == worker_host:
                     continue

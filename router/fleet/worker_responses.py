@@ -29,6 +29,8 @@ RANKS_MAX = 256
 GROUPS_MAX = 256
 GROUP_INDEX_MAX = 1 << 16
 BLOCK_TOKENS_MAX = 1 << 24
+TOKEN_BYTES_MAX = 1 << 30
+"""Most bytes of a cached token."""
 OBJECTS_MAX = 32_768
 """Most lists and objects in an answer; 4,096 models of vLLM's have three each."""
 LINE_CHARS_MAX = 8192
@@ -39,6 +41,8 @@ METRICS_READ_BYTES_MAX = 256 << 10
 _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 """Other names under which vLLM serves."""
 _ENDPOINT_PATTERN = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
+_TRANSFER_ENDPOINT_PATTERN = re.compile(r"tcp://[!-~]{1,255}:[0-9]{1,5}")
+"""Addresses that an engine takes as the source of a pull (prompts/kv_source.py)."""
 REQUESTS_MAX = 10**6
 """Most requests that an engine can report."""
 _LOAD_KIND_BY_METRIC = {
@@ -120,13 +124,26 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     return tuple(sources)
 
 
+def list_endpoints(source: EventSource) -> list[str]:
+    """Return the addresses that a worker names in one entry of `/kv_event_sources`."""
+    transfer_endpoint = source.kv_transfer and source.kv_transfer.endpoint
+    endpoints = (source.endpoint, source.replay_endpoint, source.snapshot_endpoint, transfer_endpoint)
+    return [endpoint for endpoint in endpoints if endpoint]
+
+
 def _find_source_fault(source: EventSource) -> str | None:
     """Return why an event stream cannot be followed; None if it can."""
-    for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
+    for endpoint in list_endpoints(source):
         match = _ENDPOINT_PATTERN.fullmatch(endpoint)
         if match is None or not 0 < int(match[1] or 1) < 65536:
             return f"{endpoint[:80]!r} is no address"
-    if any(len(text or "") > NAME_CHARS_MAX for text in (source.topic, source.epoch, source.model)):
+    offer = source.kv_transfer
+    if offer is not None and _TRANSFER_ENDPOINT_PATTERN.fullmatch(offer.endpoint) is None:
+        return f"{offer.endpoint[:80]!r} is no address of a peer"
+    if offer is not None and not 0 < offer.bytes_per_token <= TOKEN_BYTES_MAX:
+        return f"a token that is not of 1 to {TOKEN_BYTES_MAX} bytes"
+    names = (source.topic, source.epoch, source.model, offer and offer.group)
+    if any(len(text or "") > NAME_CHARS_MAX for text in names):
         return f"a name of more than {NAME_CHARS_MAX} characters"
     if not 0 <= source.data_parallel_rank < RANKS_MAX or len(source.groups) > GROUPS_MAX:
         return f"a rank beyond {RANKS_MAX} or more than {GROUPS_MAX} groups"

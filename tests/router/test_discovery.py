@@ -13,7 +13,8 @@ from aiohttp import web
 from events.types import DecodeError
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
-from router.decide.workers import CacheView, ServedModel
+from router.decide.messages import TransferKind
+from router.decide.workers import NO_TRANSFERS, CacheView, ServedModel
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
@@ -236,6 +237,51 @@ def test_who_repeats_its_stores(flag: str, is_advertised: bool, expected: bool) 
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/kv_event_sources": (200, json.dumps({"0": source}))}
     facts, _ = probe(routes, "url={url}" + flag)
     assert [source.reannounces for source in facts.sources] == [expected]
+
+
+def kv_offer(endpoint: str = "tcp://0.0.0.0:7001", bytes_per_token: int = 512) -> dict[str, Any]:
+    return {"endpoint": endpoint, "group": "1fa8", "bytes_per_token": bytes_per_token}
+
+
+def test_an_engine_says_where_peers_get_its_blocks() -> None:
+    source = {"endpoint": "tcp://*:7000", "kv_transfer": kv_offer()}
+    routes = {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps({"0": source}))}
+    facts, url = probe(routes, kv_dialects={"blockcast"})
+    transfer = make_worker_spec(parse_worker_flag(url), facts).transfer
+    assert (transfer.dialect, transfer.group, transfer.kinds) == ("blockcast", "1fa8", {TransferKind.PULL})
+    assert (transfer.address, transfer.bytes_per_token) == ("127.0.0.1:7001", 512)
+    assert probe(routes, kv_dialects={"nixl"})[0].transfer == NO_TRANSFERS, "a router without the fleet's key"
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        (kv_offer("tcp://192.0.2.1:7001"), "is not on 127.0.0.1"),
+        (kv_offer("ipc:///tmp/kv"), "no address of a peer"),
+        (kv_offer("tcp://caf\u00e9:7001"), "no address of a peer"),
+        (kv_offer("tcp://*:70000"), "is no address"),
+        (kv_offer(bytes_per_token=0), "a token that is not of"),
+        ({"endpoint": "tcp://*:7001"}, "missing required field"),
+    ],
+)
+def test_a_wrong_address_for_peers_is_no_source(offer: dict[str, Any], reason: str) -> None:
+    source = {"endpoint": "tcp://*:7000", "kv_transfer": offer}
+    facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps({"0": source}))})
+    assert not facts.is_alive
+    assert reason in facts.reason
+
+
+@pytest.mark.parametrize(
+    ("roles", "can_give", "can_take"),
+    [("prefill", True, False), ("decode", False, True), ("prefill;decode", True, True), ("", True, True)],
+)
+def test_the_operator_says_that_a_worker_moves_kv(roles: str, can_give: bool, can_take: bool) -> None:
+    metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
+    routes = {"/v1/models": MODELS, "/kv_event_sources": (404, ""), "/metrics": (200, metrics)}
+    facts, _ = probe(routes, "url={url},events=tcp://127.0.0.1:7000,kv=nixl,roles=" + roles, kv_dialects={"nixl"})
+    transfer = facts.transfer
+    assert (transfer.dialect, transfer.kinds, transfer.group) == ("nixl", {TransferKind.PREFILL}, "nixl m 16")
+    assert (transfer.can_give, transfer.can_take) == (can_give, can_take)
 
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
