@@ -11,11 +11,17 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Literal
 
 log = logging.getLogger("router")
 
 CRASH_LOG_S = 10.0
 """Between two lines about the same kind of crash at the same place: what a client can cause must not fill the disk."""
+TransferOutcome = Literal[
+    "started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late", "missing"
+]
+"""What became of a transfer. "refused": the source answered that the request is wrong. "late": the source may have
+freed the KV. "missing": fewer cached tokens were reported than should have moved."""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 
@@ -63,6 +69,16 @@ class EndedRequests:
         self.request_s, self.ttft_s, self.count = request_s, ttft_s, 0
 
 
+class TransferMetrics:
+    """Transfers of KV between workers."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[tuple[str, TransferOutcome]] = Counter()
+        """(kind, outcome) -> transfers."""
+        self.prefill_s = Histogram(LATENCY_BOUNDS_S)
+        """Seconds of prefills whose answer another worker decodes."""
+
+
 @dataclass(slots=True, eq=False)
 class Metrics:
     """The numbers of this router."""
@@ -73,6 +89,7 @@ class Metrics:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken_streams: Counter[str] = field(default_factory=Counter)
     """Answers that broke off in the middle: continued by another worker, completed here, or cut."""
+    transfers: TransferMetrics = field(default_factory=TransferMetrics)
     prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
     reported_prompt_tokens: int = 0
@@ -83,7 +100,6 @@ class Metrics:
     """reason -> prompt tokens that had to be computed."""
     reused_tokens: Counter[str] = field(default_factory=Counter)
     """prompt, best, chosen, reported -> tokens of requests with a usage report."""
-    client_disconnects: int = 0
     http_errors: Counter[str] = field(default_factory=Counter)
     crashes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(boundary, type of the exception) -> unexpected exceptions that were caught there."""
@@ -113,6 +129,12 @@ class Metrics:
             labels = worker, model, stream
             ended = self._ended[key] = EndedRequests(self.request_s.get(labels), self.ttft_s.get(labels))
         return ended
+
+    @property
+    def client_disconnects(self) -> int:
+        """Requests whose client left before the end of the answer."""
+        self.flush_ended()
+        return sum(count for (_, _, outcome), count in self.requests.items() if outcome == "client_gone")
 
     def flush_ended(self) -> None:
         """Bring `requests` and `decisions` up to date."""

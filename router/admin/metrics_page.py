@@ -68,6 +68,11 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
             "Seconds that the router adds: from a complete request to its dispatch.",
             metrics.routing_s,
         ),
+        (
+            "prefill_leg_seconds",
+            "Seconds of prefills whose answer another worker decodes.",
+            metrics.transfers.prefill_s,
+        ),
         ("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
     ):
         yield _build_histogram_family(name, help_text, {(): histogram}, [])
@@ -98,6 +103,8 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
     )
     yield Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
               metrics.broken_streams, ("outcome",))  # fmt: skip
+    yield Row("kv_transfers", "Requests whose KV was to move between workers, by kind and outcome.",
+              metrics.transfers.outcomes, ("kind", "outcome"))  # fmt: skip
     yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
     yield Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind"))
     yield Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",))

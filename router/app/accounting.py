@@ -47,8 +47,6 @@ class RequestAccounting:
         ttft_s = context.ttft_s
         if ttft_s is not None:
             ended_requests.ttft_s.observe(ttft_s)
-        if context.outcome == "client_gone":
-            metrics.client_disconnects += 1
         if route is None or decision is None:
             return
         metrics.routing_s.observe(decision.decided_s - context.started_at_s)

@@ -13,22 +13,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-from typing import Final
+from typing import Any, Final
 
 from prompts.errors import RequestError
-from router.decide.messages import Decision, FailureKind, RouteRequest
+from router.decide.messages import Decision, FailureKind, RouteRequest, TransferKind
 from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
+from router.edge.prefill_leg import PrefillLeg
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
-from router.edge.rewrite import WorkerHeaders, build_request_head, build_response_head
-from router.edge.upstream import UpstreamConnection
+from router.edge.rewrite import Body, WorkerHeaders, add_kv_params, build_request_head, build_response_head
+from router.edge.upstream import Endpoint, UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.connection import Client
 from router.http.headers import ProtocolError
 from router.http.response import LengthBody, ResponseHead
+from router.metrics import TransferOutcome
 
 LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """Errors of this machine, which say nothing about the worker."""
@@ -37,7 +39,7 @@ LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errn
 class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
-    __slots__ = ("_attempt", "_filter", "_is_client_paused", "_proxy", "client", "context")
+    __slots__ = ("_attempt", "_filter", "_is_client_paused", "_prefill", "_proxy", "client", "context")
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
         self._proxy = proxy
@@ -45,6 +47,8 @@ class Exchange:
         self.context = context
         self._attempt: Attempt | None = None
         """The latest attempt."""
+        self._prefill: PrefillLeg | None = None
+        """Prefill at another worker, for the latest decision; None where there is none, or the prefill failed."""
         self._filter = ResponseFilter(unframes=context.request.is_http_1_0)
         self._is_client_paused = False
 
@@ -59,13 +63,38 @@ class Exchange:
         self._proxy.route(context, route)
 
     def forward(self, decision: Decision) -> None:
-        """Start an attempt at the worker that the core chose."""
+        """Start an attempt at the worker that the core chose, or the prefill at another worker before this attempt."""
+        self.close()
         self.context.decision = decision
+        transfer = decision.transfer
+        if transfer is not None:
+            self._proxy.metrics.transfers.outcomes[transfer.kind.value, "started"] += 1
+        if transfer is None or transfer.kind is not TransferKind.PREFILL:
+            self._start_attempt(decision)
+            return
+        self._attempt, stream = None, self.context.continuation
+        self._prefill = PrefillLeg(self, self._proxy, self.context, decision)
+        if stream is not None and stream.continuation_body is not None:
+            self._prefill.start((stream.continuation_body,), stream.path)
+        else:
+            self._prefill.start(self.context.request.pieces, None)
+
+    def prefill_computed(self) -> None:
+        """Start the decode, as the prefill has ended."""
+        decision = self.context.decision
+        assert decision is not None
+        self._proxy.perform(self._proxy.core.record_prefill_end(self.context.request_id, self._proxy.now()))
+        self._start_attempt(decision)
+
+    def prefill_failed(self, outcome: TransferOutcome, reason: str) -> None:
+        """Have the chosen worker compute the prompt itself."""
+        decision, self._prefill = self.context.decision, None
+        assert decision is not None
+        self._proxy.fail_transfer(self.context, outcome, reason)
         self._start_attempt(decision)
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
-        if self._attempt is not None:
-            self.close()
+        self._close_attempt()
         attempt = self._attempt = Attempt(self, self._proxy.pool, self.context.request.method, is_resend=is_resend)
         target = self._proxy.workers.get_endpoint(decision.worker)
         if target is None:
@@ -138,13 +167,31 @@ class Exchange:
         if context.is_done:
             attempt.finish(proxy.now(), reusable=True)
             return
-        body, stream, path = context.request.pieces, context.continuation, None
+        request = self._build_request(decision, connection.target, self._take_kv_params(decision))
+        if request is None:
+            self._abort_response("no worker of the same engine is left", None)
+            return
+        context.progress.sent_at_s = context.progress.last_byte_at_s = proxy.now()
+        connection.send(*request)
+        if self._is_client_paused:
+            attempt.pause_reading()
+
+    def _build_request(
+        self, decision: Decision, endpoint: Endpoint, kv_params: dict[str, Any] | None
+    ) -> tuple[bytes, Body] | None:
+        """Return head and body for the chosen worker; None where it cannot continue the answer.
+
+        `kv_params`: where the worker gets KV; None: nowhere.
+        """
+        proxy, context = self._proxy, self.context
+        stream, path = context.continuation, None
+        body: Body | None = context.request.pieces
         if stream is not None:
-            resent_body = stream.build_request_body(proxy.workers.get_engine(decision.worker))
-            if resent_body is None:
-                self._abort_response("no worker of the same engine is left", None)
-                return
-            body, path = resent_body, stream.path
+            body, path = stream.build_request_body(proxy.workers.get_engine(decision.worker)), stream.path
+        if body is None:
+            return None
+        if kv_params is not None:
+            body = add_kv_params(body, kv_params)
         headers = WorkerHeaders(
             context.trace_id,
             proxy.workers.get_authorization(decision.worker),
@@ -152,11 +199,20 @@ class Exchange:
             decision.rank,
             proxy.passed_fields,
         )
-        head = build_request_head(context.request, connection.target, headers, body, path)
-        context.progress.sent_at_s = context.progress.last_byte_at_s = proxy.now()
-        connection.send(head, body)
-        if self._is_client_paused:
-            attempt.pause_reading()
+        return build_request_head(context.request, endpoint, headers, body, path), body
+
+    def _take_kv_params(self, decision: Decision) -> dict[str, Any] | None:
+        """Return the parameters by which the chosen worker gets KV; None where it computes the prompt itself."""
+        proxy, transfer = self._proxy, decision.transfer
+        if transfer is not None and transfer.kind is TransferKind.PULL:
+            return proxy.workers.make_pull_params(self.context.request_id, transfer.source)
+        if self._prefill is None:
+            return None
+        kv_params = self._prefill.take_params(proxy.now())
+        if kv_params is None:
+            self._prefill = None
+            proxy.fail_transfer(self.context, "late", "the KV is not kept for so long")
+        return kv_params
 
     def attempt_unconnected(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection could be opened. `error`: None where the worker closed it."""
@@ -274,6 +330,8 @@ class Exchange:
                 attempt.resume_reading()
             attempt.finish(proxy.now(), reusable=reusable)
         context.usage = context.progress.find_reported_usage()
+        if context.is_pull_missing and proxy.is_in_core(context):
+            proxy.fail_transfer(context, "missing", "too few tokens were cached")
         if not proxy.end(context, f"status_{head.status}"):
             return False
         if context.is_streaming:
@@ -318,8 +376,11 @@ class Exchange:
                 return
             self._withdraw_from_core(None)
             self.refuse(504, "timeout", message)
-        elif progress.sent_at_s is None:
-            return  # it waits for a worker or a connection: deadlines of the core and the pool apply
+        elif (
+            progress.sent_at_s is None
+        ):  # it waits for a worker or a connection: deadlines of the core and the pool apply
+            if self._prefill is not None:
+                self._prefill.expire(now)
         elif head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
@@ -486,7 +547,25 @@ class Exchange:
         return self._proxy.now() - self.context.progress.last_byte_at_s
 
     def close(self) -> None:
-        """Close the connection to the worker, or stop opening one."""
+        """Close the connections to workers, or stop opening them."""
+        self._close_attempt()
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill.close()
+            if prefill.holds_kv:
+                self._return_kv(prefill)
+
+    def _close_attempt(self) -> None:
         self.context.progress.sent_at_s = None
         if self._attempt is not None:
             self._attempt.close()
+
+    def _return_kv(self, prefill: PrefillLeg) -> None:
+        """Have the prefill worker free KV that is not used: send the decode with its parameters, and drop it."""
+        decision, kv_params = self.context.decision, prefill.take_params(self._proxy.now())
+        endpoint = None if decision is None else self._proxy.workers.get_endpoint(decision.worker)
+        if decision is None or endpoint is None or kv_params is None:
+            return  # the worker frees the KV when its lease ends
+        request = self._build_request(decision, endpoint, kv_params)
+        if request is not None:
+            self._proxy.pool.send_and_drop(endpoint, *request)

@@ -19,9 +19,8 @@ from prompts.tokenizer import ID_TYPE, Tokenizer
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView
-from router.edge.pending_comparison import PendingComparison, Sampling
 from router.edge.proxy import Proxy
-from router.edge.request_context import RequestContext
+from router.edge.request_context import PendingComparison, RequestContext, Sampling
 from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
 from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys

@@ -6,9 +6,9 @@ own record of a request in flight, under the same `request_id`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.decide.messages import Decision, ReportedUsage, RouteRequest
+from router.decide.messages import Decision, ReportedUsage, RouteRequest, TransferKind
 from router.edge.response_progress import ResponseProgress
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.http.request import HttpRequest
@@ -16,8 +16,37 @@ from router.prompting.read_body import ReadBody
 
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation
-    from router.edge.pending_comparison import PendingComparison
     from router.miss_reasons.analyzer import AnalyzedRequest
+
+
+class Sampling(NamedTuple):
+    """Whether, and why, a request is compared with the last prompt of its conversation."""
+
+    is_compared: bool
+    is_sampled: bool
+    """Whether the conversation belongs to the sampled share, which is counted by reason."""
+    has_unknown_history: bool
+    """Whether the conversation may have had earlier prompts that were not stored."""
+
+
+class PendingComparison:
+    """A request that waits for its comparison. Only `pieces` holds text of its body."""
+
+    __slots__ = ("ended_at_s", "first_message_digest", "has_started", "outline", "pieces", "sampling")
+
+    def __init__(
+        self, body: ReadBody[ResolvedModel], pieces: tuple[bytes, ...], sampling: Sampling, *, is_named: bool
+    ) -> None:
+        """`pieces`: bytes of the same body. `is_named`: its session has a name."""
+        self.sampling = sampling
+        self.outline = body.outline()
+        self.pieces = (pieces, body.request.kind) if body.is_outline_missing else None
+        """Bytes and kind of the body, where a worker process has to make its outline."""
+        self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
+        self.has_started = False
+        """Whether the first byte of the answer came; the outline may still be missing."""
+        self.ended_at_s: float | None = None
+        """End of the answer, where it came before the outline was made."""
 
 
 class RequestContext:
@@ -87,6 +116,15 @@ class RequestContext:
         """Seconds from the complete request to the first byte of its answer; None before that byte."""
         first_byte_at_s = self.progress.first_byte_at_s
         return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
+
+    @property
+    def is_pull_missing(self) -> bool:
+        """Whether the worker reports that most of the prefix that it was to pull was not cached."""
+        transfer = None if self.decision is None else self.decision.transfer
+        cached_tokens = None if self.usage is None else self.usage.cached_tokens
+        if self.decision is None or transfer is None or transfer.kind is not TransferKind.PULL or cached_tokens is None:
+            return False
+        return cached_tokens < self.decision.predicted_cached_tokens - transfer.tokens // 2
 
     def is_wanted(self) -> bool:
         """Return whether a client waits for the answer."""

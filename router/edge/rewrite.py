@@ -1,12 +1,15 @@
-"""Build the heads that are forwarded: of a request to its worker, of an answer to the client.
+"""Build the heads that are forwarded, of a request to its worker and of an answer to the client, and add fields.
 
 Decides which headers are removed and which are added; all others are forwarded as they came. Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+
+from prompts.kv_source import KV_PARAMS_FIELD
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
@@ -28,6 +31,8 @@ _REQUEST_HEADERS_REMOVED = (
 )
 """Headers of requests that are never forwarded. `accept-encoding` is one of them: answers are read for usage and
 tokens, so they must not be compressed."""
+Body = tuple[bytes, ...]
+"""Pieces of a request's body."""
 RANK_HEADER = "x-data-parallel-rank"
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
@@ -65,8 +70,15 @@ class WorkerHeaders(NamedTuple):
     """Internal headers of workers that clients may set."""
 
 
+def add_kv_params(body: Body, params: dict[str, Any]) -> Body:
+    """Return a JSON object with `kv_transfer_params` as its first field. All other bytes stay as they are."""
+    first_piece, start = body[0], body[0].index(b"{") + 1
+    field = msgspec.json.encode({KV_PARAMS_FIELD: params})[1:-1]
+    return (first_piece[:start] + field + b"," + first_piece[start:], *body[1:])
+
+
 def build_request_head(
-    request: HttpRequest, endpoint: Endpoint, headers: WorkerHeaders, body: tuple[bytes, ...], path: bytes | None = None
+    request: HttpRequest, endpoint: Endpoint, headers: WorkerHeaders, body: Body, path: bytes | None = None
 ) -> bytes:
     """Return the head of a request for the worker at `endpoint`, which is sent `body`.
 

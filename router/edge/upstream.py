@@ -7,6 +7,7 @@ implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has e
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections import deque
@@ -51,6 +52,9 @@ class Endpoint:
             parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii"),
             parts.path.rstrip("/").encode(),
         )
+
+
+log = logging.getLogger("router")
 
 
 class UpstreamUser(Protocol):
@@ -245,6 +249,8 @@ class UpstreamPool:
     ) -> None:
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks of `send_and_drop`, as the event loop keeps no reference to them."""
         self._idle_s_max = idle_s_max
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
@@ -293,6 +299,22 @@ class UpstreamPool:
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
         return connection
+
+    def send_and_drop(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
+        """Send a request whose answer nobody wants, and close the connection at once. Failures are ignored."""
+        task = asyncio.get_running_loop().create_task(self._send_and_drop(target, head + b"".join(body)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_and_drop(self, target: Endpoint, data: bytes) -> None:
+        try:
+            connection = await self.connect(target)
+        except (OSError, asyncio.TimeoutError, ValueError) as failure:
+            log.info("%s:%d: a request to be dropped was not sent: %s", target.host, target.port, failure)
+            return
+        if connection.transport is not None:
+            connection.transport.write(data)
+            connection.transport.close()  # which sends all bytes first
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Make a connection idle after a complete answer."""

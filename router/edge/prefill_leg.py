@@ -1,0 +1,217 @@
+"""The prefill of a request at one worker, before another worker decodes: vLLM's NIXL connector.
+
+The worker computes the prompt and one token, keeps the KV for a while, and answers with parameters. The request to
+the decoding worker carries these parameters, unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from prompts.errors import RequestError
+from prompts.kv_source import KV_PARAMS_FIELD
+from router.decide.messages import Decision
+from router.edge.attempt import Attempt
+from router.edge.proxy import RETRYABLE_STATUSES, Proxy
+from router.edge.request_context import RequestContext
+from router.edge.response_progress import RESPONSES_PATH
+from router.edge.rewrite import Body, WorkerHeaders, build_request_head
+from router.edge.upstream import UpstreamConnection
+from router.http.headers import ProtocolError
+from router.http.response import ResponseHead
+from router.metrics import TransferOutcome
+from router.prompting.fields import apply_edits, locate_fields
+
+ANSWER_BYTES_MAX: Final = 4 << 20
+"""Longest answer of a prefill; it has the ids of the prompt's blocks."""
+SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
+"""A prefill may take this multiple of the predicted time to the first token, and at least so many seconds."""
+LEASE_S: Final = 20.0
+"""Seconds after a prefill in which its KV may be fetched. vLLM keeps the KV for 30 s (`kv_lease_duration`). Later it
+gives other KV without an error, so a third is left as a margin."""
+_NIXL_PREFILL_PARAMS: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+_OUTPUT_FIELDS: Final = (
+    "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n",
+)  # fmt: skip
+"""Fields that say how much of an answer is generated and how it is sent."""
+_SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
+"""Start of a list of texts, or of lists of token ids."""
+
+
+class PrefillAnswer(msgspec.Struct):
+    """The part of a prefill's answer that its decode needs."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class PrefillOwner(Protocol):
+    """Callbacks of the object that waits for a prefill."""
+
+    def prefill_computed(self) -> None:
+        """Have the other worker decode."""
+
+    def prefill_failed(self, outcome: TransferOutcome, reason: str) -> None:
+        """Have the other worker compute the prompt."""
+
+    def crash(self, error: Exception) -> None:
+        """End the request, because code that handles it raised `error`."""
+
+
+class PrefillLeg:
+    """One request to a worker that computes a prompt for another worker. Calls its owner once, unless closed."""
+
+    def __init__(self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision) -> None:
+        assert decision.transfer is not None
+        self._owner = owner
+        self._proxy = proxy
+        self._context = context
+        self._source = decision.transfer.source
+        self._rank = decision.transfer.rank
+        self._params: dict[str, Any] | None = None
+        """Parameters for the decode; None until the prefill has ended."""
+        self._lease_end_s = 0.0
+        self._is_taken = False
+        self._path: bytes | None = None
+        self._body: Body = ()
+        self._content = bytearray()
+        self._attempt = Attempt(self, proxy.pool, "POST")
+        self._started_at_s = proxy.now()
+        self._deadline_s = self._started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
+
+    def start(self, body: Body, path: bytes | None) -> None:
+        """Send the prefill of a request with this body. `path`: as in `build_request_head`."""
+        try:
+            self._path, self._body = path, make_prefill_body(self._context.request.path, body)
+        except RequestError as error:
+            self._fail("refused", str(error))
+        else:
+            self._start_attempt()
+
+    def _start_attempt(self) -> None:
+        target = self._proxy.workers.get_endpoint(self._source)
+        if target is None:
+            self._fail("unreachable", "the worker was removed")
+        else:
+            self._attempt.start(target)
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether the worker keeps KV of which no decoding worker knows."""
+        return self._params is not None and not self._is_taken
+
+    def take_params(self, now: float) -> dict[str, Any] | None:
+        """Return the parameters for the decode; None where the KV may be gone."""
+        if now > self._lease_end_s:
+            return None
+        self._is_taken = True
+        return self._params
+
+    def expire(self, now: float) -> None:
+        """Give up a prefill that takes too long."""
+        if self._params is None and now > self._deadline_s:
+            self._fail("timeout", f"no answer within {now - self._started_at_s:.1f} s")
+
+    def close(self) -> None:
+        """Close the connection, which tells the worker to stop computing."""
+        self._attempt.close()
+
+    def _fail(self, outcome: TransferOutcome, reason: str) -> None:
+        self.close()
+        self._owner.prefill_failed(outcome, f"prefill at {self._source}: {reason}")
+
+    # From the attempt ---------------------------------------------------------------------------------------------
+
+    def attempt_connected(self, connection: UpstreamConnection) -> None:
+        """Send the request."""
+        proxy, context = self._proxy, self._context
+        headers = WorkerHeaders(
+            context.trace_id,
+            proxy.workers.get_authorization(self._source),
+            None if context.span is None else context.span[1],
+            self._rank,
+            proxy.passed_fields,
+        )
+        connection.send(
+            build_request_head(context.request, connection.target, headers, self._body, self._path), self._body
+        )
+
+    def attempt_unconnected(self, error: Exception | None) -> None:
+        self._fail("unreachable", "closed at once" if error is None else str(error) or "connect timed out")
+
+    def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
+        """Read the first bytes of an answer."""
+        self._attempt.head = head
+        self.attempt_received(head, data)
+
+    def attempt_received(self, head: ResponseHead, data: bytes) -> None:
+        """Read bytes of an answer, and tell the owner when it is complete."""
+        consumed_bytes = head.body.feed(data, self._content)
+        if len(self._content) > ANSWER_BYTES_MAX:
+            self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
+        elif head.body.is_complete:
+            self._attempt.finish(self._proxy.now(), reusable=head.keep_alive and consumed_bytes == len(data))
+            self._finish(head)
+
+    def _finish(self, head: ResponseHead) -> None:
+        """Tell the owner what the complete answer says."""
+        if head.status != 200:
+            is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
+            self._fail("refused" if is_refused else "error", head.status_and_reason.decode("latin-1"))
+            return
+        self._params, now = read_prefill_answer(bytes(self._content)), self._proxy.now()
+        self._lease_end_s = now + LEASE_S
+        if self._params is None:
+            self._fail("bad_answer", "an answer without kv_transfer_params")
+        else:
+            self._proxy.metrics.transfers.prefill_s.observe(now - self._started_at_s)
+            self._owner.prefill_computed()
+
+    def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
+        """Repeat the request on a new connection where an idle one was closed; else fail."""
+        head = self._attempt.head
+        if is_stale:
+            self._attempt = Attempt(self, self._proxy.pool, "POST", is_resend=True)
+            self._start_attempt()
+        elif head is None:
+            self._fail("lost", reason)
+        else:
+            try:
+                head.body.finish()
+            except ProtocolError as error:
+                self._fail("lost", f"{reason}: {error}")
+            else:
+                self._finish(head)
+
+    def attempt_malformed(self, error: ProtocolError) -> None:
+        self._fail("bad_answer", str(error))
+
+    def crash(self, error: Exception) -> None:
+        self._owner.crash(error)
+
+
+def make_prefill_body(path: str, body: Body) -> Body:
+    """Return the body by which vLLM computes only the prompt of `body`, and keeps its KV for another worker.
+
+    Raises RequestError for several prompts or answers, of which only one could fetch the KV, and for a field that comes
+    twice.
+    """
+    joined_body = b"".join(body)
+    spans = locate_fields(joined_body)
+    values = {name: joined_body[start:end] for name, (start, end) in spans.span_by_field.items()}
+    if values.get("n", b"1") not in (b"1", b"null") or _SEVERAL_PROMPTS_PATTERN.match(values.get("prompt", b"")):
+        raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
+    limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
+    prefill_fields = {limit_field: 1, KV_PARAMS_FIELD: _NIXL_PREFILL_PARAMS}
+    removed_fields = [name for name in _OUTPUT_FIELDS if name in values and name != limit_field]
+    return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
+
+
+def read_prefill_answer(content: bytes) -> dict[str, Any] | None:
+    """Return the parameters that a prefill's answer has for its decode; None where it has none."""
+    try:
+        return msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None

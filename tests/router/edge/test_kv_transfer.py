@@ -1,0 +1,275 @@
+"""Requests whose KV moves between workers: the bodies of both, and every way in which a prefill for another fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from nixl_workers import NixlWorkers, text_for
+
+from router.decide.messages import Forward, Instruction, Transfer, TransferKind
+from router.decide.workers import TransferFacts
+
+FLEET_KEY = b"a key of sixteen or more"
+PROMPT = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
+
+
+def plan(edge: Any, kind: TransferKind, source: str = "p", worker: str = "d") -> None:
+    """Have each first decision send the request to `worker`, with a transfer from `source`."""
+    route = edge.core.route
+
+    def route_with_transfer(request: Any, *args: Any, **kwargs: Any) -> Instruction:
+        request.worker = worker
+        instruction = route(request, *args, **kwargs)
+        request.worker = None
+        if isinstance(instruction, Forward):
+            decision, transfer = instruction.decision, Transfer(kind, source, None, 128, 0.01)
+            decision.terms = msgspec.structs.replace(decision.terms, transfer=transfer)
+            decision.predicted_cached_tokens = 128
+        return instruction
+
+    edge.core.route = route_with_transfer
+
+
+async def split_pair(edge: Any, **workers: Any) -> tuple[NixlWorkers, Any, Any]:
+    """A prefill worker `p` and a decode worker `d`."""
+    nixl = NixlWorkers(edge.now)
+    await edge.start()
+    prefill = await edge.worker(workers.get("p", nixl.prefill), "p", engine="vllm")
+    decode = await edge.worker(workers.get("d", nixl.decode), "d", port=workers.get("port"), engine="vllm")
+    plan(edge, TransferKind.PREFILL)
+    return nixl, prefill, decode
+
+
+def delay_connections(edge: Any, monkeypatch: pytest.MonkeyPatch, port: int) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return an event that is set once the router connects to this port, and the event for which it then waits."""
+    connect, connecting, gate = edge.pool.connect, asyncio.Event(), asyncio.Event()
+
+    async def connect_late(target: Any) -> Any:
+        if target.port == port:
+            connecting.set()
+            await gate.wait()
+        return await connect(target)
+
+    monkeypatch.setattr(edge.pool, "connect", connect_late)
+    return connecting, gate
+
+
+def body_of(answer: bytes) -> Any:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def outcomes(edge: Any) -> dict[str, int]:
+    return {outcome: count for (_, outcome), count in edge.metrics.transfers.outcomes.items()}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", PROMPT | {"n": 1, "min_tokens": 3, "logprobs": 1}),
+        ("/v1/completions", PROMPT | {"stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/chat/completions", {"max_completion_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
+        ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 5}),
+    ],
+)
+def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
+    edge: Any, make_post: Any, path: str, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        nixl, prefill, decode = await split_pair(edge)
+        raw = json.dumps(body, indent=1).encode()
+        answer = await edge.exchange(make_post(raw, path.encode()))
+        assert text_for(body).encode() in answer
+        (decode_request,) = decode.received
+        assert decode_request.line.split()[1] == path.encode() == prefill.received[0].line.split()[1]
+        params = json.loads(decode_request.body)["kv_transfer_params"]
+        field = b'"kv_transfer_params":' + json.dumps(params, separators=(",", ":")).encode() + b","
+        assert decode_request.body.replace(field, b"").endswith(raw.partition(b"{")[2]), "else byte for byte"
+        assert (nixl.transfers, nixl.faults, nixl.pinned) == (1, [], [])
+        assert outcomes(edge) == {"started": 1}
+        assert edge.metrics.transfers.prefill_s.counts[0] == 1
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(("cached_tokens", "outcome"), [(128, {"started": 1}), (16, {"started": 1, "missing": 1})])
+def test_a_pull_names_its_source_under_the_fleets_key(
+    edge: Any, make_post: Any, cached_tokens: int, outcome: dict[str, int]
+) -> None:
+    async def scenario() -> None:
+        facts = TransferFacts("g", frozenset((TransferKind.PULL,)), dialect="blockcast", address="[::1]:7001")
+        await edge.start()
+        await edge.worker(edge.reply(), "p")
+        usage = {"prompt_tokens": 140, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+        worker = await edge.worker(edge.reply(json.dumps({"usage": usage}).encode()), "d")
+        source_worker = edge.core.workers["p"]
+        source_worker.spec = dataclasses.replace(source_worker.spec, transfer=facts)
+        edge.proxy.workers.fleet_key = FLEET_KEY
+        plan(edge, TransferKind.PULL)
+        raw = json.dumps(PROMPT).encode()
+        assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
+        (request,) = worker.received
+        source = json.loads(request.body)["kv_transfer_params"]["remote_kv_source"]
+        assert (source["remote_host"], source["remote_port"]) == ("::1", 7001)
+        text = "\n".join(["kv-source", source["kv_request_id"], "::1", "7001"])  # as docs/concepts/moving-kv.md says
+        assert source["signature"] == hmac.new(FLEET_KEY, text.encode(), "sha256").hexdigest()
+        assert request.body.endswith(raw[1:])
+        assert outcomes(edge) == outcome
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ((b"{}",), "bad_answer"),
+        ((b"<html>",), "bad_answer"),
+        ((b'{"error":{}}', b"500 Internal Server Error"), "error"),
+        ((b'{"error":{}}', b"429 Too Many Requests"), "error"),
+        ((b'{"error":{}}', b"400 Bad Request"), "refused"),
+        ((b" " * (5 << 20),), "bad_answer"),
+    ],
+)
+def test_the_other_worker_computes_what_the_prefill_worker_does_not(
+    edge: Any, make_post: Any, answer: tuple[bytes, ...], outcome: str
+) -> None:
+    async def scenario() -> None:
+        nixl, _, decode = await split_pair(edge, p=edge.reply(*answer))
+        raw = json.dumps(PROMPT).encode()
+        assert body_of(await edge.exchange(make_post(raw, b"/v1/completions")))["choices"] == [
+            {"text": text_for(PROMPT)}
+        ]
+        assert decode.received[0].body == raw
+        assert (nixl.computed_alone, nixl.faults) == (1, [])
+        assert outcomes(edge) == {"started": 1, outcome: 1}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}])
+def test_several_answers_are_computed_by_one_worker(edge: Any, make_post: Any, fields: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        _, prefill, decode = await split_pair(edge)
+        raw = json.dumps(PROMPT | fields).encode()
+        assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert (prefill.received, decode.received[0].body) == ([], raw)
+        assert outcomes(edge) == {"started": 1, "refused": 1}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("when", ["before", "during", "mid-answer"])
+def test_a_prefill_worker_that_dies_costs_its_request_nothing_but_time(edge: Any, make_post: Any, when: str) -> None:
+    async def die(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if when == "mid-answer":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+            await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        _nixl, prefill, _ = await split_pair(edge, p=die)
+        if when == "before":
+            await prefill.stop()
+        failed: list[str] = []
+        edge.proxy.on_transfer_failed.append(failed.append)
+        raw = json.dumps(PROMPT).encode()
+        assert body_of(await edge.exchange(make_post(raw, b"/v1/completions")))["choices"] == [
+            {"text": text_for(PROMPT)}
+        ]
+        assert outcomes(edge) == {"started": 1, "unreachable" if when == "before" else "lost": 1}
+        assert failed == ["p"]
+        assert edge.metrics.failures == {}, "the attempt at the other worker goes on"
+
+    edge.run(scenario())
+
+
+def test_a_frozen_prefill_worker_is_waited_for_a_bounded_time(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        _nixl, prefill, _ = await split_pair(edge, p=edge.gated(gate))
+        answer = asyncio.ensure_future(edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions")))
+        await edge.until(lambda: prefill.received)
+        edge.advance(60.0)
+        assert body_of(await answer)["choices"] == [{"text": text_for(PROMPT)}]
+        assert outcomes(edge) == {"started": 1, "timeout": 1}
+        gate.set()
+        await edge.until(lambda: edge.pool.count_connections()[0] == edge.pool.count_connections()[1])
+
+    edge.run(scenario())
+
+
+def test_a_client_that_leaves_during_the_prefill_ends_it(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        _nixl, prefill, decode = await split_pair(edge, p=edge.gated(gate))
+        _, writer = await edge.connect()
+        writer.write(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        await edge.until(lambda: prefill.received)
+        writer.close()
+        await edge.until(lambda: not edge.proxy.exchanges)
+        gate.set()
+        await edge.settle()
+        assert decode.received == []
+
+    edge.run(scenario())
+
+
+def test_a_client_that_leaves_between_the_legs_leaves_no_kv_behind(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        nixl, _, decode = await split_pair(edge)
+        connecting, gate = delay_connections(edge, monkeypatch, decode.port)
+        _, writer = await edge.connect()
+        writer.write(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        await connecting.wait()
+        writer.close()
+        await edge.until(lambda: not edge.proxy.exchanges)
+        assert len(nixl.pinned) == 1
+        gate.set()
+        await edge.until(lambda: not nixl.pinned)
+        assert (nixl.transfers, nixl.faults) == (1, [])
+
+    edge.run(scenario())
+
+
+def test_no_decode_is_sent_after_its_lease(edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        nixl, _, decode = await split_pair(edge)
+        connecting, gate = delay_connections(edge, monkeypatch, decode.port)
+        answer = asyncio.ensure_future(edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions")))
+        await connecting.wait()
+        edge.advance(25.0)
+        gate.set()
+        assert body_of(await answer)["choices"] == [{"text": text_for(PROMPT)}]
+        assert (nixl.computed_alone, nixl.faults) == (1, [])
+        assert outcomes(edge) == {"started": 1, "late": 1}
+
+    edge.run(scenario())
+
+
+def test_a_decode_worker_that_fails_is_replaced_without_the_old_parameters(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        _nixl, prefill, _decode = await split_pair(edge, d=edge.reply(b"{}", b"503 Service Unavailable"))
+        assert body_of(await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions")))["choices"] == [
+            {"text": text_for(PROMPT)}
+        ]
+        assert b"kv_transfer_params" not in prefill.received[1].body
+        assert edge.metrics.failures == {("d", "server_error"): 1}
+
+    edge.run(scenario())
+
+
+def test_an_error_of_the_decode_worker_reaches_the_client(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await split_pair(edge, d=edge.reply(b'{"error":{"message":"too long"}}', b"400 Bad Request"))
+        assert b"too long" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+
+    edge.run(scenario())
