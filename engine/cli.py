@@ -15,7 +15,7 @@ import msgspec
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, make_default_kv_events
 from engine.model_files import check_model_exists
 from options import ConfigError, LoadedConfig
-from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
+from options.command import ProgramGroup, SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 
 SIMULATION_PACKAGES = ("aiohttp", "tokenizers", "jinja2")
@@ -36,7 +36,7 @@ Try it:
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ProgramGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="engine")
 def cli() -> None:
     """An LLM engine that publishes its KV cache events."""

@@ -50,6 +50,11 @@ def find_local_folder(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.exists():
+        raise ConfigError(
+            f"MODEL {model!r}: a file; expected the folder of a Hugging Face checkpoint, with config.json, safetensors "
+            "and tokenizer.json"
+        )
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
     main = hub / "refs" / "main"

@@ -34,6 +34,8 @@ from events.frames import pack_seq
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
 SHOWN_HASH_COUNT = 4
 SAVE_INTERVAL_S = 0.2
+CONNECT_PATIENCE_S = 3.0
+"""Time after which a stream that is not connected yet is reported."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,11 @@ def iter_sources(
         try:
             sources = events.discover(address)
         except (events.EventsError, OSError) as error:
-            raise click.ClickException(f"cannot ask {address} for its event sources: {error}") from error
+            raise click.ClickException(
+                f"cannot ask {address} for its event sources: {error}: is this a worker's address, and does it run?"
+            ) from error
+        if not sources:
+            raise click.ClickException(f"{address} publishes no events: start the worker with --kv-events-config")
         for source in sources:
             rank_suffix = f"#{source.data_parallel_rank}" if len(sources) > 1 else ""
             source_topic = topic or source.topic or None
@@ -251,6 +257,7 @@ def command(
         for source in matching_sources
     ]
     remaining_batches = batches
+    connection_report = ConnectionReport(resumed_sources, time.monotonic())
     with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as recording_file:
         for address in binds:
             subscriber.feed.bind(
@@ -260,6 +267,7 @@ def command(
             while remaining_batches is None or remaining_batches > 0:
                 item = subscriber.get(SAVE_INTERVAL_S)
                 position_file.save(time.monotonic())
+                connection_report.update(item, time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
                 for line in (
@@ -275,6 +283,24 @@ def command(
             pass
         position_file.saved_at = 0.0
         position_file.save(time.monotonic())
+
+
+class ConnectionReport:
+    """Reports streams that are not connected after CONNECT_PATIENCE_S, once, on stderr."""
+
+    def __init__(self, sources: list[StreamSource], now: float) -> None:
+        self._endpoint_by_stream = {source.stream_id: source.endpoint for source in sources}
+        self._report_at = now + CONNECT_PATIENCE_S
+
+    def update(self, item: Message | Notice | None, now: float) -> None:
+        """Note what came of a stream, and report the streams of which nothing came."""
+        if item is not None:
+            self._endpoint_by_stream.pop(item.stream_id, None)
+        if now < self._report_at:
+            return
+        for endpoint in self._endpoint_by_stream.values():
+            click.echo(f"{endpoint}: cannot connect yet: does a worker publish there (--kv-events-config)?", err=True)
+        self._endpoint_by_stream.clear()
 
 
 def _handle_sigint(number: int, frame: object) -> None:

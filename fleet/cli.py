@@ -18,6 +18,7 @@ import click
 from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
 from fleet.scaling import ScalingBounds
 from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
+from options.command import ProgramGroup
 
 POLL_S = 0.25
 MAX_CALL_S = 60.0
@@ -180,7 +181,7 @@ def print_status(status: dict[str, Any]) -> None:
         click.echo(f"  autoscaling {kind}: {status['advice'] or 'nothing yet'}")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ProgramGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Workers and routers on a Ray cluster: started, placed, restarted, replaced and scaled."""
 

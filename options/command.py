@@ -47,6 +47,19 @@ class SectionedCommand(click.Command):
                 formatter.write_dl([row for row in rows if row is not None])
 
 
+class ProgramGroup(click.Group):
+    """A program with commands. A command that it does not have is refused with the names of those that it has."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            error.message += f" Expected one of {', '.join(self.list_commands(ctx))}."
+            raise
+
+
 def add_flags(schema: Schema) -> Callable[[Any], Any]:
     """Return a decorator that gives a command the flags of a program. `load_from_command_line` reads its parameters."""
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}

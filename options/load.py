@@ -83,8 +83,10 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises ConfigError."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}, expected a TOML file") from error
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--config {path}: not TOML: {error}") from error
 
 
 def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

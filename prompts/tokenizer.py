@@ -300,7 +300,7 @@ def _read_override(override: str) -> str:
         return Path(override).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise TokenizerError(
-            f"chat template {override!r} is neither a template nor a readable file: {error}"
+            f"--chat-template {override!r}: expected a template or a file with one: {error}"
         ) from error
 
 

@@ -147,7 +147,11 @@ def read_spec(spec_text: str) -> SimulationSpec:
         return decode_json(_SPEC_DECODER, text.encode())
     except RequestError as error:
         reason = error.message.removeprefix("the body: ").replace("the body is", "this is")
-        raise ConfigError(f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {reason}") from None
+        field_names = ", ".join(SimulationSpec.__struct_fields__)
+        raise ConfigError(
+            f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {reason}; a SPEC is a JSON object with "
+            f"{field_names}"
+        ) from None
 
 
 def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:

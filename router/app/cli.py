@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from options import ConfigError
-from options.command import SectionedCommand, add_flags, load_from_command_line, make_config_command
+from options.command import ProgramGroup, SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 from options.tls import make_client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
@@ -45,7 +45,7 @@ def installed_version() -> str:
         return "unknown"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ProgramGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(installed_version(), prog_name="router")
 def cli() -> None:
     """A router that follows the KV cache events of the workers behind it."""
@@ -58,13 +58,14 @@ def run(urls: tuple[str, ...], **flags: Any) -> None:
     flags["workers"] = (*urls, *flags["workers"])
     config: ProcessConfig = load_from_command_line(SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
+    _run_or_exit(config, lambda: run_process(config, installed_version()))
+
+
+def _run_or_exit(config: ProcessConfig, run: Callable[[], None]) -> None:
+    """Run a program of the router; warn if its configuration names no workers, and exit with one line if it fails."""
     has_workers = config.workers or config.worker_dns or config.workers_file or config.kubernetes
     if not (has_workers or config.admin):
         log.warning("no workers: name their URLs (router run http://HOST:PORT ...), or add them with POST /workers")
-    _run_or_exit(lambda: run_process(config, installed_version()))
-
-
-def _run_or_exit(run: Callable[[], None]) -> None:
     try:
         run()
     except ConfigError as error:
@@ -97,7 +98,7 @@ def epp(urls: tuple[str, ...], **flags: Any) -> None:
     flags["workers"] = (*urls, *flags["workers"])
     config: EppConfig = load_from_command_line(EPP_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
-    _run_or_exit(lambda: run_process(config, installed_version()))
+    _run_or_exit(config, lambda: run_process(config, installed_version()))
 
 
 SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.
@@ -122,7 +123,7 @@ def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     flags["workers"] = (*urls, *flags["workers"])
     config: ShadowProcessConfig = load_from_command_line(SHADOW_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
-    _run_or_exit(lambda: run_shadow(config, installed_version()))
+    _run_or_exit(config, lambda: run_shadow(config, installed_version()))
 
 
 CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,

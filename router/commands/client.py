@@ -52,7 +52,9 @@ class AdminClient:
         try:
             status, answer = asyncio.run(request())
         except FetchError as error:
-            raise click.ClickException(f"{self.url}: {error}") from None
+            raise click.ClickException(
+                f"{self.url}: {error}: is this the address of the router's admin routes, and does it run?"
+            ) from None
         if status in (401, 403):
             raise click.ClickException(f"{self.url} answers {status}: give the admin key, --key")
         try:

@@ -158,7 +158,28 @@ WRONG_STARTS = {
     "router: no workers": WrongStart("router run --port 0", "no workers", "router run http://", None),
     "router: no peer": WrongStart("router run --snapshot-from {closed} --port 0", "--snapshot-from", "refused", None),
     "router check: wrong key": WrongStart("router check {locked} --yes", "answers 401", "--worker-api-key"),
-    "router top: no router": WrongStart("router top {closed} --once", "cannot connect", "refused"),
+    "router top: no router": WrongStart("router top {closed} --once", "refused", "does it run"),
+    "engine: file of weights": WrongStart("engine serve {folder}/typo.toml", "typo.toml': a file", "the folder of a"),
+    "engine: SPEC misspelt": WrongStart(
+        "engine serve --port 0 --simulate {folder}/spec.json", "`prefil`", "prefill_s_per_token"
+    ),
+    "engine: no chat template": WrongStart(
+        "engine serve {model} --port 0 --chat-template {folder}/missing", "--chat-template", "a file with one"
+    ),
+    "engine: heads that cannot be split": WrongStart(
+        "engine serve {model} --port 0 --tensor-parallel-size 3", "--tensor-parallel-size 3", "a divisor of"
+    ),
+    "engine: unknown command": WrongStart("engine run", "'run'", "serve", 2),
+    "router: unknown command": WrongStart("router serve", "'serve'", "run", 2),
+    "router: folder instead of TOML": WrongStart("router run --config {folder}", "--config", "a TOML file", 2),
+    "router: worker given twice": WrongStart("router run http://a:1 http://a:1", "worker a:1", "given twice", 2),
+    "router: certificate without key": WrongStart("router run --tls-cert {folder}/typo.toml", "--tls-key", "both", 2),
+    "router: peer without a scheme": WrongStart("router run --peer 127.0.0.1:5600", "--peer", "tcp://*:5557", 2),
+    "router shadow: no workers": WrongStart("router shadow --port 0", "no workers", "name their URLs", None),
+    "kv_subscriber: no worker": WrongStart("events.kv_subscriber {closed}", "refused", "does it run"),
+    "kv_subscriber: nobody publishes": WrongStart(
+        "events.kv_subscriber tcp://127.0.0.1:1", "cannot connect", "--kv-events-config", None
+    ),
 }
 
 
@@ -206,6 +227,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, busy_port: int) -> Iterator
             (folder / name / broken_file).write_bytes(content)
     (folder / "typo.toml").write_text("prot = 1\n")
     (folder / "broken.toml").write_text("port = \n")
+    (folder / "spec.json").write_text('{"prefil": 1}')
     with socket.socket() as unused, _RefusingServer(401) as locked, _RefusingServer(404) as web:
         unused.bind(("127.0.0.1", 0))  # and never listens
         for server in (locked, web):
