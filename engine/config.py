@@ -119,7 +119,7 @@ class EngineConfig:
     time_scale: Annotated[float, Meta(gt=0.0, le=1000.0, title="FACTOR"), Flag(),
         "With --simulate: factor on all step times; 0.1 is ten times as fast."] = 1.0
     overlap: Annotated[Literal["auto", "on", "off"], Flag(),
-        "Plan a step while the one before is computed; auto does so on a GPU.",
+        "Plan a step while another is computed; auto: on a GPU.",
         "On a CPU it gains little (docs/how-to/measure-the-engine.md); never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
     """Whether every kernel of a decode step is launched, instead of replaying a recorded step."""
@@ -179,7 +179,7 @@ class ServerConfig:
         "Format of reasoning; auto: by the chat template; none: not parsed."
     ] = "auto"
     max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),
-        "Most sequences, running and waiting; more are answered 429. 0: no limit."] = 1024
+        "Most sequences, running and waiting; more get 429. 0: no limit."] = 1024
     max_body_bytes: Annotated[Bytes, "Largest body of a request; larger ones are answered 413."] = 64 << 20
     body_timeout_s: Annotated[Seconds, "Longest that a client may take to send a request."] = 60.0
     request_timeout_s: Annotated[Seconds | None, Flag("--request-timeout"),

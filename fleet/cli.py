@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import IO, Any
 
 import click
@@ -18,7 +19,7 @@ import click
 from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
 from fleet.scaling import ScalingBounds
 from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
-from options.command import ProgramGroup
+from options.command import ProgramGroup, SectionedCommand, SectionedOption
 
 POLL_S = 0.25
 MAX_CALL_S = 60.0
@@ -33,14 +34,17 @@ _wait_option = click.option("--wait/--no-wait", default=True, show_default=True,
 _timeout_option = click.option(
     "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
+_resource_option = partial(click.option, cls=SectionedOption, heading="Resources and simulation", position=1)
+_timeout_setting = partial(click.option, cls=SectionedOption, heading="Timeouts of programs", position=3)
+_scaling_option = partial(click.option, cls=SectionedOption, heading="Scaling by load", position=2)
 _autoscaling_options = (
-    click.option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
+    _scaling_option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
                  help="Prefill that may wait at a worker before more are started."),
-    click.option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
+    _scaling_option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
                  help="Share of its time that a worker should spend on prefill."),
-    click.option("--cool-down", type=float, default=300.0, show_default=True, metavar="SECONDS",
+    _scaling_option("--cool-down", type=float, default=300.0, show_default=True, metavar="SECONDS",
                  help="How long fewer workers must have sufficed before one is stopped."),
-    click.option("--dry-run", is_flag=True, help="Only report what would be done, in `fleet status`."),
+    _scaling_option("--dry-run", is_flag=True, help="Only report what would be done, in `fleet status`."),
 )  # fmt: skip
 
 
@@ -186,7 +190,7 @@ def cli() -> None:
     """Workers and routers on a Ray cluster: started, placed, restarted, replaced and scaled."""
 
 
-@cli.command()
+@cli.command(cls=SectionedCommand)
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
 @click.option(
@@ -212,20 +216,22 @@ def cli() -> None:
     show_default=True,
     help="Ranks of a worker, all on one node.",
 )
-@click.option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/how-to/simulate-a-fleet.md).")
-@click.option("--time-scale", type=float, help="With --simulate: factor on all step times.")
-@click.option(
+@_resource_option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/how-to/simulate-a-fleet.md).")
+@_resource_option("--time-scale", type=float, help="With --simulate: factor on all step times.")
+@_resource_option(
     "--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="CPUs that Ray reserves for a worker."
 )
-@click.option("--gpus", type=click.IntRange(0, 64), help="GPUs of a worker. [default: one a rank, where there are any]")
-@click.option(
+@_resource_option(
+    "--gpus", type=click.IntRange(0, 64), help="GPUs of a worker. [default: one a rank, where there are any]"
+)
+@_resource_option(
     "--router-cpus",
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
     help="CPUs that Ray reserves for a router.",
 )
-@click.option("--router-host", default="", help="Address that routers listen on. [default: their node's]")
+@_resource_option("--router-host", default="", help="Address that routers listen on. [default: their node's]")
 @click.option(
     "--router-port",
     type=click.IntRange(0, 65000),
@@ -234,8 +240,10 @@ def cli() -> None:
     help="Port of the first router; others count up.",
 )
 @click.option("--router-flags", default="", metavar="TEXT", help="Flags of `router run`, quoted as in a shell.")
-@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="Environment variable of all programs. Repeatable.")
-@click.option(
+@_resource_option(
+    "--env", multiple=True, metavar="NAME[=VALUE]", help="Environment variable of all programs. Repeatable."
+)
+@_timeout_setting(
     "--start-timeout",
     type=float,
     default=1800.0,
@@ -243,7 +251,7 @@ def cli() -> None:
     metavar="SECONDS",
     help="A program that does not serve by then is restarted.",
 )
-@click.option(
+@_timeout_setting(
     "--drain-timeout",
     type=float,
     default=300.0,
@@ -251,7 +259,7 @@ def cli() -> None:
     metavar="SECONDS",
     help="Longest that requests of a stopping worker may take.",
 )
-@click.option(
+@_timeout_setting(
     "--stop-timeout",
     type=float,
     default=60.0,
@@ -259,13 +267,13 @@ def cli() -> None:
     metavar="SECONDS",
     help="Time from SIGTERM to SIGKILL.",
 )
-@click.option(
+@_timeout_setting(
     "--hang-timeout",
     type=click.FloatRange(min=0),
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="A program that answers no health check for so long is restarted.",
+    help="A program without answers to health checks for so long is restarted.",
 )
 @_add_options(_autoscaling_options)
 @_wait_option

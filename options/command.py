@@ -56,8 +56,8 @@ class ProgramGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            error.message += f" Expected one of {', '.join(self.list_commands(ctx))}."
-            raise
+            commands = ", ".join(self.list_commands(ctx))
+            raise click.UsageError(f"{error.message} Expected one of {commands}.", ctx) from None
 
 
 def add_flags(schema: Schema) -> Callable[[Any], Any]:

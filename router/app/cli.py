@@ -24,9 +24,9 @@ log = logging.getLogger("router")
 
 HELP = """Send each request to the worker of URL... that will answer it soonest.
 
-Workers are OpenAI-compatible servers: `engine serve`, vLLM, SGLang. Where a worker publishes its KV cache events is
-asked of the worker itself (/kv_event_sources), else looked for at vLLM's default port, else given with --worker.
-The cache of one that publishes nothing is guessed from what was sent to it.
+Workers are OpenAI-compatible servers: `engine serve`, vLLM, SGLang. The router asks each worker where it publishes its
+KV cache events (/kv_event_sources), or tries vLLM's default port. --worker names another address. The cache of a worker
+without events is estimated from the requests sent to it.
 
 \b
 Try it:
@@ -101,12 +101,11 @@ def epp(urls: tuple[str, ...], **flags: Any) -> None:
     _run_or_exit(config, lambda: run_process(config, installed_version()))
 
 
-SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.
+SHADOW_HELP = """Report what the present load balancer of the workers of URL... loses, and what `router run` would gain.
 
-Follows the workers' caches as `router run` does, and is fed in one of two ways: copies of requests (nginx' `mirror`,
-Envoy's `request_mirror_policies`), which get 204; or a file of bodies, with --log. Says what was lost, by whose doing,
-and what `router run` would have given: on /shadow, /shadow/report, and as the file of --report. Takes the flags of
-`router run`.
+Follows the workers' caches and decides nothing. It reads copies of requests (nginx' `mirror`, Envoy's
+`request_mirror_policies`), which are answered 204, or with --log a file of bodies. The report is on /shadow and
+/shadow/report, and in the file of --report. Takes the flags of `router run`.
 
 \b
   router shadow http://gpu1:8000 http://gpu2:8000 --port 8090 --report shadow.html
@@ -126,11 +125,11 @@ def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     _run_or_exit(config, lambda: run_shadow(config, installed_version()))
 
 
-CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,
-another tokenizer or template, salts or adapters that are mixed up, caches that are off.
+CHECK_HELP = """Check what would keep predictions for the workers of URL... from being exact.
 
-Takes the flags of `router run`, so that what is checked is what will run. Sends each worker one prompt of random words
-up to six times, each answered with one token, and asks first. Ends with status 1 where something is wrong.
+Checks events and their addresses, tokenizers, chat templates, salts, adapters and caches. Sends each worker one prompt
+of random words up to six times, after a question. Takes the flags of `router run`. Ends with status 1 if something is
+wrong.
 
 \b
   router check http://gpu1:8000 http://gpu2:8000

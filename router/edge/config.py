@@ -57,8 +57,8 @@ class EdgeConfig:
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
         "Pass this route to workers as well; /v1/x/* stands for all below it."] = ()
     passed_fields: Annotated[tuple[WorkerField, ...], Flag("--pass-worker-field", metavar="NAME"),
-        "Let clients set this internal field or header of workers (docs/security.md).",
-        "Only where every client is trusted."] = ()
+        "Let clients set this internal field or header of workers.",
+        "Only where every client is trusted (docs/security.md)."] = ()
     cors_origins: Annotated[tuple[CorsOrigin, ...], Flag("--cors-origin", metavar="ORIGIN"),
         "Let web pages of this origin call /v1; * for all. [default: none]"] = ()
     session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
@@ -79,9 +79,9 @@ class EdgeConfig:
     tenant_salts: Annotated[bool, Flag(),
         "Keep the caches of API keys apart, by a cache_salt for each."] = False
     cache_headers: Annotated[bool, Flag(),
-        "Tell clients the worker and its cached tokens (x-blockcast-* headers)."] = True
+        "Send clients the worker and cached tokens (x-blockcast-* headers)."] = True
     continue_streams: Annotated[bool, Flag(),
-        "Let another worker go on with a stream whose worker died, where exact."] = True
+        "Continue a stream at another worker if its worker dies, where exact."] = True
     connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
         "Most connections of clients at once; more are answered 503."] = CONNECTIONS_MAX
     ready_s: Annotated[Pause, Flag("--ready-timeout"),

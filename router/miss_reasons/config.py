@@ -16,7 +16,7 @@ class MissReasonsConfig:
     """Settings of the reasons for cache misses."""
 
     enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
-        "Find out why prompts missed the cache (/requests/ID, metrics, dashboard)."] = True
+        "Find out why prompts missed the cache (/requests/ID, metrics)."] = True
     share: Annotated[float, Meta(ge=0, le=1, title="SHARE"), Flag("--reasons-share"),
         "Share of the conversations whose prompts are compared with earlier ones."] = 0.125
     memory_mb: Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20),

@@ -28,7 +28,7 @@ class PickerConfig:
     fallbacks: Annotated[int, Meta(ge=0, le=16, title="N"), Flag("--fallbacks"),
         "Number of other workers that Envoy is told to try after the chosen one."] = 2
     objectives: Annotated[tuple[Objective, ...], Flag("--objective", metavar="NAME=N"),
-        "Priority of requests with x-gateway-inference-objective: NAME; low goes first."] = ()
+        "Priority of requests with x-gateway-inference-objective: NAME."] = ()
 
     @property
     def priorities(self) -> dict[str, int]:

@@ -34,10 +34,10 @@ _TEXT = re.compile(r"^ {10,}\S")
 
 
 def read_help(command: click.Command) -> dict[str, dict[str, int]]:
-    """heading -> flag as printed -> lines of its text, in a terminal of 80 columns."""
+    """heading -> flag as printed -> lines of its text, in a terminal of 80 columns, of which click uses 78."""
     lines_by_flag_by_heading: dict[str, dict[str, int]] = {}
     heading = flag = ""
-    for line in command.get_help(click.Context(command, terminal_width=80)).splitlines():
+    for line in command.get_help(click.Context(command, terminal_width=78)).splitlines():
         if _HEADING.match(line):
             heading, flag = line[:-1], ""
             lines_by_flag_by_heading[heading] = {}
