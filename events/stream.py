@@ -58,12 +58,11 @@ class StreamState:
         self._next_seq: int | None = None
         self._applied_batches = AppliedBatches(self.config.max_recent_batches)
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
-        self._has_started = resume_position is not None
         if resume_position is not None:
             self._next_seq = resume_position[0] + 1
             self._applied_batches.record(*resume_position)
         self._publisher_id = b""
-        self._has_applied_state = self._has_started  # something was applied since the last Clear
+        self._has_applied_state = resume_position is not None  # something was applied since the last Clear
         self._request_id = 0
         self._deadline: float | None = None
         self._attempt_count = 0
@@ -90,14 +89,12 @@ class StreamState:
         self.is_online = True
         self._early_batches.clear()
         self._attempt_count = self._restart_attempt_count = 0
-        if not self._has_started:
-            self._has_started = True
-            if self.config.start_mode is StartMode.LIVE:
-                return []
-            return self._start_over(now)
         if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
             return [*self._clear("reconnected while joining"), *self._start_over(now)]
-        return self._start_repair(now)
+        if self._next_seq is not None:
+            return self._start_repair(now)
+        # The first connection, or nothing was learned on the ones before.
+        return [] if self.config.start_mode is StartMode.LIVE else self._start_over(now)
 
     def on_disconnected(self) -> list[Instruction]:
         """Handle the loss of the connection. Applied batches stay, as the publisher may be back."""

@@ -105,6 +105,14 @@ def test_ring_publisher_never_leaves_a_false_hit(
         assert world.follower.resident == world.publisher.resident
 
 
+def test_a_ring_that_nobody_replayed_is_asked_for_again_after_a_reconnection() -> None:
+    world = World(StreamConfig(start_mode=StartMode.RING), 1000, snapshots=False)
+    world.connect()
+    run(world, [("publish", 0), *[("wait", 5)] * 3, ("reconnect", 0)])
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident != set()
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(steps)
 def test_without_replay_only_consecutive_batches_are_held(script: list[tuple[str, int]]) -> None:
