@@ -82,7 +82,7 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         (row,) = edge.worker_list.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
         report = edge.collect_metrics()
-        assert (report.conversation_checks, report.conversation_differences) == (1, 1)
+        assert (report.conversations.check_count, report.conversations.difference_count) == (1, 1)
 
     edge.run(scenario())
     assert "model tiny: a prompt that was continued" in caplog.text
