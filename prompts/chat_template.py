@@ -7,12 +7,13 @@ where a template asks for the date (`strftime_now`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jinja2
 import jinja2.compiler
@@ -63,6 +64,9 @@ class _DictType:
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
         return dict.fromkeys(*args)
+
+
+_DICT_TYPE = _DictType()
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -181,8 +185,15 @@ class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
 
 
-def _make_environment() -> _TemplateEnvironment:
-    env = _TemplateEnvironment(
+class _LimitedEnvironment(template_limits.LimitedEnvironment):
+    code_generator_class = _CodeGenerator
+
+
+Environment = TypeVar("Environment", bound=jinja2.Environment)
+
+
+def _make_environment(environment_class: type[Environment]) -> Environment:
+    env = environment_class(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
@@ -191,7 +202,7 @@ def _make_environment() -> _TemplateEnvironment:
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
-    env.globals["dict"] = _DictType()
+    env.globals["dict"] = _DICT_TYPE
     env.globals["namespace"] = _Namespace
     return env
 
@@ -200,7 +211,7 @@ class _CompiledTemplate:
     """A compiled template, and the form in which it wants `content`."""
 
     def __init__(self, source: str) -> None:
-        env = _make_environment()
+        env = _make_environment(_TemplateEnvironment)
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {TEMPLATE_CHARS_MAX}")
         try:
@@ -217,9 +228,9 @@ class _CompiledTemplate:
 
     @cached_property
     def bounded_template(self) -> jinja2.Template | None:
-        """The template with limits on its time and memory; None if it is not proven to keep them."""
-        env = _make_environment()
-        template_limits.install_limits(env)
+        """The template with limits on its time and memory; None if it may take long."""
+        env = _make_environment(_LimitedEnvironment)
+        env.restrict()
         tree = template_limits.add_limits(env.parse(self.source))
         return None if tree is None else env.from_string(tree)
 
@@ -245,13 +256,12 @@ def _compile_template(source: str) -> _CompiledTemplate:
 
 @lru_cache(maxsize=64)
 def _needs_system_first(source: str, seconds_max: float | None) -> bool:
-    env = _TemplateEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], optimized=False
-    )
+    environment_class = _TemplateEnvironment if seconds_max is None else _LimitedEnvironment
+    env = environment_class(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], optimized=False)
     sample_messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
-        if seconds_max is not None:
-            template_limits.install_limits(env)
+        if isinstance(env, _LimitedEnvironment):
+            env.restrict()
         tree = env.parse(source)
         template = env.from_string(tree if seconds_max is None else template_limits.add_limits(tree) or "")
         context = template.new_context({"messages": sample_messages, "add_generation_prompt": False})
@@ -262,6 +272,21 @@ def _needs_system_first(source: str, seconds_max: float | None) -> bool:
     except Exception:  # noqa: BLE001  a template is a program
         return True
     return False
+
+
+_SAMPLE_TOOLS: list[Message] = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+]
+_SAMPLE_CALL = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+_SAMPLE_MESSAGES: list[Message] = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "", "tool_calls": [_SAMPLE_CALL]},
+    {"role": "tool", "content": "c", "tool_call_id": "call00000"},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+]
+"""Messages by which a template shows whether it keeps its limits."""
 
 
 class ChatTemplate:
@@ -281,18 +306,22 @@ class ChatTemplate:
             _compile_template(source)
         self._seconds_max: float | None = None
         self.is_bounded = True
-        """Whether renderings are certain to end within the time limit, if there is one."""
+        """Whether the templates have kept the time limit so far, if there is one."""
 
     def set_time_limit(self, seconds_max: float) -> None:
         """Limit the CPU time of each rendering.
 
-        `is_bounded` becomes false if a template cannot promise that, or later breaks the promise; then it renders
+        `is_bounded` becomes false if a template has an operation that may take long, now or later; then it renders
         nothing.
         """
         self._seconds_max = seconds_max
         self.is_bounded = all(
             _compile_template(source).bounded_template is not None for source in self._templates.values()
         )
+        if self.is_bounded:
+            for tools in (None, _SAMPLE_TOOLS):
+                with contextlib.suppress(RequestError):  # raised for a template that refuses these messages, too
+                    self.render(_SAMPLE_MESSAGES, tools=tools)
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """Return the template of a request. `override` is a template's text or the name of one of the model's."""
@@ -392,7 +421,8 @@ class ChatTemplate:
         try:
             return template.render(context, self._seconds_max)
         except template_limits.RenderLimitError as error:
-            self.is_bounded = False
+            if template.source in self._templates.values():  # not a client's own
+                self.is_bounded = False
             raise RequestError(str(error), param="messages") from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
