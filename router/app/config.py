@@ -99,7 +99,7 @@ class ProcessConfig:
         "Key that workers get. [default: the client's own]",
     ] = field(default=None, repr=False)
     kv_transfer_key_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
-        "File with the key of the engines' --kv-transfer-key-file: prefixes move between them.",
+        "The engines' --kv-transfer-key-file: KV moves among them.",
         "Or put the key into BLOCKCAST_ROUTER_KV_TRANSFER_KEY (docs/concepts/moving-kv.md)."] = None
     kv_transfer_key: Annotated[Key | None, SECRET, "That key itself; best set by its variable."] = field(
         default=None, repr=False)
