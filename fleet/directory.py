@@ -57,6 +57,17 @@ STARTS_PER_PASS = 4
 meanwhile."""
 
 
+def _wait_for_calls(pending_calls: list[Any], timeout_s: float) -> list[Any]:
+    """Wait for one of the remote calls, and return all that are finished then. Sleep if there are no calls."""
+    if not pending_calls:
+        time.sleep(timeout_s)
+        return []
+    finished_calls, _ = ray.wait(pending_calls, num_returns=1, timeout=timeout_s)
+    if finished_calls:
+        finished_calls, _ = ray.wait(pending_calls, num_returns=len(pending_calls), timeout=0)
+    return list(finished_calls)
+
+
 class DirectoryActor:
     """Actor that starts, watches and stops the members of one fleet.
 
@@ -176,26 +187,22 @@ class DirectoryActor:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Compare the fleet with its plan again and again; between, handle the results of remote calls."""
         while True:
             try:
                 with self._lock:
                     self._run_once(time.time())
-                    calls = list(self._callback_by_call)
-                if not calls:
-                    time.sleep(MAX_LOOP_PAUSE_S)
-                    continue
-                finished_calls, _ = ray.wait(calls, num_returns=1, timeout=MAX_LOOP_PAUSE_S)
-                if finished_calls:
-                    finished_calls, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+                    pending_calls = list(self._callback_by_call)
+                finished_calls = _wait_for_calls(pending_calls, MAX_LOOP_PAUSE_S)
                 with self._lock:
                     for call in finished_calls:
                         self._handle_result(call)
             except RayError as error:
-                log.warning("the directory goes on: %s", error)
+                log.warning("a call to Ray failed, and the fleet's directory tries again: %s", error)
                 time.sleep(MAX_LOOP_PAUSE_S)
             except BaseException:
-                log.exception("the directory ends; Ray starts it anew")
-                os._exit(1)
+                log.exception("the fleet's directory ends, and Ray will restart it")
+                os._exit(1)  # the actor would live on without this thread
 
     def _handle_result(self, call: Any) -> None:
         callback = self._callback_by_call.pop(call)

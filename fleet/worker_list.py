@@ -33,35 +33,41 @@ AdminCall = tuple[str, str, dict[str, Any] | None]
 
 
 def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
-    """Parse the body of `GET /workers`. Raises ValueError where it is none."""
+    """Return worker id -> status from the body of `GET /workers`. Raises ValueError if the body is malformed."""
     status_by_worker: dict[str, WorkerStatus] = {}
     try:
-        for worker_row in page["workers"]:
-            worker_id, earlier_rank_status = (
-                str(worker_row["worker_id"]),
-                status_by_worker.get(str(worker_row["worker_id"])),
-            )
-            state = str(worker_row["state"])
-            worker_status = WorkerStatus(
-                state == "up",
-                state == "draining",
-                int(worker_row.get("prefilling", 0)) + int(worker_row.get("decoding", 0)),
-                float(worker_row.get("queue_s", 0.0)),
-                float(worker_row.get("utilisation", 0.0)),
-            )
-            if earlier_rank_status is not None:  # its ranks share the requests: the router sends to the best of them
-                in_flight = earlier_rank_status.in_flight + worker_status.in_flight
-                worker_status = WorkerStatus(
-                    worker_status.is_up,
-                    worker_status.is_draining,
-                    in_flight,
-                    max(earlier_rank_status.queue_s, worker_status.queue_s),
-                    max(earlier_rank_status.prefill_share, worker_status.prefill_share),
-                )
-            status_by_worker[worker_id] = worker_status
+        for rank_row in page["workers"]:
+            worker_id, rank_status = str(rank_row["worker_id"]), _parse_rank_row(rank_row)
+            earlier_status = status_by_worker.get(worker_id)
+            if earlier_status is not None:
+                rank_status = _merge_ranks(earlier_status, rank_status)
+            status_by_worker[worker_id] = rank_status
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of workers: {error!r} in {str(page)[:200]}") from error
     return status_by_worker
+
+
+def _parse_rank_row(rank_row: Mapping[str, Any]) -> WorkerStatus:
+    """Return the status of one rank from its row. Raises KeyError or TypeError if the row is malformed."""
+    state = str(rank_row["state"])
+    return WorkerStatus(
+        is_up=state == "up",
+        is_draining=state == "draining",
+        in_flight=int(rank_row.get("prefilling", 0)) + int(rank_row.get("decoding", 0)),
+        queue_s=float(rank_row.get("queue_s", 0.0)),
+        prefill_share=float(rank_row.get("utilisation", 0.0)),
+    )
+
+
+def _merge_ranks(first: WorkerStatus, second: WorkerStatus) -> WorkerStatus:
+    """Return the status of two ranks of a worker together: as busy as the busier one. All ranks have one state."""
+    return WorkerStatus(
+        is_up=second.is_up,
+        is_draining=second.is_draining,
+        in_flight=first.in_flight + second.in_flight,
+        queue_s=max(first.queue_s, second.queue_s),
+        prefill_share=max(first.prefill_share, second.prefill_share),
+    )
 
 
 def plan_admin_calls(

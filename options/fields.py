@@ -204,9 +204,15 @@ _config_fields_by_class: dict[type, tuple[ConfigField, ...]] = {}
 
 
 def _make_config_field(name: str, annotated_type: Any) -> ConfigField:
+    """Return the field of an annotated type, such as `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`.
+
+    Of the annotations that are texts, some are marks (`_MARKS`); the first other one is the help, the second the
+    details. Annotations that are neither texts nor flags bound the value, so they stay with the type.
+    """
     base_type, annotations = split_annotated(annotated_type)
+    texts = [annotation for annotation in annotations if isinstance(annotation, str)]
+    help_texts = [text for text in texts if text not in _MARKS]
     field_type = base_type
-    help_texts = [annotation for annotation in annotations if isinstance(annotation, str) and annotation not in _MARKS]
     if get_origin(field_type) in (Union, types.UnionType):
         (field_type,) = (member_type for member_type in get_args(field_type) if member_type is not type(None))
     for annotation in annotations:
@@ -215,9 +221,7 @@ def _make_config_field(name: str, annotated_type: Any) -> ConfigField:
     return ConfigField(
         name=name,
         value_type=field_type,
-        annotation_marks=tuple(
-            annotation for annotation in annotations if isinstance(annotation, str) and annotation in _MARKS
-        ),
+        annotation_marks=tuple(text for text in texts if text in _MARKS),
         help_text=help_texts[0] if help_texts else "",
         details=help_texts[1] if len(help_texts) > 1 else "",
         flag=next((annotation for annotation in annotations if isinstance(annotation, Flag)), None),

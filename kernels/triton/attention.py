@@ -51,10 +51,14 @@ def attend_tile(
     dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Add the keys [start, start + BLOCK_N) that lie before `end` to a running softmax, and return its state.
+    """Add the keys [start, start + BLOCK_N) that lie before `end` to a running softmax, and return its new state.
 
-    q: [M, D]; query_positions: [M]. acc [M, D], weight_sum [M] and peak [M] are the state, in powers of two. Without
-    MASKED, all keys lie before `end`, and every query sees them.
+    The state is acc [M, D], weight_sum [M] and peak [M], the largest score; scores are exponents of 2. q: [M, D];
+    query_positions: [M]. Without MASKED, all keys lie before `end`, and every query sees them.
+
+    The cache has rows of ROW elements, one for each token and layer. A block has BLOCK_SIZE rows of K for a layer, then
+    BLOCK_SIZE rows of V. The table gives a block's first row; `table_block` is its stride, `offset` the KV head's first
+    element in a row. `dim` [D] are the columns of a head, padded beyond DIM. WIDE: `dot` multiplies in float32.
     """
     key_positions = start + tl.arange(0, BLOCK_N)
     if MASKED:

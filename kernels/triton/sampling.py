@@ -81,10 +81,13 @@ def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (edge, quota): the first `target_count` tokens are those above the edge and the first `quota` of those on
-    it.
+    """Find the key of the token that is the `target_count`-th largest, by a search in four parts.
 
-    low, high (int64): `at_low` tokens, at least `target_count`, have the key low or more, and none has high or more.
+    Returns (edge, quota). The `target_count` largest tokens are those above the edge and the first `quota` tokens on
+    the edge. The quota is KEEP_ALL if all tokens on the edge belong to them.
+
+    `low` and `high` (int64) bound the edge: `at_low` tokens have a key of at least `low`, and `at_low` is at least
+    `target_count`. No token has a key of `high` or more. Logits below `floor` count as -inf.
     """
     lane = tl.arange(0, BLOCK)
     at_high = tl.full((), 0, tl.int32)
