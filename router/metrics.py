@@ -17,11 +17,9 @@ log = logging.getLogger("router")
 
 CRASH_LOG_S = 10.0
 """Between two lines about the same kind of crash at the same place: what a client can cause must not fill the disk."""
-TransferOutcome = Literal[
-    "started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late", "missing"
-]
-"""What became of a transfer. "refused": the source answered that the request is wrong. "late": the source may have
-freed the KV. "missing": fewer cached tokens were reported than should have moved."""
+TransferOutcome = Literal["started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late"]
+"""What became of a transfer. "refused": the request is wrong, or cannot be split. "late": the source may have freed
+the KV. The core counts pulls that did not come."""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 

@@ -330,8 +330,6 @@ class Exchange:
                 attempt.resume_reading()
             attempt.finish(proxy.now(), reusable=reusable)
         context.usage = context.progress.find_reported_usage()
-        if context.is_pull_missing and proxy.is_in_core(context):
-            proxy.fail_transfer(context, "missing", "too few tokens were cached")
         if not proxy.end(context, f"status_{head.status}"):
             return False
         if context.is_streaming:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.decide.messages import Decision, ReportedUsage, RouteRequest, TransferKind
+from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.http.request import HttpRequest
@@ -116,15 +116,6 @@ class RequestContext:
         """Seconds from the complete request to the first byte of its answer; None before that byte."""
         first_byte_at_s = self.progress.first_byte_at_s
         return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
-
-    @property
-    def is_pull_missing(self) -> bool:
-        """Whether the worker reports that most of the prefix that it was to pull was not cached."""
-        transfer = None if self.decision is None else self.decision.transfer
-        cached_tokens = None if self.usage is None else self.usage.cached_tokens
-        if self.decision is None or transfer is None or transfer.kind is not TransferKind.PULL or cached_tokens is None:
-            return False
-        return cached_tokens < self.decision.predicted_cached_tokens - transfer.tokens // 2
 
     def is_wanted(self) -> bool:
         """Return whether a client waits for the answer."""
