@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-from typing import Any, Final
+from typing import Final
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, RouteRequest, TransferKind
@@ -24,7 +24,7 @@ from router.edge.prefill_leg import PrefillLeg
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
-from router.edge.rewrite import Body, WorkerHeaders, add_kv_params, build_request_head, build_response_head
+from router.edge.rewrite import Body, KVParams, WorkerHeaders, add_kv_params, build_request_head, build_response_head
 from router.edge.upstream import Endpoint, UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.connection import Client
@@ -177,7 +177,7 @@ class Exchange:
             attempt.pause_reading()
 
     def _build_request(
-        self, decision: Decision, endpoint: Endpoint, kv_params: dict[str, Any] | None
+        self, decision: Decision, endpoint: Endpoint, kv_params: KVParams | None
     ) -> tuple[bytes, Body] | None:
         """Return head and body for the chosen worker; None where it cannot continue the answer.
 
@@ -201,7 +201,7 @@ class Exchange:
         )
         return build_request_head(context.request, endpoint, headers, body, path), body
 
-    def _take_kv_params(self, decision: Decision) -> dict[str, Any] | None:
+    def _take_kv_params(self, decision: Decision) -> KVParams | None:
         """Return the parameters by which the chosen worker gets KV; None where it computes the prompt itself."""
         proxy, transfer = self._proxy, decision.transfer
         if transfer is not None and transfer.kind is TransferKind.PULL:

@@ -7,7 +7,7 @@ the decoding worker carries these parameters, unchanged.
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -41,10 +41,19 @@ _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
 """Start of a list of texts, or of lists of token ids."""
 
 
-class PrefillAnswer(msgspec.Struct):
-    """The part of a prefill's answer that its decode needs."""
+class _NixlParams(msgspec.Struct):
+    """Fields without which vLLM's decoding process ends."""
 
-    kv_transfer_params: dict[str, Any] | None = None
+    do_remote_prefill: Literal[True]
+    remote_block_ids: list[Any]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw
 
 
 class PrefillOwner(Protocol):
@@ -70,7 +79,7 @@ class PrefillLeg:
         self._context = context
         self._source = decision.transfer.source
         self._rank = decision.transfer.rank
-        self._params: dict[str, Any] | None = None
+        self._params: msgspec.Raw | None = None
         """Parameters for the decode; None until the prefill has ended."""
         self._lease_end_s = 0.0
         self._is_taken = False
@@ -102,7 +111,7 @@ class PrefillLeg:
         """Whether the worker keeps KV of which no decoding worker knows."""
         return self._params is not None and not self._is_taken
 
-    def take_params(self, now: float) -> dict[str, Any] | None:
+    def take_params(self, now: float) -> msgspec.Raw | None:
         """Return the parameters for the decode; None where the KV may be gone."""
         if now > self._lease_end_s:
             return None
@@ -161,13 +170,15 @@ class PrefillLeg:
             is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
             self._fail("refused" if is_refused else "error", head.status_and_reason.decode("latin-1"))
             return
-        self._params, now = read_prefill_answer(bytes(self._content)), self._proxy.now()
+        try:
+            self._params = read_prefill_answer(bytes(self._content))
+        except msgspec.DecodeError as error:
+            self._fail("bad_answer", f"kv_transfer_params: {error}")
+            return
+        now = self._proxy.now()
         self._lease_end_s = now + LEASE_S
-        if self._params is None:
-            self._fail("bad_answer", "an answer without kv_transfer_params")
-        else:
-            self._proxy.metrics.transfers.prefill_s.observe(now - self._started_at_s)
-            self._owner.prefill_computed()
+        self._proxy.metrics.transfers.prefill_s.observe(now - self._started_at_s)
+        self._owner.prefill_computed()
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Repeat the request on a new connection where an idle one was closed; else fail."""
@@ -209,9 +220,11 @@ def make_prefill_body(path: str, body: Body) -> Body:
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
 
 
-def read_prefill_answer(content: bytes) -> dict[str, Any] | None:
-    """Return the parameters that a prefill's answer has for its decode; None where it has none."""
-    try:
-        return msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
-    except msgspec.DecodeError:
-        return None
+def read_prefill_answer(content: bytes) -> msgspec.Raw:
+    """Return the parameters that a prefill's answer has for its decode, as they came.
+
+    Raises msgspec.DecodeError where the answer has none, or lacks a part of them.
+    """
+    params = msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
+    msgspec.json.decode(params, type=_NixlParams)
+    return params

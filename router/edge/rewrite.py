@@ -5,6 +5,7 @@ Decides which headers are removed and which are added; all others are forwarded 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +34,8 @@ _REQUEST_HEADERS_REMOVED = (
 tokens, so they must not be compressed."""
 Body = tuple[bytes, ...]
 """Pieces of a request's body."""
+KVParams = Mapping[str, Any] | msgspec.Raw
+"""Value of `kv_transfer_params`, or its JSON."""
 RANK_HEADER = "x-data-parallel-rank"
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
@@ -70,7 +73,7 @@ class WorkerHeaders(NamedTuple):
     """Internal headers of workers that clients may set."""
 
 
-def add_kv_params(body: Body, params: dict[str, Any]) -> Body:
+def add_kv_params(body: Body, params: KVParams) -> Body:
     """Return a JSON object with `kv_transfer_params` as its first field. All other bytes stay as they are."""
     first_piece, start = body[0], body[0].index(b"{") + 1
     field = msgspec.json.encode({KV_PARAMS_FIELD: params})[1:-1]

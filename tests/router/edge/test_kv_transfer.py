@@ -127,6 +127,8 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
     [
         ((b"{}",), "bad_answer"),
         ((b"<html>",), "bad_answer"),
+        ((b'{"kv_transfer_params":null}',), "bad_answer"),
+        ((b'{"kv_transfer_params":{"do_remote_prefill":true}}',), "bad_answer"),
         ((b'{"error":{}}', b"500 Internal Server Error"), "error"),
         ((b'{"error":{}}', b"429 Too Many Requests"), "error"),
         ((b'{"error":{}}', b"400 Bad Request"), "refused"),
