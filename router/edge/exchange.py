@@ -20,7 +20,7 @@ from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer
 from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
-from router.edge.prefill_leg import PrefillLeg
+from router.edge.prefill_leg import PrefillLeg, make_prefill_body
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
@@ -177,11 +177,11 @@ class Exchange:
             attempt.pause_reading()
 
     def _build_request(
-        self, decision: Decision, endpoint: Endpoint, kv_params: KVParams | None
+        self, decision: Decision, endpoint: Endpoint, kv_params: KVParams | None, *, is_prefill: bool = False
     ) -> tuple[bytes, Body] | None:
         """Return head and body for the chosen worker; None where it cannot continue the answer.
 
-        `kv_params`: where the worker gets KV; None: nowhere.
+        `kv_params`: where the worker gets KV; None: nowhere. `is_prefill`: the worker generates one token only.
         """
         proxy, context = self._proxy, self.context
         stream, path = context.continuation, None
@@ -191,7 +191,11 @@ class Exchange:
         if body is None:
             return None
         if kv_params is not None:
-            body = add_kv_params(body, kv_params)
+            body = (
+                make_prefill_body(context.request.path, body, kv_params)
+                if is_prefill
+                else add_kv_params(body, kv_params)
+            )
         headers = WorkerHeaders(
             context.trace_id,
             proxy.workers.get_authorization(decision.worker),
@@ -559,11 +563,11 @@ class Exchange:
             self._attempt.close()
 
     def _return_kv(self, prefill: PrefillLeg) -> None:
-        """Have the prefill worker free KV that is not used: send the decode with its parameters, and drop it."""
+        """Have the prefill worker free KV that no client waits for: the chosen worker fetches it for one token."""
         decision, kv_params = self.context.decision, prefill.take_params(self._proxy.now())
         endpoint = None if decision is None else self._proxy.workers.get_endpoint(decision.worker)
         if decision is None or endpoint is None or kv_params is None:
             return  # the worker frees the KV when its lease ends
-        request = self._build_request(decision, endpoint, kv_params)
+        request = self._build_request(decision, endpoint, kv_params, is_prefill=True)
         if request is not None:
-            self._proxy.pool.send_and_drop(endpoint, *request)
+            self._proxy.pool.send_unanswered(endpoint, *request)

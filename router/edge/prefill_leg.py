@@ -18,7 +18,7 @@ from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
-from router.edge.rewrite import Body, WorkerHeaders, build_request_head
+from router.edge.rewrite import Body, KVParams, WorkerHeaders, build_request_head
 from router.edge.upstream import UpstreamConnection
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
@@ -32,7 +32,8 @@ SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
 LEASE_S: Final = 20.0
 """Seconds after a prefill in which its KV may be fetched. vLLM keeps the KV for 30 s (`kv_lease_duration`). Later it
 gives other KV without an error, so a third is left as a margin."""
-_NIXL_PREFILL_PARAMS: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+NIXL_PREFILL_PARAMS: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+"""Have a worker keep the KV of the prompt for another one."""
 _OUTPUT_FIELDS: Final = (
     "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n",
 )  # fmt: skip
@@ -93,7 +94,7 @@ class PrefillLeg:
     def start(self, body: Body, path: bytes | None) -> None:
         """Send the prefill of a request with this body. `path`: as in `build_request_head`."""
         try:
-            self._path, self._body = path, make_prefill_body(self._context.request.path, body)
+            self._path, self._body = path, make_prefill_body(self._context.request.path, body, NIXL_PREFILL_PARAMS)
         except RequestError as error:
             self._fail("refused", str(error))
         else:
@@ -203,8 +204,8 @@ class PrefillLeg:
         self._owner.crash(error)
 
 
-def make_prefill_body(path: str, body: Body) -> Body:
-    """Return the body by which vLLM computes only the prompt of `body`, and keeps its KV for another worker.
+def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
+    """Return the body by which vLLM computes the prompt of `body` and one token. `kv_params`: what it does with KV.
 
     Raises RequestError for several prompts or answers, of which only one could fetch the KV, and for a field that comes
     twice.
@@ -215,7 +216,7 @@ def make_prefill_body(path: str, body: Body) -> Body:
     if values.get("n", b"1") not in (b"1", b"null") or _SEVERAL_PROMPTS_PATTERN.match(values.get("prompt", b"")):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
-    prefill_fields = {limit_field: 1, KV_PARAMS_FIELD: _NIXL_PREFILL_PARAMS}
+    prefill_fields = {limit_field: 1, KV_PARAMS_FIELD: kv_params}
     removed_fields = [name for name in _OUTPUT_FIELDS if name in values and name != limit_field]
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
 

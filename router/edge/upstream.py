@@ -56,6 +56,9 @@ class Endpoint:
 
 log = logging.getLogger("router")
 
+UNANSWERED_S_MAX: Final = 10.0
+"""Longest wait for an answer that nobody reads."""
+
 
 class UpstreamUser(Protocol):
     """Callbacks of the object that uses a connection."""
@@ -250,7 +253,7 @@ class UpstreamPool:
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks of `send_and_drop`, as the event loop keeps no reference to them."""
+        """Tasks of `send_unanswered`, as the event loop keeps no reference to them."""
         self._idle_s_max = idle_s_max
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
@@ -300,21 +303,22 @@ class UpstreamPool:
             _enable_keepalive(connection.transport.get_extra_info("socket"))
         return connection
 
-    def send_and_drop(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Send a request whose answer nobody wants, and close the connection at once. Failures are ignored."""
-        task = asyncio.get_running_loop().create_task(self._send_and_drop(target, head + b"".join(body)))
+    def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
+        """Send a request whose answer nobody reads. Failures are ignored."""
+        task = asyncio.get_running_loop().create_task(self._send_unanswered(target, head + b"".join(body)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_and_drop(self, target: Endpoint, data: bytes) -> None:
+    async def _send_unanswered(self, target: Endpoint, data: bytes) -> None:
         try:
             connection = await self.connect(target)
         except (OSError, asyncio.TimeoutError, ValueError) as failure:
-            log.info("%s:%d: a request to be dropped was not sent: %s", target.host, target.port, failure)
+            log.info("%s:%d: a request without a reader was not sent: %s", target.host, target.port, failure)
             return
         if connection.transport is not None:
             connection.transport.write(data)
-            connection.transport.close()  # which sends all bytes first
+            await asyncio.sleep(UNANSWERED_S_MAX)
+            connection.close()  # the first bytes of an answer have closed it already
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Make a connection idle after a complete answer."""
