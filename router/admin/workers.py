@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from prompts.errors import RequestError, bad_value
 from router.admin.json_body import decode_object
 from router.decide.registry import WorkerSnapshot
-from router.decide.workers import WorkerState
+from router.decide.workers import Worker, WorkerState, find_unusable_reason
 from router.edge.proxy import Proxy
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
@@ -75,6 +76,7 @@ class WorkerListRoutes:
             "queued": snapshot.queued_requests,
             "counters": snapshot.counters,
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
+            "kv_groups": describe_kv_groups(self._core.workers.values()),
         }
 
     def _describe_worker(self, row: WorkerSnapshot) -> dict[str, Any]:
@@ -142,6 +144,29 @@ class WorkerListRoutes:
             f"worker {name!r}: not known, expected one of {worker_names or 'none at all'}",
             param="worker_id", code="unknown_worker", status=404,
         )  # fmt: skip
+
+
+def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    """Return which available workers may give KV to which, and for each group the reason why none moves."""
+    workers_by_group: dict[str, list[Worker]] = {}
+    for worker in workers:
+        if worker.spec.transfer.group:
+            workers_by_group.setdefault(worker.spec.transfer.group, []).append(worker)
+    rows = []
+    for group, members in sorted(workers_by_group.items()):
+        available = [worker for worker in members if find_unusable_reason(worker) is None]
+        sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
+        destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
+        problem = ""
+        if not sources or not destinations:
+            problem = f"no worker {'takes' if sources else 'gives'} KV: each computes its prompts"
+        elif len({*sources, *destinations}) == 1:
+            problem = "only one worker is available"
+        dialect = members[0].spec.transfer.dialect
+        rows.append(
+            {"group": group, "dialect": dialect, "sources": sources, "destinations": destinations, "problem": problem}
+        )
+    return rows
 
 
 def _convert_whole_float(value: Any) -> Any:

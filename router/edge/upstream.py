@@ -317,8 +317,8 @@ class UpstreamPool:
             return
         if connection.transport is not None:
             connection.transport.write(data)
-            await asyncio.sleep(UNANSWERED_S_MAX)
-            connection.close()  # the first bytes of an answer have closed it already
+            # The first bytes of an answer close it sooner.
+            asyncio.get_running_loop().call_later(UNANSWERED_S_MAX, connection.close)
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Make a connection idle after a complete answer."""

@@ -271,3 +271,21 @@ def test_an_error_of_the_decode_worker_reaches_the_client(edge: Any, make_post: 
         assert b"too long" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
 
     edge.run(scenario())
+
+
+def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        for name, can_give in (("p", True), ("d", False)):
+            await edge.worker(edge.reply(), name)
+            worker = edge.core.workers[name]
+            facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), can_give, not can_give, dialect="nixl")
+            worker.spec = dataclasses.replace(worker.spec, transfer=facts)
+        await edge.worker(edge.reply(), "other")
+        row = {"group": "g", "dialect": "nixl", "sources": ["p"], "destinations": ["d"], "problem": ""}
+        assert edge.worker_list.describe_workers()["kv_groups"] == [row]
+        edge.proxy.perform(edge.core.mark_worker_down("p", edge.now(), "no answer to /health"))
+        (row,) = edge.worker_list.describe_workers()["kv_groups"]
+        assert (row["sources"], row["problem"]) == ([], "no worker gives KV: each computes its prompts")
+
+    edge.run(scenario())
