@@ -7,19 +7,34 @@ With several routers, the index of a request chooses the router. Nothing here is
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from simulation.engine import EngineLimits, SimCache, SimSequence, SimWorker
 from simulation.steps import StepTimes
+from simulation.transfers import Links, LinkTimes
 from simulation.workload import SimRequest, Workload
+
+
+class Placement(NamedTuple):
+    """A request to forward now."""
+
+    request_index: int
+    worker: int
+    source: int | None = None
+    """Worker from which the cached prefix is pulled first."""
+
+
+Placements = Sequence[tuple[int, int] | Placement]
 
 
 class Router:
     """Base class of routing policies under test.
 
-    Methods return (request index, worker number) of the requests to forward now.
+    Methods return (request index, worker number) of the requests to forward now, or a `Placement`.
     """
 
     cluster: Cluster
@@ -27,13 +42,13 @@ class Router:
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+    def route(self, request: SimRequest, now: float) -> Placements:
         raise NotImplementedError
 
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
         return []
 
-    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Placements:
         return []
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -49,7 +64,7 @@ class Router:
         """Return the time until `tick` is to be called; None: no call is due."""
         return None
 
-    def tick(self, now: float) -> list[tuple[int, int]]:
+    def tick(self, now: float) -> Placements:
         return []
 
 
@@ -76,6 +91,8 @@ class ClusterConfig:
     has_shared_cache: bool = False
     """Whether all workers share one cache of the summed size, which bounds what a policy can reach."""
     limits: EngineLimits = field(default_factory=EngineLimits)
+    link_times: LinkTimes | None = None
+    """Speed at which workers move KV; None: they do not."""
 
 
 @dataclass(slots=True)
@@ -98,6 +115,8 @@ class SimulationResult:
     That worker had a free slot when the request was sent, and would have had to compute the rest of its prefix.
     """
     preemption_count: int = 0
+    moved_tokens: int = 0
+    """Tokens whose KV moved between workers."""
     end_s: float = 0.0
     is_overloaded: bool = False
     """Whether the run was cut off because waiting grew without bound."""
@@ -133,6 +152,8 @@ class Cluster:
                 worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
                 worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
                 worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
+        self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
+        self._link_end_s = math.inf
         for router in routers:
             router.attach(self)
 
@@ -180,28 +201,69 @@ class Cluster:
         self.result.arrived_s_by_request[request.index] = self.now
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
-    def _notify_router(self, request_index: int, notify: Callable[[Router], list[tuple[int, int]]]) -> None:
+    def _notify_router(self, request_index: int, notify: Callable[[Router], Placements]) -> None:
         """Call the router of a request and forward what it returns."""
         router_index = request_index % len(self.routers)
         self._forward(notify(self.routers[router_index]))
         self._schedule_tick(router_index)
 
-    def _forward(self, forwards: list[tuple[int, int]]) -> None:
-        for request_index, worker_number in forwards:
-            worker = self.workers[worker_number]
+    def _forward(self, forwards: Placements) -> None:
+        for placement in forwards:
+            request_index, worker_number, source_number = Placement(*placement)
             self.result.worker_by_request[request_index] = worker_number
-            sequence = SimSequence(self.workload.requests[request_index], self.now)
-            if worker.occupied_slot_count >= self.config.limits.max_sequences:
-                sequence.best_alternative_s = min(
-                    (
-                        other_worker.compute_missing_prefill_s(sequence)
-                        for other_worker in self.workers
-                        if other_worker.occupied_slot_count < other_worker.limits.max_sequences
-                    ),
-                    default=None,
-                )
-            worker.submit(sequence, self.now)
-            self._schedule_wake(worker)
+            if source_number is None:
+                self._submit(request_index, worker_number)
+            else:
+                self._pull(request_index, worker_number, source_number)
+
+    def _pull(self, request_index: int, worker_number: int, source_number: int) -> None:
+        """Move the blocks that a source has and a worker lacks, then submit the request."""
+        request, link_times = self.workload.requests[request_index], self.config.link_times
+        assert link_times is not None, "the workers move no KV"
+        max_blocks = (request.prompt_tokens - 1) // request.block_size
+        cached_blocks = self.workers[worker_number].cache.count_cached_prefix(request.block_ids, max_blocks)
+        source_blocks = self.workers[source_number].cache.count_cached_prefix(request.block_ids, max_blocks)
+        moved_tokens = (source_blocks - cached_blocks) * request.block_size
+        if moved_tokens <= 0:
+            self._submit(request_index, worker_number)
+            return
+        self.result.moved_tokens += moved_tokens
+
+        def end() -> None:
+            self.workers[worker_number].cache.store_moved(request.block_ids[:source_blocks])
+            self._submit(request_index, worker_number)
+
+        def start() -> None:
+            self._links.start(source_number, worker_number, moved_tokens, self.now, end)
+            self._schedule_link_end()
+
+        self.schedule(self.now + link_times.floor_s, start)
+
+    def _schedule_link_end(self) -> None:
+        end_s = self._links.next_end_s()
+        if end_s is not None:
+            self._link_end_s = end_s = max(end_s, self.now)
+            self.schedule(end_s, lambda: self._advance_links(end_s))
+
+    def _advance_links(self, end_s: float) -> None:
+        if end_s == self._link_end_s:  # else the shares of the links have changed meanwhile
+            self._links.advance(self.now)
+            self._schedule_link_end()
+
+    def _submit(self, request_index: int, worker_number: int) -> None:
+        worker = self.workers[worker_number]
+        sequence = SimSequence(self.workload.requests[request_index], self.now)
+        if worker.occupied_slot_count >= self.config.limits.max_sequences:
+            sequence.best_alternative_s = min(
+                (
+                    other_worker.compute_missing_prefill_s(sequence)
+                    for other_worker in self.workers
+                    if other_worker.occupied_slot_count < other_worker.limits.max_sequences
+                ),
+                default=None,
+            )
+        worker.submit(sequence, self.now)
+        self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
         wake_s = worker.wake_s

@@ -168,6 +168,15 @@ class SimCache:
             first_index = block_ids.index(new_blocks[0])
             self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
 
+    def store_moved(self, block_ids: list[int]) -> None:
+        """Store a prefix that came from another worker, as if a request that ended had computed it."""
+        resident_blocks = self.count_cached_prefix(block_ids, len(block_ids))
+        if self.capacity is not None:
+            block_ids = block_ids[: max(resident_blocks, self.capacity - self.count_held_blocks())]
+        self.reserve(block_ids, resident_blocks, len(block_ids), force=True)
+        self.register(block_ids, resident_blocks, len(block_ids))
+        self.release(block_ids, 0)
+
     def release(self, block_ids: list[int], private_blocks: int) -> None:
         """Release the blocks of a request that ended, the last first, so that leaves are evicted first."""
         reference_counts = self.reference_count_by_block

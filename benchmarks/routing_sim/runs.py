@@ -18,12 +18,13 @@ from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
 from router.decide.working_set import WorkingSets
-from router.shadow.core_router import CoreRouter
+from router.shadow.core_router import KV_BYTES_PER_TOKEN, CoreRouter
 from routing_sim import peers
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.traces import Workload
+from simulation.transfers import LinkTimes
 
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""
@@ -62,6 +63,8 @@ class Options:
     """Requests at the start that are not scored; None: a tenth."""
     host_memory: float = 0.0
     """Times each worker's cache, under it; the saturation is that without, and with prompts as they come."""
+    transfer_gb_s: float = 0.0
+    """Rate of each worker's link to the others, at KV_BYTES_PER_TOKEN; 0: no KV moves."""
     cache_blocks: int | None = None
     """Each worker's cache, where the setting does not say it as a share of the working set."""
 
@@ -87,6 +90,8 @@ class Score:
     slot_wait_count: int = 0
     avoidable_slot_wait_count: int = 0
     preemptions: int = 0
+    moved: float = 0.0
+    """Tokens whose KV moved between workers, as a share of all prompt tokens."""
     busiest: float = 0.0
     """Share of the requests that went to the worker with the most of them."""
 
@@ -152,7 +157,8 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
         WorkerConfig(options.service.scale(options.slow_workers.get(i, 1.0)), blocks, int(blocks * options.host_memory))
         for i in range(setting.workers)
     ]
-    return ClusterConfig(workers, speed, options.event_delay_s, limits=options.limits)
+    link_times = LinkTimes(options.transfer_gb_s * 1e9 / KV_BYTES_PER_TOKEN) if options.transfer_gb_s else None
+    return ClusterConfig(workers, speed, options.event_delay_s, limits=options.limits, link_times=link_times)
 
 
 def run(
@@ -211,6 +217,7 @@ def score(result: SimulationResult, workload: Workload, skip: int | None) -> Sco
         slot_wait_count=result.slot_wait_count,
         avoidable_slot_wait_count=result.avoidable_slot_wait_count,
         preemptions=result.preemption_count,
+        moved=result.moved_tokens / max(1, sum(r.prompt_tokens for r in workload.requests)),
         busiest=max(request_counts.values(), default=0) / max(len(scored_requests), 1),
     )
 

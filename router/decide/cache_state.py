@@ -174,12 +174,16 @@ class CacheState:
         holders = dict.fromkeys([*order.holders[:RIVALS_MIN], *matches])
         return [order.targets[holder] for holder in holders], matches
 
+    def match(self, prompt: PromptQuery) -> dict[HolderId, Match]:
+        """Return what each holder in the index matches of a prompt."""
+        return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
+
     def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
     ) -> list[CandidateFacts]:
         """Return what each candidate will have cached of a prompt. `matches`: result of the index, if known."""
         if matches is None:
-            matches = {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
+            matches = self.match(prompt)
         approximate_caches = self._approximate_caches
         keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
         hits = []

@@ -39,6 +39,8 @@ from router.decide.registry import WorkerRegistry
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
+from router.decide.transfers.links import TransferLinks
+from router.decide.transfers.plans import Plan, PricedTarget, plan_pulls
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
@@ -50,6 +52,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
     targets: Sequence[Target]
     terms: list[Terms]
     candidate_facts: list[CandidateFacts]
+    """Where KV may move, a target may occur again, with the facts and the price of a transfer."""
     winner_index: int
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
@@ -65,6 +68,11 @@ class RoutingChoice(msgspec.Struct, eq=False):
         return self.terms[self.winner_index]
 
     @property
+    def winner_facts(self) -> CandidateFacts:
+        """Facts about the chosen target."""
+        return self.candidate_facts[self.winner_index]
+
+    @property
     def wait_s(self) -> float:
         """Seconds until the chosen target has computed the prefill that was sent to it."""
         return self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
@@ -72,7 +80,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
     @property
     def queued_ahead_s(self) -> float:
         """Prefill that the router has queued for the chosen target and will send before this request."""
-        return self.candidate_facts[self.winner_index].queued_ahead_s
+        return self.winner_facts.queued_ahead_s
 
     @property
     def charge_s(self) -> float:
@@ -91,6 +99,7 @@ class Chooser:
         tracker: LoadTracker,
         cache_state: CacheState,
         output_lengths: OutputLengths,
+        links: TransferLinks,
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
@@ -98,6 +107,7 @@ class Chooser:
         self._tracker = tracker
         self._cache_state = cache_state
         self._output_lengths = output_lengths
+        self._links = links
         self._cost_config, self._policy, self._session_affinity = config.cost, config.policy, config.session_affinity
         self._chooses_by_price = (
             config.policy == "kv" and config.policy_function is None and not config.session_affinity
@@ -141,16 +151,59 @@ class Chooser:
         request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
+        sources = self._find_sources(request, prompt_query)
+        if sources and matches is None and prompt_query is not None:
+            matches = self._cache_state.match(prompt_query)
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
+        plans = self._plan_transfers(choice, sources, matches)
         choice.winner_index = self._pick_winner(request, choice)
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner_terms.cached_tokens
             load_order.record_request(request.prompt_tokens, computed_tokens, request_facts.output_tokens)
         if explain and shortlist is not candidates:
-            winner = choice.target
+            winner, winner_transfer = choice.target, choice.winner_facts.transfer
             choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
-            choice.winner_index = candidates.index(winner)
+            self._add_plans(choice, plans)
+            choice.winner_index = next(
+                i
+                for i, (target, facts) in enumerate(zip(choice.targets, choice.candidate_facts))
+                if target is winner and facts.transfer == winner_transfer
+            )
         return choice
+
+    def _find_sources(self, request: RouteRequest, prompt_query: PromptQuery | None) -> list[Target]:
+        """Return the targets that KV of a request may come from; none where the index does not know all of the prompt.
+
+        Nor is there one where another policy than the price decides.
+        """
+        is_whole_prompt_known = request.media_conversation is None and request.prompt_count == 1
+        if not self._chooses_by_price or prompt_query is None or not is_whole_prompt_known:
+            return []
+        return self._registry.find_sources(request)
+
+    def _plan_transfers(
+        self, choice: RoutingChoice, sources: list[Target], matches: dict[HolderId, Match] | None
+    ) -> list[Plan]:
+        """Add the prices of plans in which KV moves to a choice; return the plans."""
+        if not sources or not matches:
+            return []
+        request_facts = choice.request_facts
+        plans = plan_pulls(
+            [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)],
+            sources,
+            matches,
+            self._links,
+            request_facts.congestion,
+            request_facts.now,
+        )
+        self._add_plans(choice, plans)
+        return plans
+
+    def _add_plans(self, choice: RoutingChoice, plans: list[Plan]) -> None:
+        choice.targets = [*choice.targets, *(plan.target for plan in plans)]
+        for plan in plans:
+            choice.candidate_facts.append(plan.facts)
+            choice.terms.append(price_worker(plan.target, choice.request_facts, plan.facts, self._cost_config))
 
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         if request.token_ids is None:
@@ -314,7 +367,8 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        most_cached = max(choice.terms, key=lambda candidate: candidate.cached_tokens)
+        own_terms = (candidate for candidate in choice.terms if not candidate.transfer)
+        most_cached = max(own_terms, key=lambda candidate: candidate.cached_tokens)
         if most_cached.cached_tokens > terms.cached_tokens:
             decision.most_cached = most_cached
         if explain:

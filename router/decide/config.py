@@ -49,6 +49,14 @@ class LearnConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Time of KV that moves between workers, until it is learned. It is planned where workers say that they can."""
+
+    gb_s: Annotated[Positive, "Rate at which KV moves between two workers, in 1e9 bytes a second."] = 5.0
+    floor_s: Annotated[NotNegative, "Time of a transfer besides its bytes."] = 0.01
+
+
+@dataclass(frozen=True, slots=True)
 class QueueConfig:
     """Requests that wait in the router: for their tenant's turn, or in the background."""
 
@@ -107,6 +115,7 @@ class CoreConfig:
     service: ServiceModel = field(default_factory=ServiceModel)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)

@@ -29,11 +29,13 @@ from router.decide.messages import (
     Refuse,
     ReportedUsage,
     RouteRequest,
+    TransferKind,
     WorkerLost,
 )
 from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
 from router.decide.tracker import LoadTracker
+from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, is_worker_fault
 from router.decide.working_set import WorkingSets
@@ -69,7 +71,10 @@ class RouterCore:
         self._rng = random.Random(seed)
         self._active_requests: dict[str, ActiveRequest] = {}
         """Queued and in-flight requests by id."""
-        self._placer = RequestPlacer(self.registry, self.tracker, self.cache_state, config, self._rng, self.counters)
+        self._links = TransferLinks(config.transfer)
+        self._placer = RequestPlacer(
+            self.registry, self.tracker, self.cache_state, self._links, config, self._rng, self.counters
+        )
         self._retry_budget = RetryBudget(config.retry)
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -83,6 +88,7 @@ class RouterCore:
             return []
         self.watchdog.forget(worker_id)
         self.clear_worker_cache(worker_id, now)
+        self._forget_links(worker_id)
         self.registry.remove_worker(worker_id)
         return self._place_queued(now)
 
@@ -208,6 +214,8 @@ class RouterCore:
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
+        if attempt.decision.transfer is not None and not attempt.has_first_token:
+            self._placer.observe_transfer(attempt, now)
         attempt.has_first_token = True
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
@@ -228,15 +236,16 @@ class RouterCore:
         """Record that the source of a request's prefill has computed it: the KV moves from now on."""
         return []
 
-    def record_transfer(self, request_id: str, transfer_s: float) -> None:
-        """Record how long the transfer of a request in flight took, where an engine says so."""
-
     def fail_transfer(self, request_id: str, now: float) -> list[Instruction]:
         """Record that no KV came for a request in flight: its worker computes the prompt itself.
 
         No transfer between the two workers is planned for a while. The attempt goes on.
         """
-        return []
+        attempt = self._get_attempt(request_id)
+        if attempt is None:
+            return []
+        self._placer.fail_transfer(attempt, now)
+        return self._place_queued(now)
 
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
@@ -246,6 +255,8 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
+        if _has_missing_transfer(attempt, engine_usage):
+            self._placer.fail_transfer(attempt, now)
         if not is_error:
             self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
         self._placer.end_attempt(
@@ -410,7 +421,12 @@ class RouterCore:
         self.registry.apply_worker_changes()
         return [self._lose_worker(worker.worker_id, now)] if went_down and is_fatal else []
 
+    def _forget_links(self, worker_id: str) -> None:
+        for target in self.registry.get_targets(worker_id):
+            self._links.forget_target(target.name)
+
     def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
+        self._forget_links(worker_id)
         self.clear_worker_cache(worker_id, now)
         return WorkerLost(worker_id)
 
@@ -500,6 +516,14 @@ class RetryBudget:
         self._retries.move_to_end(tenant)
         if len(self._retries) > TENANTS_MAX:
             self._retries.popitem(last=False)
+
+
+def _has_missing_transfer(attempt: Attempt, usage: ReportedUsage) -> bool:
+    """Return whether an engine reports that less than half of the KV which should have come was cached."""
+    transfer = attempt.decision.transfer
+    if transfer is None or transfer.kind is not TransferKind.PULL or usage.cached_tokens is None:
+        return False
+    return usage.cached_tokens < attempt.decision.predicted_cached_tokens - transfer.tokens // 2
 
 
 def _refuse_after_failure(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:

@@ -80,6 +80,10 @@ class Load:
     """Number of running prompts for each chunk; None until the cache state has added the target."""
     duplicate_prompt_tokens: int = 0
     """Prompt tokens of running requests that need no KV memory, as other running requests have the same ones."""
+    incoming_transfers: int = 0
+    """Requests whose KV moves here now."""
+    outgoing_transfers: int = 0
+    """Requests elsewhere whose KV comes from here now."""
     background_request_count: int = 0
     utilisation_scaled: float = 0.0
     """Prefill seconds sent here per second, averaged over a minute; to be multiplied by the tracker's decay."""

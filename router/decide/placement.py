@@ -23,6 +23,7 @@ from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
+from router.decide.transfers.links import TransferLinks
 from router.decide.workers import WorkerState
 
 QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
@@ -40,6 +41,8 @@ class Attempt(msgspec.Struct, eq=False):
     running_prompt: RunningPrompt | None = None
     """The attempt's prompt as the cache state counts it; None where the prompt was not read."""
     has_first_token: bool = False
+    transfer_bytes: float = 0.0
+    """Bytes that move for the attempt, with those that move beside them at the same time."""
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
@@ -65,6 +68,7 @@ class RequestPlacer:
         registry: WorkerRegistry,
         tracker: LoadTracker,
         cache_state: CacheState,
+        links: TransferLinks,
         config: CoreConfig,
         rng: random.Random,
         counters: Counter[str],
@@ -72,11 +76,12 @@ class RequestPlacer:
         self._registry = registry
         self._tracker = tracker
         self._cache_state = cache_state
+        self._links = links
         self._config = config
         self._rng = rng
         self._counters = counters
         self._output_lengths = OutputLengths()
-        self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, config, rng)
+        self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, links, config, rng)
         self.queue = RequestQueue(config.queue)
         self._queues_when_busy = config.queue.fair and config.policy == "kv" and config.policy_function is None
         """Whether requests wait in the router while every worker is busy."""
@@ -219,6 +224,7 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.advance_tie_rotation()
+        transfer, transfer_bytes = self._find_transfer(choice)
         in_flight = self._tracker.add_request(
             target,
             prompt_tokens=request.prompt_tokens,
@@ -227,9 +233,10 @@ class RequestPlacer:
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
             tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
+            transfer=transfer,
         )
         # Set before the following steps, so that `end_attempt` can undo them if one of them raises.
-        attempt = active_request.attempt = Attempt(decision, in_flight)
+        attempt = active_request.attempt = Attempt(decision, in_flight, transfer_bytes=transfer_bytes)
         if self.is_background(request):
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
@@ -251,6 +258,37 @@ class RequestPlacer:
         target.load.routed_requests += 1
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
+
+    def _find_transfer(self, choice: RoutingChoice) -> tuple[tuple[Target, float] | None, float]:
+        """Return the source of a choice with the time until its KV has come, and the bytes that move until then."""
+        facts = choice.winner_facts
+        if facts.transfer is None:
+            return None, 0.0
+        source = self._registry.get_target(facts.transfer.source, facts.transfer.rank)
+        assert source is not None, "the source was found for this choice"
+        active_count = max(source.load.outgoing_transfers, choice.target.load.incoming_transfers)
+        byte_count = facts.transfer.tokens * source.transfer_facts.bytes_per_token
+        return (source, facts.arrival_s), (1 + active_count) * byte_count
+
+    def observe_transfer(self, attempt: Attempt, now: float) -> None:
+        """Learn how long a transfer took from a first token that waited for nothing else."""
+        source, terms = attempt.in_flight.source, attempt.decision.terms
+        if source is None or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
+            return
+        target = attempt.in_flight.target
+        compute_s = max(terms.slowdown * terms.prefill_s, terms.prefill_s + target.step_s)
+        transfer_s = now - attempt.decision.decided_s - compute_s
+        self._links.record_transfer(source.name, target.name, attempt.transfer_bytes, transfer_s)
+
+    def fail_transfer(self, attempt: Attempt, now: float) -> None:
+        """Avoid the pair of an attempt whose KV did not come, and count that its target computes the prompt."""
+        in_flight, decision = attempt.in_flight, attempt.decision
+        if in_flight.source is None:
+            return
+        self._links.record_failure(in_flight.source.name, in_flight.target.name, now)
+        self._counters["failed_transfers"] += 1
+        decision.predicted_cached_tokens = decision.terms.resident_tokens
+        self._tracker.end_transfer(in_flight, now, decision.predicted_cached_tokens)
 
     def record_answer(self, active_request: ActiveRequest, completion_tokens: int | None, now: float) -> None:
         """Learn from a whole answer how long answers are and how fast its worker is."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from router.decide.config import CostConfig
-from router.decide.messages import Terms
+from router.decide.messages import Terms, Transfer
 from router.decide.target import Target
 from router.index.protocol import Match
 
@@ -56,6 +56,10 @@ class CandidateFacts(msgspec.Struct, eq=False):
     """Prefill that will be computed again because the worker lacks room for all prompts that live there."""
     queued_ahead_s: float = 0.0
     """Prefill that the router has queued for the worker and will send before this request."""
+    transfer: Transfer | None = None
+    """KV that moves to the worker first; it is included in `cached_tokens`."""
+    arrival_s: float = 0.0
+    """Time until that KV is here. Meanwhile the worker computes the requests before."""
 
 
 def price_worker(target: Target, request: RequestFacts, candidate: CandidateFacts, config: CostConfig) -> Terms:
@@ -75,6 +79,8 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         congestion += overtaken_count
     queue_s += candidate.queued_ahead_s
     ttft_s = target.slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
+    if candidate.arrival_s > slowdown * queue_s:
+        ttft_s += candidate.arrival_s - slowdown * queue_s
 
     # decode: the answer's own steps, and how much it and the requests there lengthen each other's steps.
     context_s = speed.decode_context_s * (prompt_tokens + 0.5 * output_tokens)
@@ -115,6 +121,7 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         output_tokens=output_tokens,
         decode_requests=load.decode_request_count + peer_load.decode_requests,
         external_requests=external_load.running + external_load.waiting,
+        transfer=candidate.transfer or msgspec.UNSET,
     )
 
 

@@ -63,6 +63,8 @@ class WorkerRegistry:
         self._pools: dict[tuple[str, str | None], _Pool] = {}
         """(model, role) -> its pool, for pools that were asked for since a worker changed."""
         self._load_orders: dict[tuple[str, str | None], LoadOrder] = {}
+        self._sources: dict[str, list[Target]] = {}
+        """Model -> targets that KV may be moved from, for models that were asked for since a worker changed."""
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -85,6 +87,7 @@ class WorkerRegistry:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
+            target.transfer_facts = spec.transfer
             self._cache_state.add_target(target, spec)
         self.apply_worker_changes()
         return worker
@@ -107,6 +110,7 @@ class WorkerRegistry:
         self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
         self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
+        self._sources.clear()
         self._load_orders.clear()
         self._tracker.load_orders.clear()
         self._models = None
@@ -124,6 +128,11 @@ class WorkerRegistry:
     def get_targets(self, worker_id: str) -> list[Target]:
         """Return the targets of a worker, one for each rank."""
         return self._targets.get(worker_id, [])
+
+    def get_target(self, worker_id: str, rank: int | None) -> Target | None:
+        """Return one target of a worker; None where the worker or the rank is gone."""
+        targets = self.get_targets(worker_id)
+        return targets[rank or 0] if (rank or 0) < len(targets) else None
 
     def get_served_models(self) -> dict[str, ServedModel]:
         """Return the models that some worker serves now, by name. The result must not be changed."""
@@ -173,6 +182,21 @@ class WorkerRegistry:
         if self.avoided_workers:
             return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
         return pool
+
+    def find_sources(self, request: RouteRequest) -> list[Target]:
+        """Return the targets that KV of a request may be moved from."""
+        sources = self._sources.get(request.model)
+        if sources is None:
+            sources = [
+                target
+                for target in self._get_pool((request.model, None)).targets
+                if target.transfer_facts.group and target.transfer_facts.can_give
+            ]
+            self._sources[request.model] = sources
+        allowed_workers = request.allowed_workers
+        if sources and allowed_workers is not None:
+            return [target for target in sources if target.worker_id in allowed_workers]
+        return sources
 
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], decay: float, now: float

@@ -47,8 +47,8 @@ _FASTER_MAX: Final = 3.0
 """Greatest speed of a target, as a multiple of its pool's."""
 _STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
 """Time between two observations of a target's steps, while the pool has few and later."""
-_TIER_LOADS_MAX, _TIER_LOADS_MIN = 15, 3
-"""Most and fewest loads from slower tiers whose median is a target's load factor."""
+_LOADS_MAX, _LOADS_MIN = 15, 3
+"""Most and fewest loads whose median is learned."""
 _INTERVAL_TOKENS_MAX: Final = 4.0
 """Full steps of prefill tokens after which an interval is not extended."""
 _INTERVAL_STEPS_MAX: Final = 16
@@ -343,20 +343,25 @@ def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
     return all(_is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
 
 
-class TierLoadSpeed:
-    """Speed of a target's loads from slower tiers: `factor` times the time by the configured rates.
+class LearnedFactor:
+    """Time that loads of KV take, divided by their time at the configured rate.
 
     The factor is a median, as a queue or a busy machine makes some loads late.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_TIER_LOADS_MAX)
+        self._recent: deque[float] = deque(maxlen=_LOADS_MAX)
         self.factor = 1.0
 
-    def observe(self, tier_load_s: float, excess_s: float) -> None:
-        """Learn from a load that took `excess_s`, and `tier_load_s` by the configured rates."""
-        self._recent.append(min(max(excess_s / tier_load_s, _RATIO_MIN), _RATIO_MAX))
-        if len(self._recent) >= _TIER_LOADS_MIN:
+    @property
+    def is_learned(self) -> bool:
+        """Whether enough loads were observed."""
+        return len(self._recent) >= _LOADS_MIN
+
+    def observe(self, configured_s: float, observed_s: float) -> None:
+        """Learn from a load that took `observed_s`, and `configured_s` at the configured rate."""
+        self._recent.append(min(max(observed_s / configured_s, _RATIO_MIN), _RATIO_MAX))
+        if self.is_learned:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
@@ -367,7 +372,8 @@ class Speed:
         self.pool = pool
         self.factor = 1.0
         """Time that the target takes for anything, divided by the time that its pool takes."""
-        self.tier_load = TierLoadSpeed()
+        self.tier_load = LearnedFactor()
+        """Factor of the loads from slower tiers."""
         self.work_totals = WorkTotals()
         self.last_step_observation_s = -math.inf
         self.open_prefill_interval: PrefillInterval | None = None

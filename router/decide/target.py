@@ -18,6 +18,7 @@ from typing import Final
 from router.decide.config import ServiceModel
 from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad, PeerPrefills
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
+from router.decide.workers import TransferFacts
 from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
@@ -32,11 +33,15 @@ _EXTERNAL_PROMPT_TOKENS: Final = 256
 
 
 class RequestPhase(enum.Enum):
-    """PREFILL until the first token was seen (or estimated), then DECODE until the request has ENDED."""
+    """TRANSFER until KV from another worker has come, if any is to come; PREFILL until the first token was seen.
 
-    PREFILL = 0
-    DECODE = 1
-    ENDED = 2
+    Then DECODE until the request has ENDED. Where an end is not seen, it is estimated.
+    """
+
+    TRANSFER = 0
+    PREFILL = 1
+    DECODE = 2
+    ENDED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,11 @@ class InFlightRequest:
     tier_load_s: float
     """Time to fetch the cached tokens that lie on slower tiers, by the configured rates."""
     sent_at_s: float
+    """When it was sent, or when its KV had come."""
+    source: Target | None = None
+    """Target that its KV comes from."""
+    transfer_s: float = 0.0
+    """Predicted time from its sending until its KV is here."""
     prefill_s: float = field(init=False)
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
     expected_ttft_s: float = field(init=False)
@@ -74,8 +84,16 @@ class InFlightRequest:
     def __post_init__(self) -> None:
         target, now = self.target, self.sent_at_s
         self.prefill_s = target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
-        self.expected_ttft_s = target.slowdown * (target.estimate_wait_before_s(self.prefill_s, now) + self.prefill_s)
+        wait_s = target.estimate_wait_before_s(self.prefill_s, now)
+        self.expected_ttft_s = target.slowdown * (wait_s + self.prefill_s)
+        if self.transfer_s > target.slowdown * wait_s:
+            self.expected_ttft_s += self.transfer_s - target.slowdown * wait_s
         self.send_index = target.prefill_queue.next_send_index
+
+    @property
+    def has_no_first_token(self) -> bool:
+        """Whether its first token was neither seen nor estimated, and it has not ended."""
+        return self.phase in (RequestPhase.TRANSFER, RequestPhase.PREFILL)
 
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""
@@ -231,6 +249,7 @@ class Target:
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
         self.speed = Speed(pool)
+        self.transfer_facts = TransferFacts()
         self.peer_load = NO_PEER_LOAD
         """Sum of the loads of other routers and of `external_load`."""
         self.external_load = NO_EXTERNAL_LOAD

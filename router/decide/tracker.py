@@ -64,6 +64,8 @@ class LoadTracker:
         self._epoch_s: float | None = None
         self._estimated_first_tokens: list[tuple[float, int, InFlightRequest]] = []
         """Heap of (estimated time of the first token, number, request) of requests that do not stream."""
+        self._estimated_arrivals: list[tuple[float, int, InFlightRequest]] = []
+        """Heap of (estimated time when all KV has come, number, request) of requests whose KV moves."""
         self._estimate_count = 0
         self._silence_checked_at_s = -math.inf
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
@@ -102,14 +104,25 @@ class LoadTracker:
         now: float,
         expected_output_tokens: float = 0.0,
         tier_load_s: float = 0.0,
+        transfer: tuple[Target, float] | None = None,
     ) -> InFlightRequest:
         """Count a request that is sent to `target`, and return it; the other methods take it.
 
-        `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates.
+        `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates. `transfer`:
+        target that KV comes from, and the time until it has come.
         """
         target.record_queue_progress(now)
+        source, transfer_s = transfer or (None, 0.0)
         request = InFlightRequest(
-            target, prompt_tokens, cached_tokens, expected_output_tokens, is_streaming, tier_load_s, now
+            target,
+            prompt_tokens,
+            cached_tokens,
+            expected_output_tokens,
+            is_streaming,
+            tier_load_s,
+            now,
+            source,
+            transfer_s,
         )
         if not is_streaming:
             self._estimate_count += 1
@@ -117,7 +130,10 @@ class LoadTracker:
             heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
         self._mark_changed(target)
         load = target.load
-        target.prefill_queue.add(request)
+        if source is None:
+            target.prefill_queue.add(request)
+        else:
+            self._start_transfer(request, now)
         load.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
         load.remaining_output_tokens += expected_output_tokens
@@ -131,8 +147,9 @@ class LoadTracker:
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
         """Record that the first token of a request was seen; return False where the request had it already."""
-        if request.phase is not RequestPhase.PREFILL:
+        if not request.has_no_first_token:
             return False
+        self.end_transfer(request, now)
         self._observe_first_token(request, now)
         self._start_decode(request, now)
         request.target.learn_max_num_seqs(now - request.sent_at_s, request.expected_ttft_s, now)
@@ -181,7 +198,8 @@ class LoadTracker:
         load.remaining_output_tokens = (
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
-        if request.phase is RequestPhase.PREFILL:
+        if request.has_no_first_token:
+            self.end_transfer(request, now)
             load.pending_prompt_tokens -= request.prompt_tokens
             if target.prefill_queue.remove(request):
                 target.prefill_queue.oldest_since_s = now
@@ -199,6 +217,37 @@ class LoadTracker:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached_tokens
 
+    def _start_transfer(self, request: InFlightRequest, now: float) -> None:
+        """Count a transfer at both ends; meanwhile the request is not in its target's prefill queue."""
+        assert request.source is not None
+        request.phase = RequestPhase.TRANSFER
+        request.target.load.incoming_transfers += 1
+        request.source.load.outgoing_transfers += 1
+        self._estimate_count += 1
+        heapq.heappush(self._estimated_arrivals, (now + request.transfer_s, self._estimate_count, request))
+
+    def end_transfer(self, request: InFlightRequest, now: float, cached_tokens: int | None = None) -> None:
+        """Have a request join its target's prefill queue, if its KV was still to come.
+
+        `cached_tokens`: cached prefix without the KV, where that did not come.
+        """
+        target = request.target
+        if request.phase is RequestPhase.TRANSFER:
+            assert request.source is not None
+            request.phase, request.sent_at_s = RequestPhase.PREFILL, now
+            target.load.incoming_transfers -= 1
+            request.source.load.outgoing_transfers -= 1
+            target.record_queue_progress(now)
+            request.send_index = target.prefill_queue.next_send_index
+            target.prefill_queue.add(request)
+        elif cached_tokens is None or request.phase is not RequestPhase.PREFILL:
+            return
+        if cached_tokens is not None:
+            request.cached_tokens = cached_tokens
+        self._mark_changed(target)
+        target.prefill_queue.reprice(target.speed)
+        target.recompute_queue()
+
     def has_free_target(self, max_wait_s: float, now: float) -> bool:
         """Return whether a new request would wait at most `max_wait_s` at some target."""
         return any(t.slowdown * t.estimate_queue_s(now) <= max_wait_s for t in self.targets.values())
@@ -214,10 +263,15 @@ class LoadTracker:
 
         Call it before reading any load.
         """
+        arrivals = self._estimated_arrivals
+        while arrivals and arrivals[0][0] <= now:
+            arrived_at_s, _, request = heapq.heappop(arrivals)
+            self.end_transfer(request, arrived_at_s)
         estimates = self._estimated_first_tokens
         while estimates and estimates[0][0] <= now:
             first_token_at_s, _, request = heapq.heappop(estimates)
-            if request.phase is RequestPhase.PREFILL:
+            if request.has_no_first_token:
+                self.end_transfer(request, first_token_at_s)
                 self._start_decode(request, first_token_at_s)
         if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
             self._silence_checked_at_s = now
@@ -314,7 +368,7 @@ class LoadTracker:
                 is_usable=is_in_turn,
             )
         has_other_work = target.peer_load.prefills.prefill_s > 0.0 or bool(target.external_load)
-        interval.is_usable = interval.is_usable and not has_other_work
+        interval.is_usable = interval.is_usable and not has_other_work and request.source is None
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
@@ -468,13 +522,19 @@ class LoadTracker:
             requests = [request for request in in_flight_requests if request.target is target]
             decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
             prefilling_requests = [request for request in requests if request.phase is RequestPhase.PREFILL]
-            assert load.request_count == len(requests) == len(decoding_requests) + len(prefilling_requests), (
+            moving_requests = [request for request in in_flight_requests if request.phase is RequestPhase.TRANSFER]
+            assert load.incoming_transfers == sum(request.target is target for request in moving_requests)
+            assert load.outgoing_transfers == sum(request.source is target for request in moving_requests)
+            requests_before_answer = len(prefilling_requests) + load.incoming_transfers
+            assert load.request_count == len(requests) == len(decoding_requests) + requests_before_answer, (
                 f"{target.name}: {load.request_count} requests, {len(requests)} known"
             )
             assert set(queue.requests) == set(prefilling_requests), f"{target.name}: prefills differ"
             assert math.isclose(queue.own_prefill_s, sum(request.prefill_s for request in queue.requests), abs_tol=1e-6)
             assert load.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
-            assert load.pending_prompt_tokens == sum(request.prompt_tokens for request in queue.requests)
+            assert load.pending_prompt_tokens == sum(
+                request.prompt_tokens for request in requests if request.has_no_first_token
+            )
             expected_output_tokens = sum(request.expected_output_tokens for request in requests)
             assert math.isclose(load.remaining_output_tokens, expected_output_tokens, abs_tol=1e-3)
             cached_values = _get_derived_values(target)

@@ -14,15 +14,18 @@ from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
 from router.decide.config import CoreConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
-from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest
-from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest, TransferKind
+from router.decide.workers import ServedModel, TransferFacts, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
-from simulation.cluster import Cluster, Router
+from simulation.cluster import Cluster, Placement, Placements, Router
 from simulation.workload import SimRequest
 
 MODEL = "sim"
+KV_BYTES_PER_TOKEN = 131_072
+"""As Llama-3.1-8B has it."""
+SIM_TRANSFERS = TransferFacts("sim", frozenset({TransferKind.PULL}), bytes_per_token=KV_BYTES_PER_TOKEN)
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
 SHARE_DELAY_S = 0.02
@@ -78,6 +81,7 @@ class CoreRouter(Router):
                 cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
                 host_tokens=worker.host_blocks * block_size,
                 is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
+                transfer=SIM_TRANSFERS if cluster.config.link_times is not None else TransferFacts(),
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(len(cluster.workers))]
@@ -92,7 +96,7 @@ class CoreRouter(Router):
         if self.siblings:
             cluster.schedule(0.0, self._heartbeat)
 
-    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+    def route(self, request: SimRequest, now: float) -> Placements:
         route_request = RouteRequest(
             request_id=str(request.index),
             model=MODEL,
@@ -103,10 +107,10 @@ class CoreRouter(Router):
         )
         return self._perform([self.core.route(route_request, now)])
 
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
         return self._perform(self.core.record_first_token(str(request.index), now))
 
-    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> Placements:
         self.core.record_progress(str(request.index), request.output_tokens)
         usage = ReportedUsage(request.prompt_tokens, cached_tokens, request.output_tokens)
         return self._perform(self.core.finish_request(str(request.index), usage, now))
@@ -115,7 +119,7 @@ class CoreRouter(Router):
         wake = self.core.next_tick()
         return None if wake is None else max(wake - self.cluster.now, 1e-4)
 
-    def tick(self, now: float) -> list[tuple[int, int]]:
+    def tick(self, now: float) -> Placements:
         return self._perform(self.core.tick(now))
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -133,12 +137,14 @@ class CoreRouter(Router):
             self.holders[worker], encode_batch(EventBatch(now, [stored_event, BlockRemoved(list(ids), of)]))
         )
 
-    def _perform(self, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+    def _perform(self, instructions: Sequence[Instruction]) -> list[Placement]:
         forwards = []
         for instruction in instructions:
             assert not isinstance(instruction, Refuse), instruction
             if isinstance(instruction, Forward):
-                forwards.append((int(instruction.request_id), int(instruction.decision.worker)))
+                transfer = instruction.decision.transfer
+                source = None if transfer is None else int(transfer.source)
+                forwards.append(Placement(int(instruction.request_id), int(instruction.decision.worker), source))
         if self.siblings:
             self._schedule_loads()
         return forwards

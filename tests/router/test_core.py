@@ -20,11 +20,12 @@ from router.decide.config import (
     QueueConfig,
     RetryConfig,
     ServiceModel,
+    TransferConfig,
 )
 from router.decide.core import TENANTS_MAX, RetryBudget
-from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, WorkerLost
+from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, TransferKind, WorkerLost
 from router.decide.target import RequestPhase
-from router.decide.workers import CacheView, ServedModel, WorkerState
+from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
 from router.decide.working_set import WorkingSets
 from router.index.protocol import Scope
 
@@ -570,10 +571,12 @@ class Books(RuleBasedStateMachine):
     @initialize(
         fair=st.booleans(),
         policy=st.sampled_from(["kv", "kv", "round_robin", "least_requests", "sticky"]),
+        can_move_kv=st.booleans(),
     )
-    def start(self, fair: bool, policy: str) -> None:
+    def start(self, fair: bool, policy: str, can_move_kv: bool) -> None:
         config = CoreConfig(
             policy=policy,
+            transfer=TransferConfig(floor_s=0.0),
             queue=QueueConfig(
                 fair=fair,
                 enqueue_above_s=0.05,
@@ -585,7 +588,8 @@ class Books(RuleBasedStateMachine):
             ),
         )
         working_sets = WorkingSets(chunk_tokens=4, live_s=5.0)
-        self.core, self.index = make_core(self.NAMES, config, working_sets, cache_tokens=20)
+        facts = TransferFacts("g", frozenset(TransferKind)) if can_move_kv else TransferFacts()
+        self.core, self.index = make_core(self.NAMES, config, working_sets, cache_tokens=20, transfer=facts)
         self.now = 0.0
         self.count = 0
         self.open: dict[str, str] = {}
@@ -633,6 +637,18 @@ class Books(RuleBasedStateMachine):
         request_id = self.pick(data)
         self.streaming_ids.add(request_id)
         self.apply(self.core.record_first_token(request_id, self.now))
+
+    @rule(name=st.sampled_from(NAMES), family=st.integers(0, 2), tokens=st.integers(1, 12))
+    def store(self, name: str, family: int, tokens: int) -> None:
+        if name in self.core.workers:
+            self.index.store(self.core.workers[name].holders[0], [family] * tokens)
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data(), has_failed=st.booleans())
+    def transfer(self, data: st.DataObject, has_failed: bool) -> None:
+        """The edge says what it heard, also of requests whose KV does not move."""
+        end_transfer = self.core.fail_transfer if has_failed else self.core.record_prefill_end
+        self.apply(end_transfer(self.pick(data), self.now))
 
     @precondition(lambda self: "sent" in self.open.values())
     @rule(data=st.data(), tokens=st.integers(1, 500))
@@ -736,6 +752,7 @@ class Books(RuleBasedStateMachine):
                 0,
             )
             assert target.prefill_queue.own_prefill_s == 0.0
+            assert (target.load.incoming_transfers, target.load.outgoing_transfers) == (0, 0)
         snapshot = self.core.snapshot(self.now + 10.0)
         assert (snapshot.queued_requests, snapshot.in_flight) == (0, 0)
 

@@ -66,6 +66,7 @@ def write_out(
     left_tokens = sum(request.output_tokens for request in requests) / len(requests) if requests else 256.0
     slot_s = max(0, count + 1 - slots) / slots * left_tokens * step_s if count else 0.0
     ttft_s = slot_s + slowdown * (queue_s + cache.queued_ahead_s + prefill_s) + cache.tier_load_s
+    ttft_s += max(0.0, cache.arrival_s - slowdown * (queue_s + cache.queued_ahead_s))
 
     output = priced.output_tokens
     context_s = service.decode_context_s * (priced.prompt_tokens + output / 2)
@@ -113,6 +114,7 @@ def sent(draw_prompt: st.SearchStrategy[int]) -> st.SearchStrategy[Sent]:
     shares=st.tuples(*[st.floats(0.0, 1.0)] * 4),
     congestion=st.floats(0.1, 50.0),
     waits_s=st.tuples(*[st.floats(0.0, 3.0)] * 3),
+    arrival_s=st.just(0.0) | st.floats(0.0, 3.0),
     slots=st.integers(1, 8),
     step_seen_s=st.floats(49.0, NOW),
 )  # fmt: skip
@@ -124,6 +126,7 @@ def test_the_price_is_its_six_parts_written_out(
     shares: tuple[float, ...],
     congestion: float,
     waits_s: tuple[float, ...],
+    arrival_s: float,
     slots: int,
     step_seen_s: float,
 ) -> None:
@@ -148,7 +151,7 @@ def test_the_price_is_its_six_parts_written_out(
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
-    cache = CandidateFacts(cached, cached, media, *waits_s)
+    cache = CandidateFacts(cached, cached, media, *waits_s, arrival_s=arrival_s)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3])
     terms = price_worker(target, priced, cache, CONFIG)
     parts = write_out(service, requests, peer, priced, cache, step_seen_s, slots)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, QueueConfig
+from simulation.cluster import Placement, Placements, Router
 from simulation.steps import StepTimes
 
 
@@ -25,7 +26,7 @@ def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
     rooms = {
-        "simulation": ("engine", "cluster", "traces", "workload"),
+        "simulation": ("engine", "cluster", "traces", "transfers", "workload"),
         "router.shadow": ("core_router",),
         "routing_sim": ("peers", "runs", "grid"),
     }
@@ -172,6 +173,74 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
     loaded_s = loaded_ttft_s - service.compute_decode_s(0, 0) - service.compute_prefill_s(510, 8 * 512)
     assert 0 < loaded_s <= 8 * 512 * 1e-6 + 1e-9
     assert loaded_ttft_s < 0.3 * computed_ttft_s
+
+
+def test_transfers_share_the_links_of_both_ends(sim: Any) -> None:
+    """100 tokens a second. From worker 0, 100 tokens go to 1 and 200 to 2; from 3, 100 go to 2, a second later."""
+    links, ends = sim.transfers.Links(100.0), {}
+    now = 0.0
+
+    def start(name: str, source: int, destination: int, tokens: int) -> None:
+        links.start(source, destination, tokens, now, lambda: ends.setdefault(name, now))
+
+    def advance_until(time_s: float) -> None:
+        nonlocal now
+        while (end_s := links.next_end_s()) is not None and end_s <= time_s:
+            now = end_s
+            links.advance(now)
+        now = time_s
+
+    start("0-1", 0, 1, 100)
+    start("0-2", 0, 2, 200)
+    advance_until(1.0)  # each has moved 50
+    start("3-2", 3, 2, 100)
+    advance_until(10.0)
+    # "0-1" ends at 2.0; then "0-2" and "3-2" have 100 and 50 left, and half of a link each until 3.0.
+    assert ends == {"0-1": pytest.approx(2.0), "3-2": pytest.approx(3.0), "0-2": pytest.approx(3.5)}
+
+
+class PullsFromWorker0(Router):
+    """Sends the first request to worker 0 and all others to worker 1, which pulls from worker 0."""
+
+    def route(self, request: Any, now: float) -> Placements:
+        return [Placement(request.index, 1, 0) if request.index else Placement(request.index, 0)]
+
+
+def test_pulled_blocks_are_cached_like_computed_ones(sim: Any) -> None:
+    requests = [request(sim, i, list(range(9)), at=10.0 * i, out=1, tail=10) for i in range(3)]
+    requests.append(request(sim, 3, [50, 51], at=30.0, out=1, tail=10))
+    service, stored = StepTimes(), []
+    config = sim.cluster.ClusterConfig(
+        [sim.cluster.WorkerConfig(service, 12)] * 2, link_times=sim.transfers.LinkTimes(100_000.0, floor_s=0.1)
+    )
+    router = PullsFromWorker0()
+    router.on_blocks_stored = lambda worker, ids, parent, now: stored.append((worker, ids, parent))
+    result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [router]).run()
+    compute_s = service.compute_decode_s(0, 0) + service.compute_prefill_s(10, 8 * 512)
+    assert result.hit_tokens_by_request == {0: 0, 1: 8 * 512, 2: 8 * 512, 3: 0}
+    assert result.ttft_s_by_request[1] == pytest.approx(0.1 + 8 * 512 / 100_000.0 + compute_s)
+    assert result.ttft_s_by_request[2] == pytest.approx(compute_s), "nothing was missing"
+    assert result.moved_tokens == 8 * 512
+    assert stored == [(0, list(range(4)), None), (0, list(range(4, 8)), 3), (1, list(range(8)), None)]
+
+
+def test_the_router_under_test_pulls_in_the_simulation(sim: Any) -> None:
+    """Bursts, each with a prefix that one worker has: first tokens come earlier where KV moves."""
+    requests = []
+    for i in range(80):
+        burst, place = divmod(i, 8)
+        ids = [*range(100 * burst, 100 * burst + 64), *range(10_000 + 20 * i, 10_012 + 20 * i)]
+        requests.append(request(sim, i, ids, at=30.0 * burst + (15.0 if place else 0.0), out=20))
+    results = {}
+    for is_moving in (False, True):
+        link_times = sim.transfers.LinkTimes(1e6) if is_moving else None
+        config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(StepTimes(), 200)] * 4, link_times=link_times)
+        router = sim.core_router.CoreRouter(CoreConfig())
+        results[is_moving] = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [router]).run()
+        router.core.check_invariants()
+    assert results[False].moved_tokens == 0 < results[True].moved_tokens
+    mean_ttft_s = {is_moving: sum(result.ttft_s_by_request.values()) for is_moving, result in results.items()}
+    assert mean_ttft_s[True] < 0.95 * mean_ttft_s[False]
 
 
 def attach_policy(sim: Any, policy: Any, workers: int = 2) -> Any:

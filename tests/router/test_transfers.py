@@ -1,0 +1,329 @@
+"""Plans in which KV moves: chosen as a model chooses that prices every pair of workers, and counted at both ends."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from core_by_hand import make_core, request, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.decide.config import CoreConfig, LearnConfig, ServiceModel, TransferConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, FailureKind, Forward, ReportedUsage, Transfer, TransferKind
+from router.decide.transfers.links import LEARNED_S_MIN, PAUSE_S, PAUSE_S_MAX, TransferLinks
+from router.decide.workers import TransferFacts
+
+BYTES_PER_TOKEN = 1e6
+PULLS = TransferFacts("g", frozenset({TransferKind.PULL}), bytes_per_token=BYTES_PER_TOKEN)
+CONFIG = CoreConfig(
+    service=ServiceModel(prefill_s_per_token=1e-3),
+    learn=LearnConfig(enabled=False),
+    transfer=TransferConfig(gb_s=10.0, floor_s=0.01),
+)
+PROMPT = list(range(400))
+
+
+def make_fleet(names: str = "ab", **facts: TransferFacts) -> tuple[RouterCore, object]:
+    core, index = make_core(names, CONFIG)
+    for name in names:
+        core.add_worker(spec(name, transfer=facts.get(name, PULLS)), 0.0)
+    return core, index
+
+
+def route(core: RouterCore, request_id: str, prompt: list[int], now: float, **changes: object) -> Decision:
+    instruction = core.route(request(request_id, prompt, **changes), now)
+    core.check_invariants()
+    assert isinstance(instruction, Forward)
+    return instruction.decision
+
+
+def make_busy(core: RouterCore, worker: str, now: float, count: int = 3) -> None:
+    for number in range(count):
+        core.route(request(f"busy-{worker}{number}", None, prompt_tokens=1000, worker=worker), now)
+
+
+def test_an_idle_worker_pulls_what_a_busy_one_has() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.worker == "b"
+    transfer_s = 0.01 + 390 * BYTES_PER_TOKEN / 10e9
+    assert decision.transfer == Transfer(TransferKind.PULL, "a", None, 390, pytest.approx(transfer_s))
+    assert decision.predicted_cached_tokens == decision.terms.cached_tokens == 390
+    assert decision.terms.resident_tokens == 0
+    assert decision.predicted_ttft_s == pytest.approx(transfer_s + decision.terms.slowdown * decision.terms.prefill_s)
+    assert decision.to_json_fields()["terms"]["transfer"]["source"] == "a"
+
+
+def test_what_the_destination_has_does_not_move() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    index.store(core.workers["b"].holders[0], PROMPT[:200])
+    make_busy(core, "a", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    assert (decision.worker, decision.transfer.tokens) == ("b", 190)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"a": TransferFacts()},
+        {"a": replace(PULLS, group="other")},
+        {"a": replace(PULLS, kinds=frozenset({TransferKind.PREFILL}))},
+        {"a": replace(PULLS, can_give=False)},
+        {"b": replace(PULLS, can_take=False)},
+    ],
+    ids=["says nothing", "other group", "other kind", "does not give", "does not take"],
+)
+def test_no_kv_moves_between_workers_that_do_not_fit(facts: dict[str, TransferFacts]) -> None:
+    core, index = make_fleet(**facts)
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is None
+    assert "transfer" not in decision.to_json_fields()["terms"]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_requests", "sticky"])
+def test_other_policies_move_nothing(policy: str) -> None:
+    core, index = make_core("ab", replace(CONFIG, policy=policy))
+    for name in "ab":
+        core.add_worker(spec(name, transfer=PULLS), 0.0)
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    for number in range(4):
+        assert route(core, f"r{number}", PROMPT, 0.0).transfer is None
+
+
+def test_the_explanation_has_the_plans_beside_the_workers() -> None:
+    core, index = make_fleet("abc")
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    decision = core.explain(request("r", PROMPT), 0.0)
+    assert isinstance(decision, Decision)
+    plans = [(terms.worker, terms.transfer.source if terms.transfer else None) for terms in decision.candidates]
+    assert sorted(plans, key=str) == [("a", None), ("b", "a"), ("b", None), ("c", "a"), ("c", None)]
+    assert [terms.cost for terms in decision.candidates] == sorted(terms.cost for terms in decision.candidates)
+
+
+def test_a_transfer_is_counted_at_both_ends_until_it_should_have_come() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    source, target = (core.registry.get_targets(name)[0] for name in "ab")
+    assert (source.load.outgoing_transfers, target.load.incoming_transfers) == (1, 1)
+    assert not target.prefill_queue.requests, "it is not computed while its KV moves"
+    core.tick(decision.transfer.transfer_s + 0.001)
+    core.check_invariants()
+    assert (source.load.outgoing_transfers, target.load.incoming_transfers) == (0, 0)
+    assert len(target.prefill_queue.requests) == 1
+
+
+@pytest.mark.parametrize("end", ["finish", "abort", "fail", "first token", "lost source", "lost target"])
+@pytest.mark.parametrize("has_come", [False, True])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    route(core, "r", PROMPT, 0.0, is_streaming=end != "finish")
+    targets = [core.registry.get_targets(name)[0] for name in "ab"]
+    if has_come:
+        core.tick(1.0)
+    if has_failed:
+        core.fail_transfer("r", 1.0)
+        core.check_invariants()
+        if end != "finish":  # there, the first token was estimated before
+            assert core.get_attempts()["r"].in_flight.cached_tokens == 0
+        assert core.get_attempts()["r"].decision.predicted_cached_tokens == 0
+    if end == "finish":
+        core.finish_request("r", ReportedUsage(400, 390, 1), 2.0)
+    elif end == "abort":
+        core.abort_request("r", 2.0)
+    elif end == "fail":
+        core.fail_attempt("r", FailureKind.SERVER_ERROR, 2.0)
+        core.check_invariants()
+        core.abort_request("r", 2.0)
+    elif end == "first token":
+        core.record_first_token("r", 2.0)
+        core.check_invariants()
+        core.finish_request("r", None, 3.0)
+    else:
+        core.remove_worker("a" if end == "lost source" else "b", 1.5)
+        core.check_invariants()
+        core.abort_request("r", 2.0)
+    for number in range(3):
+        core.abort_request(f"busy-a{number}", 3.0)
+    core.tick(20.0)
+    core.check_invariants()
+    for target in targets:
+        load = target.load
+        assert (load.request_count, load.incoming_transfers, load.outgoing_transfers) == (0, 0, 0)
+        assert (load.pending_prompt_tokens, target.prefill_queue.own_prefill_s) == (0, 0.0)
+    assert not index.pins
+
+
+def test_a_pair_whose_transfer_failed_is_avoided_for_a_while() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0, count=200)
+    assert route(core, "r", PROMPT, 0.0).transfer is not None
+    core.fail_transfer("r", 0.1)
+    core.abort_request("r", 0.1)
+    assert route(core, "again", PROMPT, 0.2).transfer is None
+    core.abort_request("again", 0.2)
+    later = route(core, "later", PROMPT, 0.2 + PAUSE_S)
+    assert later.transfer is not None
+    core.finish_request("later", ReportedUsage(400, 0, 1), 0.3 + PAUSE_S)
+    assert core.counters["failed_transfers"] == 2, "an engine that reports no cached tokens has pulled nothing"
+    assert route(core, "last", PROMPT, 0.4 + 2 * PAUSE_S).transfer is None, "longer after the second failure"
+
+
+def test_pauses_grow_and_end_with_a_good_transfer() -> None:
+    links = TransferLinks(TransferConfig())
+    for _ in range(20):
+        links.record_failure("a", "b", 0.0)
+    assert links.is_paused("a", "b", PAUSE_S_MAX - 0.1)
+    assert not links.is_paused("a", "b", PAUSE_S_MAX)
+    assert not links.is_paused("b", "a", 0.0)
+    links.record_transfer("a", "b", 1e9, 0.2)
+    links.record_failure("a", "b", 1000.0)
+    assert not links.is_paused("a", "b", 1000.0 + PAUSE_S)
+    links.forget_target("b")
+    assert not links.is_paused("a", "b", 1000.0)
+
+
+def test_the_rate_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None:
+    links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
+    assert links.estimate_transfer_s("a", "b", 1e9, 0) == pytest.approx(0.11)
+    assert links.estimate_transfer_s("a", "b", 1e9, 2) == pytest.approx(0.31), "three share the network"
+    for _ in range(20):
+        links.record_transfer("a", "b", 1e9, 0.41)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81)
+    assert links.estimate_transfer_s("c", "d", 1e9, 0) == pytest.approx(0.41)
+    links.record_transfer("a", "b", 1e9, 60.0)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "one late transfer changes nothing"
+    for _ in range(20):
+        links.record_transfer("a", "b", 0.9 * LEARNED_S_MIN * 10e9, 5.0)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "nor do short ones"
+
+
+def test_a_router_learns_a_slow_network_from_first_tokens() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    for number in range(8):
+        now = 100.0 * number
+        make_busy(core, "a", now, count=30)
+        decision = route(core, "r", PROMPT, now)
+        assert decision.transfer is not None
+        compute_s = decision.terms.slowdown * decision.terms.prefill_s
+        core.record_first_token("r", now + 0.01 + 5 * 0.039 + compute_s)
+        core.finish_request("r", None, now + 2.0)
+        for busy in range(30):
+            core.abort_request(f"busy-a{busy}", now + 3.0)
+        core.tick(now + 50.0)
+    assert decision.transfer.transfer_s == pytest.approx(0.01 + 5 * 0.039, rel=0.1)
+
+
+@given(
+    cached=st.lists(st.integers(0, 399), min_size=3, max_size=3),
+    busy=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    moving=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+    groups=st.lists(st.sampled_from(["g", "g", "h", ""]), min_size=3, max_size=3),
+    failed=st.sets(st.sampled_from(["ab", "ba", "ac", "ca", "bc", "cb"])),
+)
+def test_the_cheapest_plan_of_all_is_chosen(
+    cached: list[int], busy: list[int], moving: list[int], groups: list[str], failed: set[str]
+) -> None:
+    """Every pair of workers is priced by hand from the prices without transfers."""
+    names = "abc"
+    core, index = make_fleet(names, **{name: replace(PULLS, group=group) for name, group in zip(names, groups)})
+    for name, tokens, count in zip(names, cached, busy):
+        index.store(core.workers[name].holders[0], PROMPT[:tokens])
+        make_busy(core, name, 0.0, count)
+    targets = {name: core.registry.get_targets(name)[0] for name in names}
+    for name, count in zip(names, moving):
+        targets[name].load.outgoing_transfers += count
+    for pair in failed:
+        core._links.record_failure(pair[0], pair[1], 0.0)
+    decision = core.explain(request("r", PROMPT), 0.0)
+    assert isinstance(decision, Decision)
+    own_terms = {terms.worker: terms for terms in decision.candidates if not terms.transfer}
+    assert own_terms.keys() == set(names)
+    longest = sorted(names, key=lambda name: (-own_terms[name].resident_tokens, moving[names.index(name)]))
+    costs = {(name, ""): terms.cost for name, terms in own_terms.items()}
+    for name, source in [(name, source) for name in names for source in names]:
+        own, source_tokens = own_terms[name], own_terms[source].resident_tokens
+        group, source_group = (groups[names.index(worker)] for worker in (name, source))
+        if not group or group != source_group or source_tokens <= own.cached_tokens or source + name in failed:
+            continue
+        if source not in [worker for worker in longest if groups[names.index(worker)]][:2]:
+            continue  # of three sources only the two best are priced
+        active_count = max(targets[source].load.outgoing_transfers, targets[name].load.incoming_transfers)
+        transfer_s = 0.01 + (1 + active_count) * (source_tokens - own.resident_tokens) * BYTES_PER_TOKEN / 10e9
+        prefill_s = 1e-3 * ((400 - source_tokens) + (400**2 - source_tokens**2) / 100_000)
+        ttft_s = max(transfer_s, own.slowdown * own.queue_s) + own.slowdown * prefill_s
+        saved_s = own.prefill_s - prefill_s
+        congestion_s = own.congestion_s * prefill_s / own.prefill_s
+        assert saved_s > 0.0
+        costs[name, source] = own.cost - own.ttft_s + ttft_s - own.congestion_s + congestion_s
+    priced = {(t.worker, t.transfer.source if t.transfer else ""): t.cost for t in decision.candidates}
+    assert priced == {plan: pytest.approx(cost, abs=1e-9) for plan, cost in costs.items()}
+    assert math.isclose(decision.terms.cost, min(costs.values()), abs_tol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_ends_are_counted_right_whatever_happens(seed: int) -> None:
+    """A random history; `check_invariants` compares all counts with the requests in flight."""
+    rng, now, transfer_count = random.Random(seed), 0.0, 0
+    core, index = make_fleet("abcd")
+    sent: list[str] = []
+    for number in range(300):
+        now += rng.choice([0.0, 0.001, 0.02, 0.2])
+        core.tick(now)
+        event = rng.random()
+        if event < 0.45 or not sent:
+            prompt = [rng.randrange(3)] * rng.randrange(2, 400)
+            new_request = request(f"r{number}", prompt, is_streaming=rng.random() < 0.7)
+            instruction = core.route(new_request, now)
+            assert isinstance(instruction, Forward)
+            transfer_count += instruction.decision.transfer is not None
+            sent.append(f"r{number}")
+        elif event < 0.55:
+            worker_id = rng.choice("abcd")
+            core.remove_worker(worker_id, now)
+            core.add_worker(spec(worker_id, transfer=PULLS), now)
+        elif event < 0.65:
+            index.store(core.workers[rng.choice("abcd")].holders[0], [rng.randrange(3)] * rng.randrange(1, 400))
+        else:
+            request_id = rng.choice(sent)
+            stimulus = rng.choice(["first token", "transfer failed", "prefill ended", "finish", "abort", "fail"])
+            if stimulus == "first token":
+                core.record_first_token(request_id, now)
+            elif stimulus == "transfer failed":
+                core.fail_transfer(request_id, now)
+            elif stimulus == "prefill ended":
+                core.record_prefill_end(request_id, now)
+            elif stimulus == "finish":
+                core.finish_request(request_id, ReportedUsage(10, rng.randrange(400), 1), now)
+            elif stimulus == "abort":
+                core.abort_request(request_id, now)
+            else:
+                core.fail_attempt(request_id, FailureKind.SERVER_ERROR, now)
+            sent = [name for name in sent if core.has_request(name)]
+        core.check_invariants()
+    assert transfer_count > 10
+    for request_id in sent:
+        core.abort_request(request_id, now)
+    core.tick(now + 10.0)
+    core.check_invariants()
+    assert not index.pins
+    for target in core.tracker.targets.values():
+        assert (target.load.request_count, target.load.incoming_transfers, target.load.outgoing_transfers) == (0, 0, 0)
