@@ -202,15 +202,24 @@ class CacheState:
         return hits
 
     def add_request(
-        self, target: Target, prompt: PromptQuery, now: float, *, session: str | None = None
+        self,
+        target: Target,
+        prompt: PromptQuery,
+        now: float,
+        *,
+        session: str | None = None,
+        is_pinned: bool = True,
     ) -> RunningPrompt:
-        """Count a prompt that is sent to a target; the result is for `end_request`."""
+        """Count a prompt that is sent to a target; the result is for `end_request`.
+
+        `is_pinned`: whether it counts as cached there at once; else `pin` is called when its KV has come.
+        """
         running_prompt = RunningPrompt(target, prompt, prompt.get_chunk_keys(self._chunk_tokens))
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
-        else:
-            running_prompt.pin = self._index.pin(target.holder, prompt.prepared_ids, prompt.scope)
+        elif is_pinned:
+            self.pin(running_prompt)
         keys = running_prompt.chunk_keys
         self.working_sets.add_prompt(target.name, keys, now, session=session)
         assert target.load.running_chunk_counts is not None
@@ -219,6 +228,11 @@ class CacheState:
         )
         self._add_duplicate_chunks(target, duplicates)
         return running_prompt
+
+    def pin(self, running_prompt: RunningPrompt) -> None:
+        """Count a running prompt as cached at its target."""
+        query = running_prompt.query
+        running_prompt.pin = self._index.pin(running_prompt.target.holder, query.prepared_ids, query.scope)
 
     def end_request(
         self, running_prompt: RunningPrompt, now: float, *, is_computed: bool, ended_session: str | None = None

@@ -40,7 +40,7 @@ from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
-from router.decide.transfers.plans import Plan, PricedTarget, plan_pulls
+from router.decide.transfers.plans import Plan, PricedTarget, compute_pull_share, find_best_sources, plan_pulls
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
@@ -147,13 +147,19 @@ class Chooser:
             load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
         prompt_query = self._prepare_query(request)
         shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
+        sources = self._find_sources(request)
+        if sources and prompt_query is not None:
+            matches = self._cache_state.match(prompt_query) if matches is None else matches
+            sources = find_best_sources(sources, matches)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
         request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
-        sources = self._find_sources(request, prompt_query)
-        if sources and matches is None and prompt_query is not None:
-            matches = self._cache_state.match(prompt_query)
+        if sources and matches:
+            best_tokens = matches[sources[0].holder].tokens
+            request_facts.copy_reuse_share *= compute_pull_share(
+                request_facts.shared_tokens, best_tokens, sources[0], self._links
+            )
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, matches)
         choice.winner_index = self._pick_winner(request, choice)
@@ -171,13 +177,13 @@ class Chooser:
             )
         return choice
 
-    def _find_sources(self, request: RouteRequest, prompt_query: PromptQuery | None) -> list[Target]:
-        """Return the targets that KV of a request may come from; none where the index does not know all of the prompt.
+    def _find_sources(self, request: RouteRequest) -> list[Target]:
+        """Return the targets that KV of a request may come from.
 
-        Nor is there one where another policy than the price decides.
+        There is none where the index does not know the whole prompt, or another policy than the price decides.
         """
         is_whole_prompt_known = request.media_conversation is None and request.prompt_count == 1
-        if not self._chooses_by_price or prompt_query is None or not is_whole_prompt_known:
+        if not self._chooses_by_price or request.token_ids is None or not is_whole_prompt_known:
             return []
         return self._registry.find_sources(request)
 

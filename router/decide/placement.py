@@ -10,6 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -245,7 +246,10 @@ class RequestPlacer:
                 choice.prompt_query,
                 now,
                 session=request.session,
+                is_pinned=transfer is None,
             )
+            if transfer is not None:  # until its KV has come, others would not find it there
+                in_flight.on_arrival = partial(self._cache_state.pin, attempt.running_prompt)
         placement = Placement(target.name, request.prompt_tokens, now)
         if request.session is not None and self._config.session_affinity:
             self.chooser.session_placements.put(request.session, placement)

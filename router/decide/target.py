@@ -12,6 +12,7 @@ import enum
 import itertools
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -63,6 +64,8 @@ class InFlightRequest:
     """Target that its KV comes from."""
     transfer_s: float = 0.0
     """Predicted time from its sending until its KV is here."""
+    on_arrival: Callable[[], None] | None = None
+    """Called when its KV has come, or is no longer expected, while its target is known."""
     prefill_s: float = field(init=False)
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
     expected_ttft_s: float = field(init=False)

@@ -199,6 +199,7 @@ class LoadTracker:
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
         if request.has_no_first_token:
+            request.on_arrival = None
             self.end_transfer(request, now)
             load.pending_prompt_tokens -= request.prompt_tokens
             if target.prefill_queue.remove(request):
@@ -240,6 +241,8 @@ class LoadTracker:
             target.record_queue_progress(now)
             request.send_index = target.prefill_queue.next_send_index
             target.prefill_queue.add(request)
+            if request.on_arrival is not None and self.targets.get(target.name) is target:
+                request.on_arrival()
         elif cached_tokens is None or request.phase is not RequestPhase.PREFILL:
             return
         if cached_tokens is not None:

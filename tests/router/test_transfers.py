@@ -111,6 +111,20 @@ def test_the_explanation_has_the_plans_beside_the_workers() -> None:
     assert [terms.cost for terms in decision.candidates] == sorted(terms.cost for terms in decision.candidates)
 
 
+def test_a_prefix_counts_as_cached_when_its_kv_has_come() -> None:
+    """Before, another request there would compute it again; so that one pulls too."""
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    first = route(core, "r", PROMPT, 0.0)
+    second = route(core, "s", PROMPT, 0.001, worker="b")
+    assert first.transfer is not None is not second.transfer
+    assert second.transfer.transfer_s == pytest.approx(0.01 + 2 * 0.039)
+    core.tick(0.2)
+    third = route(core, "t", PROMPT, 0.2, worker="b")
+    assert (third.transfer, third.predicted_cached_tokens) == (None, 399)
+
+
 def test_a_transfer_is_counted_at_both_ends_until_it_should_have_come() -> None:
     core, index = make_fleet()
     index.store(core.workers["a"].holders[0], PROMPT[:390])

@@ -43,22 +43,37 @@ def may_transfer(source: TransferFacts, destination: TransferFacts, kind: Transf
     return is_same_group and kind in source.kinds & destination.kinds and source.can_give and destination.can_take
 
 
+def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> list[Target]:
+    """Return the targets with the longest cached prefix, the best first."""
+    return heapq.nlargest(
+        SOURCES_MAX,
+        (target for target in sources if target.holder in matches),
+        key=lambda target: (matches[target.holder].tokens, -target.load.outgoing_transfers),
+    )
+
+
+def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, links: TransferLinks) -> float:
+    """Return the time to pull a prefix that requests share, as a share of its prefill, at most 1.
+
+    What later requests can pull, they need not find computed: a further copy saves them the pull alone. `best_tokens`:
+    cached prefix of the source.
+    """
+    if not 0 < shared_tokens <= best_tokens:
+        return 1.0
+    byte_count = shared_tokens * source.transfer_facts.bytes_per_token
+    transfer_s = links.estimate_transfer_s(source.name, "", byte_count, source.load.outgoing_transfers)
+    return min(1.0, transfer_s / source.estimate_prefill_s(shared_tokens, 0))
+
+
 def plan_pulls(
     priced_targets: Sequence[PricedTarget],
-    sources: Sequence[Target],
+    best_sources: Sequence[Target],
     matches: Mapping[HolderId, Match],
     links: TransferLinks,
     congestion: float,
     now: float,
 ) -> list[Plan]:
     """Return the plans in which a target pulls blocks that another one has cached."""
-    best_sources = heapq.nlargest(
-        SOURCES_MAX,
-        (target for target in sources if target.holder in matches),
-        key=lambda target: (matches[target.holder].tokens, -target.load.outgoing_transfers),
-    )
-    if not best_sources:
-        return []
     longest_tokens = matches[best_sources[0].holder].tokens
     destinations = heapq.nsmallest(
         DESTINATIONS_MAX,
