@@ -1,12 +1,13 @@
-"""A request that was seen, which one it goes on from, and whose end it waited for. No I/O.
+"""Requests that were answered, and which request waited for the end of which. No I/O.
 
-Owns how users are recognised. A turn waits for the turn before it. Under a session's or user's name one thing comes
-after the other. Without names, a fixed number of users shows in when conversations begin: soon after others are over,
-so that what begins and what ends cancel out (`is_closed_loop`).
+A turn of a conversation waits for the turn before it. Requests under one session's or user's name wait for each other
+if they never overlapped. Conversations without names wait for each other if a fixed number of users seems to hold them,
+one after the other (`_is_closed_loop`).
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,17 @@ from typing import NamedTuple
 
 import msgspec
 
-PAIRS_MIN = 20
-"""Fewest pairs of a conversation's end and a following begin that prove anything."""
+GAPS_MIN = 20
+"""Fewest gaps between two conversations that prove anything."""
 GAP_SHARE_MAX = 0.3
 """Longest mean gap between two conversations of a user, as a share of a conversation's length."""
-SPREAD_MAX = 0.5
+BALANCE_SPREAD_MAX = 0.5
 """Largest variance of begins minus ends in short intervals, relative to begins and ends by chance."""
-SPREAD_STEADY_MAX, STEADY = 0.7, 0.6
-"""`SPREAD_MAX` for a nearly constant number of open conversations, and the bound below which it counts as such."""
+STEADY_BALANCE_SPREAD_MAX, STEADY_SHARE = 0.7, 0.6
+"""`BALANCE_SPREAD_MAX` for a steady number of open conversations, and the share of users below which it is steady."""
 CLOCK_SPREAD_MAX = 1.25
 """Largest variance of gaps, relative to that of the times between two begins of a user."""
+INTERVALS_MIN = 4
 
 
 class ObservedRequest(msgspec.Struct):
@@ -39,13 +41,13 @@ class ObservedRequest(msgspec.Struct):
     cached_tokens: int | None = None
     """Cached tokens of the prompt, by its answer or by the worker's events."""
     first_token_s: float | None = None
-    """Time of the first token; None where it was not seen."""
+    """Time of the first token; None if it was not seen."""
     end_s: float | None = None
     output_tokens: int | None = None
     continues: int | None = None
     """Serial of the request that this one continues."""
     user: str | None = None
-    """Session or user, where the client named one."""
+    """Session or user, if the client named one."""
 
 
 class PromptEnd(NamedTuple):
@@ -54,7 +56,7 @@ class PromptEnd(NamedTuple):
     serial: int
     tokens: int
     digest: int
-    """Digest of all of its tokens."""
+    """Digest of all tokens of the prompt."""
 
 
 class PrefixLinks:
@@ -67,8 +69,11 @@ class PrefixLinks:
     def follow(
         self, end: PromptEnd, block_ids: Sequence[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool]
     ) -> int | None:
-        """Return the serial of the request that this one continues, if any, and remember this one. `is_prefix(end)`:
-        whether the prompt begins with all of that prompt, as blocks do not show what follows the last full one."""
+        """Add a prompt, and return the serial of the request that it continues, if any.
+
+        `is_prefix` tells whether the prompt begins with all of an earlier one: blocks do not show what follows the last
+        full one.
+        """
         predecessor = None
         for block in reversed(block_ids):
             earlier = self._end_by_block.get(block)
@@ -83,19 +88,31 @@ class PrefixLinks:
         return predecessor
 
 
+class _Conversation(NamedTuple):
+    """A conversation, with the indices of its first request and of the request that ended last."""
+
+    first_index: int
+    last_index: int
+    begin_s: float
+    end_s: float
+
+
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """For each of `requests`, in the order of arrival, the place of the one whose end it waited for; None: it came
-    when it came."""
-    position: Mapping[int, int] = {request.serial: i for i, request in enumerate(requests)}
-    last = _sequential_predecessors(requests)
+    """Return for each request the index of the request whose end it waited for; None if it waited for none.
+
+    `requests` are in the order of arrival.
+    """
+    index_by_serial: Mapping[int, int] = {request.serial: i for i, request in enumerate(requests)}
+    predecessor_by_index = _find_named_predecessors(requests)
     predecessors: list[int | None] = []
     for i, request in enumerate(requests):
-        predecessor = last.get(i, position.get(request.continues) if request.continues is not None else None)
+        continued_index = None if request.continues is None else index_by_serial.get(request.continues)
+        predecessor = predecessor_by_index.get(i, continued_index)
         while predecessor is not None and not _ended_before(requests[predecessor], request):
-            predecessor = predecessors[predecessor]  # beside a turn: after what that one waited for
+            predecessor = predecessors[predecessor]  # both requests waited for the end of that one
         predecessors.append(predecessor)
-    for first, previous_last in _next_conversations(requests, predecessors):
-        predecessors[first] = previous_last
+    for previous, following in _pair_conversations(_group_conversations(requests, predecessors)):
+        predecessors[following.first_index] = previous.last_index
     return predecessors
 
 
@@ -103,96 +120,117 @@ def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
     return earlier.end_s is not None and earlier.end_s <= following.arrival_s
 
 
-def _sequential_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
-    """place -> that of the last one of the same name, of names under which nothing ever came before an end."""
-    last: dict[str, int] = {}
-    pairs_by_user: dict[str, dict[int, int] | None] = {}
+def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
+    """Return index -> index of the previous request of the same name, for names whose requests never overlapped."""
+    last_index_by_user: dict[str, int] = {}
+    predecessors_by_user: dict[str, dict[int, int]] = {}
+    overlapping_users: set[str] = set()
     for i, request in enumerate(requests):
         if request.user is None:
             continue
-        before, pairs = last.get(request.user), pairs_by_user.setdefault(request.user, {})
-        if before is not None and pairs is not None:
-            if _ended_before(requests[before], request):
-                pairs[i] = before
-            else:
-                pairs_by_user[request.user] = None
-        last[request.user] = i
-    return {i: before for pairs in pairs_by_user.values() if pairs for i, before in pairs.items()}
+        previous_index = last_index_by_user.get(request.user)
+        if previous_index is not None and not _ended_before(requests[previous_index], request):
+            overlapping_users.add(request.user)
+        elif previous_index is not None:
+            predecessors_by_user.setdefault(request.user, {})[i] = previous_index
+        last_index_by_user[request.user] = i
+    sequential_predecessors: dict[int, int] = {}
+    for user, predecessor_by_index in predecessors_by_user.items():
+        if user not in overlapping_users:
+            sequential_predecessors |= predecessor_by_index
+    return sequential_predecessors
 
 
-def _next_conversations(
+def _group_conversations(
     requests: Sequence[ObservedRequest], predecessors: Sequence[int | None]
-) -> list[tuple[int, int]]:
-    """(first of a conversation, last of the one that its user held before), where users hold one after the other; who
-    ended first is taken to begin first."""
-    root: list[int] = []
-    last_by_first: dict[int, int] = {}
-    """first of a conversation -> the one of it that ended last."""
-    for i, before in enumerate(predecessors):
-        root.append(i if before is None else root[before])
-        if requests[i].end_s is None:
+) -> list[_Conversation]:
+    """Return the conversations in the order of their begins; none if the end of any request is unknown."""
+    first_indices: list[int] = []
+    conversation_by_first_index: dict[int, _Conversation] = {}
+    for i, (request, predecessor) in enumerate(zip(requests, predecessors)):
+        if request.end_s is None:
             return []
-        last_so_far = last_by_first.setdefault(root[i], i)
-        if _end(requests[i]) > _end(requests[last_so_far]):
-            last_by_first[root[i]] = i
-    ends = deque(sorted(last_by_first.values(), key=lambda last: _end(requests[last])))
+        first_index = i if predecessor is None else first_indices[predecessor]
+        first_indices.append(first_index)
+        conversation = conversation_by_first_index.get(first_index)
+        if conversation is None:
+            conversation = _Conversation(i, i, request.arrival_s, request.end_s)
+        elif request.end_s > conversation.end_s:
+            conversation = conversation._replace(last_index=i, end_s=request.end_s)
+        conversation_by_first_index[first_index] = conversation
+    return list(conversation_by_first_index.values())
+
+
+def _pair_conversations(conversations: Sequence[_Conversation]) -> list[tuple[_Conversation, _Conversation]]:
+    """Return (conversation, the next one of its user), if a fixed number of users holds one after the other.
+
+    The user whose conversation ended first is taken to begin the next one.
+    """
+    ended_conversations = deque(sorted(conversations, key=lambda conversation: conversation.end_s))
     pairs = []
-    for first in last_by_first:  # in the order of arrival
-        if _end(requests[ends[0]]) <= requests[first].arrival_s:
-            pairs.append((first, ends.popleft()))
-    talks = [(requests[first].arrival_s, _end(requests[last])) for first, last in last_by_first.items()]
-    return (
-        pairs
-        if is_closed_loop(talks, [(_end(requests[last]), requests[first].arrival_s) for first, last in pairs])
-        else []
-    )
+    for conversation in conversations:
+        if ended_conversations[0].end_s <= conversation.begin_s:
+            pairs.append((ended_conversations.popleft(), conversation))
+    return pairs if _is_closed_loop(conversations, pairs) else []
 
 
-def _end(request: ObservedRequest) -> float:
-    assert request.end_s is not None
-    return request.end_s
-
-
-def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
+def _is_closed_loop(
+    conversations: Sequence[_Conversation], pairs: Sequence[tuple[_Conversation, _Conversation]]
+) -> bool:
     """Whether conversations come from a fixed number of users, each of whom begins one soon after the last.
 
-    `talks`: (begin, end) of each, in the order of begins. `pairs`: (end, begin) of an end and the begin after it.
-    Three facts show users: the gaps between conversations are short; as many begin as end in short intervals, which
-    is not so where both come by chance; and an end predicts the next begin better than the clock does."""
-    since_s, until_s = _busy_interval(talks)
-    pairs = [(end, begin) for end, begin in pairs if since_s <= end and begin <= until_s]
-    if len(pairs) < PAIRS_MIN:
+    Three facts show it. The gaps between conversations are short. An end predicts the next begin better than the clock
+    does. In short intervals as many conversations begin as end, which is not so if both come by chance.
+    """
+    busy_from_s, busy_until_s = _find_busy_interval(conversations)
+    gaps_s = [
+        following.begin_s - previous.end_s
+        for previous, following in pairs
+        if busy_from_s <= previous.end_s and following.begin_s <= busy_until_s
+    ]
+    if len(gaps_s) < GAPS_MIN:
         return False
-    length_s = fmean(end - begin for begin, end in talks)
-    gaps = [begin - end for end, begin in pairs]
-    if fmean(gaps) > GAP_SHARE_MAX * length_s:
+    gap_s, length_s = fmean(gaps_s), fmean(conversation.end_s - conversation.begin_s for conversation in conversations)
+    user_count = max(len(conversations) - len(gaps_s), 1)
+    begins_s = [conversation.begin_s for conversation in conversations]
+    rounds_s = [following - begin for begin, following in zip(begins_s, begins_s[user_count:])]
+    follows_clock = len(rounds_s) > 1 and pvariance(gaps_s) > CLOCK_SPREAD_MAX * pvariance(rounds_s)
+    if gap_s > GAP_SHARE_MAX * length_s or follows_clock:
         return False
-    starts, users = [begin for begin, _ in talks], max(len(talks) - len(pairs), 1)
-    rounds = [following - begin for begin, following in zip(starts, starts[users:])]
-    if len(rounds) > 1 and pvariance(gaps) > CLOCK_SPREAD_MAX * pvariance(rounds):
-        return False  # they come by the clock
-    interval_s = min(max(3.0 * fmean(gaps), length_s / 16), length_s / 3)
-    interval_count = int((until_s - since_s) / interval_s)
-    if interval_count < 4:
-        return False
-    balance, events = [0] * interval_count, 0
-    for moments, sign in ((starts, 1), ([end for _, end in talks], -1)):
-        for at_s in moments:
-            k = int((at_s - since_s) / interval_s)
-            if at_s >= since_s and k < interval_count:
-                balance[k] += sign
-                events += 1
-    is_steady = fmean(gaps) / length_s * users**0.5 < STEADY  # a number open by chance varies by its root
-    return pvariance(balance) < (SPREAD_STEADY_MAX if is_steady else SPREAD_MAX) * events / interval_count
+    interval_s = min(max(3.0 * gap_s, length_s / 16), length_s / 3)
+    spread = _measure_balance_spread(conversations, busy_from_s, busy_until_s, interval_s)
+    is_steady = gap_s / length_s * user_count**0.5 < STEADY_SHARE  # a number that is open by chance varies by its root
+    return spread < (STEADY_BALANCE_SPREAD_MAX if is_steady else BALANCE_SPREAD_MAX)
 
 
-def _busy_interval(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the interval in which nearly the largest number of conversations was open: users come and go."""
-    moments = sorted([(begin, 1) for begin, _ in talks] + [(end, -1) for _, end in talks])
-    number, numbers = 0, []
-    for _, change in moments:
-        number += change
-        numbers.append(number)
-    least = (1.0 - GAP_SHARE_MAX) * max(numbers, default=0)
-    busy_times = [at_s for (at_s, _), number in zip(moments, numbers) if number >= least]
-    return (busy_times[0], busy_times[-1]) if busy_times else (0.0, 0.0)
+def _measure_balance_spread(
+    conversations: Sequence[_Conversation], from_s: float, until_s: float, interval_s: float
+) -> float:
+    """Return the variance of begins minus ends in intervals, relative to that of begins and ends by chance."""
+    interval_count = int((until_s - from_s) / interval_s)
+    balance_by_interval, moment_count = [0] * interval_count, 0
+    for moment_s, change in _list_moments(conversations):
+        interval = int((moment_s - from_s) / interval_s)
+        if moment_s >= from_s and interval < interval_count:
+            balance_by_interval[interval] += change
+            moment_count += 1
+    if interval_count < INTERVALS_MIN or not moment_count:
+        return math.inf
+    return pvariance(balance_by_interval) * interval_count / moment_count
+
+
+def _find_busy_interval(conversations: Sequence[_Conversation]) -> tuple[float, float]:
+    """Return the begin and the end of the time in which nearly the most conversations were open."""
+    open_count, moments = 0, []
+    for moment_s, change in _list_moments(conversations):
+        open_count += change
+        moments.append((moment_s, open_count))
+    busy_count = (1.0 - GAP_SHARE_MAX) * max((count for _, count in moments), default=0)
+    busy_times_s = [moment_s for moment_s, count in moments if count >= busy_count]
+    return (busy_times_s[0], busy_times_s[-1]) if busy_times_s else (0.0, 0.0)
+
+
+def _list_moments(conversations: Sequence[_Conversation]) -> list[tuple[float, int]]:
+    """Return (time, 1 for a begin or -1 for an end), the earliest first."""
+    begins = [(conversation.begin_s, 1) for conversation in conversations]
+    return sorted(begins + [(conversation.end_s, -1) for conversation in conversations])

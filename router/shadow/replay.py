@@ -1,16 +1,15 @@
-"""Estimate what another placement would have given, by two simulations of the recorded requests: one with their own
-workers, and one with those that `router run` would have chosen. No I/O.
+"""Estimate what `router run` would have given, by two simulations of the recorded requests. No I/O.
 
-Owns the comparison. Both simulations have the same engines (simulation/engine.py, with step times fitted to the
-recorded answers) and the same caches, so a fault of the model is in both; the measured times are then scaled by the
-ratio of the two. In the first, requests arrive at their recorded times; in the second, a request that continues an
-answer arrives as long after that answer as it did.
+One simulation places the requests as they were placed, the other as `router run` would. Both have the same engines
+(simulation/engine.py, with step times fitted to the recorded answers) and the same caches, so that a fault of the model
+is in both. The measured times are then scaled by the ratio of the two. In the first simulation requests arrive at their
+recorded times. In the second one, a request that waited for an answer arrives as long after that answer as it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
 
 import msgspec
@@ -33,7 +32,7 @@ DEFAULT_MAX_NUM_SEQS = 256
 
 
 class ObservedEngine(msgspec.Struct, frozen=True):
-    """A worker and its sizes, None where unknown."""
+    """A worker and its sizes, each None if unknown."""
 
     name: str
     cache_tokens: int | None = None
@@ -48,52 +47,53 @@ class ReplayTotals(msgspec.Struct):
     ttft_s: float
     """Sum of times to first token."""
     seconds: float | None
-    """Sum of times to the end of the answer; None where no end was seen."""
+    """Sum of times to the end of the answer; None if no end was seen."""
 
 
 class Comparison(msgspec.Struct):
-    """The recorded placement beside that of `router run`, in sums over `requests`."""
+    """Sums over the compared requests, for the recorded placement and for that of `router run`."""
 
     requests: int
+    """Number of compared requests."""
     warming: int
-    """Earlier requests, which only filled the caches of both simulations."""
+    """Number of earlier requests, which only filled the caches of both simulations."""
     waited: int
     """Number of requests that waited for the end of another one, and do so with `router run` too."""
     prompt_tokens: int
     measured: ReplayTotals | None
-    """Recorded times; None where there are none."""
+    """Recorded times; None if no first token was seen."""
     today: ReplayTotals
     """Simulation with the recorded workers."""
     ours: ReplayTotals
     """Simulation with the workers that `router run` chooses."""
     saved: ReplayTotals
-    """Gain by `router run`, in recorded times where there are any."""
+    """Gain by `router run`, relative to `measured` if that is known, else to `today`."""
     lost: dict[str, int]
-    """workload, routing -> tokens that were computed without need, in the simulation with the recorded workers."""
+    """Cause (workload or routing) -> tokens computed without need, in the simulation with the recorded workers."""
     steps: dict[str, StepTimes]
-    """worker -> its fitted step times."""
+    """Worker -> its fitted step times."""
     quantiles: dict[str, list[float]] = {}
-    """Times to first token: the least, each hundredth, the most; recorded ones and those of both simulations."""
+    """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
 
     @property
     def model_error(self) -> float | None:
-        """How far the play of today is from what was measured, as a share of it: times to the first token."""
+        """Error of the simulated time to first token of today, as a share of the measured one."""
         return None if self.measured is None else self.today.ttft_s / max(self.measured.ttft_s, 1e-9) - 1.0
 
 
 class RecordedPlacement(Router):
-    """Each request where it went, and what of it was where when it came."""
+    """Places each request as it was placed, and records which of its blocks were cached when it arrived."""
 
     def __init__(self, worker_index_by_request: Sequence[int]) -> None:
         self._worker_index_by_request = worker_index_by_request
         self._seen_blocks: set[int] = set()
         """Blocks that some cache has had."""
         self.blocks_elsewhere: dict[int, int] = {}
-        """request -> blocks that another worker had besides those of its own."""
+        """Request -> blocks of its prefix that another worker had cached, beyond those of its own worker."""
         self.blocks_ever_cached: dict[int, int] = {}
-        """request -> blocks that any worker had at any time."""
+        """Request -> blocks of its prefix that any worker had cached at any time."""
         self.blocks_evicted: dict[int, int] = {}
-        """request -> of those, what none has any more."""
+        """Request -> blocks of `blocks_ever_cached` that no worker had cached any more."""
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         ids, max_cached_blocks = request.block_ids, (request.prompt_tokens - 1) // request.block_size
@@ -118,8 +118,11 @@ class RecordedPlacement(Router):
 def _count_lost_tokens(
     placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Iterable[int], block: int
 ) -> dict[str, int]:
-    """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
-    no worker had any more, and what a session's next prompt has otherwise than the one before."""
+    """Return cause -> tokens that were computed without need, in the simulation of today.
+
+    The workload is the cause for blocks that no worker has any more, and for what a session's prompt has otherwise than
+    its previous prompt. Routing is the cause for blocks that another worker had.
+    """
     changed_blocks = dict.fromkeys(range(len(requests)), 0)
     last_request_by_user: dict[str, ObservedRequest] = {}
     for i, request in enumerate(requests):
@@ -147,83 +150,111 @@ def compare(
     config: CoreConfig | None = None,
     warming: int = 0,
 ) -> Comparison:
-    """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
-    where nothing is left to compare."""
+    """Compare the recorded placement of requests with that of `router run`.
+
+    `observed_requests` are in the order of arrival, all on `engines`; the first `warming` of them only fill the caches.
+    `block` is the number of tokens in a block. Raises ValueError if no request is left to compare.
+    """
     indices = range(warming, len(observed_requests))
     if not indices:
         raise ValueError(
             f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
         )
-    steps = learn_step_times(observed_requests, engines)
     workload = make_workload(observed_requests, block, waits=False)
     waiting_workload = make_workload(observed_requests, block, waits=True)
-    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
-    longest_request_blocks = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
-    cache_blocks = [
-        None if e.cache_tokens is None else max(e.cache_tokens // block, longest_request_blocks) for e in engines
-    ]
-    cluster = ClusterConfig(
-        [WorkerConfig(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
-        limits=EngineLimits(
-            min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
-            is_preemptive=True,
-            shortest_first=all(engine.shortest_first for engine in engines),
-        ),
+    cluster = _make_cluster(observed_requests, engines, workload, block)
+    cluster, placement, today_result = _simulate_today(observed_requests, engines, cluster, workload)
+    router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
+    today_totals = _sum_simulated_totals(today_result, workload, indices)
+    router_totals = _sum_simulated_totals(router_result, workload, indices)
+    measured_totals = _sum_measured_totals([observed_requests[i] for i in indices], today_totals)
+    if all(request.end_s is None for request in observed_requests):
+        for totals in (today_totals, router_totals, measured_totals):
+            if totals is not None:
+                totals.seconds = None
+    times_by_name = {
+        "measured": [
+            request.first_token_s - request.arrival_s
+            for request in observed_requests[warming:]
+            if request.first_token_s is not None
+        ],
+        "today, as played": [today_result.ttft_s_by_request[i] for i in indices],
+        "router run": [router_result.ttft_s_by_request[i] for i in indices],
+    }
+    return Comparison(
+        requests=len(indices),
+        warming=warming,
+        waited=sum(request.previous_index is not None for request in waiting_workload.requests),
+        prompt_tokens=sum(observed_requests[i].prompt_tokens for i in indices),
+        measured=measured_totals,
+        today=today_totals,
+        ours=router_totals,
+        saved=_compute_savings(measured_totals or today_totals, today_totals, router_totals),
+        lost=_count_lost_tokens(placement, observed_requests, indices, block),
+        steps={engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)},
+        quantiles={name: _compute_percentiles(times) for name, times in times_by_name.items() if times},
     )
-    worker_indices = [worker_index_by_name[s.worker] for s in observed_requests]
-    placement = RecordedPlacement(worker_indices)
-    today_result = Cluster(cluster, workload, [placement]).run()
-    for _ in range(FIT_ROUNDS_MAX):
-        decode_ratio = _measure_decode_ratio(observed_requests, today_result)
-        if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
+
+
+def _make_cluster(
+    observed_requests: Sequence[ObservedRequest], engines: Sequence[ObservedEngine], workload: Workload, block: int
+) -> ClusterConfig:
+    """Return the simulated workers, with the step times that the recorded answers show."""
+    steps = learn_step_times(observed_requests, engines)
+    longest_request_blocks = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
+    workers = []
+    for engine in engines:
+        cache_blocks = None
+        if engine.cache_tokens is not None:
+            cache_blocks = max(engine.cache_tokens // block, longest_request_blocks)
+        workers.append(WorkerConfig(steps[engine.name], cache_blocks))
+    limits = EngineLimits(
+        min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
+        is_preemptive=True,
+        shortest_first=all(engine.shortest_first for engine in engines),
+    )
+    return ClusterConfig(workers, limits=limits)
+
+
+def _simulate_today(
+    observed_requests: Sequence[ObservedRequest],
+    engines: Sequence[ObservedEngine],
+    cluster: ClusterConfig,
+    workload: Workload,
+) -> tuple[ClusterConfig, RecordedPlacement, SimulationResult]:
+    """Simulate the recorded placement until its decode times are those of the recorded answers.
+
+    Returns the workers with the fitted step times too.
+    """
+    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
+    worker_indices = [worker_index_by_name[request.worker] for request in observed_requests]
+    for fit_round in range(FIT_ROUNDS_MAX + 1):
+        placement = RecordedPlacement(worker_indices)
+        result = Cluster(cluster, workload, [placement]).run()
+        decode_ratio = _measure_decode_ratio(observed_requests, result)
+        if abs(decode_ratio - 1.0) < FIT_TOLERANCE or fit_round == FIT_ROUNDS_MAX:
             break
         workers = [
             replace(worker, step_times=_scale_decode(worker.step_times, decode_ratio)) for worker in cluster.workers
         ]
         cluster = replace(cluster, workers=workers)
-        placement = RecordedPlacement(worker_indices)
-        today_result = Cluster(cluster, workload, [placement]).run()
-    steps = {engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)}
-    router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
-    today_totals = _sum_simulated_totals(today_result, workload, indices)
-    router_totals = _sum_simulated_totals(router_result, workload, indices)
-    measured_totals = _sum_measured_totals([observed_requests[i] for i in indices], today_totals)
-    base_totals = measured_totals or today_totals
-    savings = ReplayTotals(
-        _scale_saving(base_totals.computed_tokens, today_totals.computed_tokens, router_totals.computed_tokens),
-        _scale_saving(base_totals.ttft_s, today_totals.ttft_s, router_totals.ttft_s),
-        None,
-    )
-    if all(s.end_s is None for s in observed_requests):
-        today_totals.seconds = router_totals.seconds = base_totals.seconds = None
-    elif base_totals.seconds is not None and today_totals.seconds is not None and router_totals.seconds is not None:
-        savings.seconds = _scale_saving(base_totals.seconds, today_totals.seconds, router_totals.seconds)
-    prompt_tokens = sum(observed_requests[i].prompt_tokens for i in indices)
-    times = {
-        "measured": [s.first_token_s - s.arrival_s for s in observed_requests[warming:] if s.first_token_s is not None],
-        "today, as played": [today_result.ttft_s_by_request[i] for i in indices],
-        "router run": [router_result.ttft_s_by_request[i] for i in indices],
-    }
-    quantiles = {name: _compute_percentiles(values) for name, values in times.items() if values}
-    waiting_request_count = sum(request.previous_index is not None for request in waiting_workload.requests)
-    lost_tokens = _count_lost_tokens(placement, observed_requests, indices, block)
-    return Comparison(
-        len(indices),
-        warming,
-        waiting_request_count,
-        prompt_tokens,
-        measured_totals,
-        today_totals,
-        router_totals,
-        savings,
-        lost_tokens,
-        steps,
-        quantiles,
+    return cluster, placement, result
+
+
+def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals) -> ReplayTotals:
+    """Return what `router run` saves of the `base` totals, by the ratio of both simulations."""
+    seconds = None
+    if base.seconds is not None and today.seconds is not None and ours.seconds is not None:
+        seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
+    return ReplayTotals(
+        _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
+        _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
+        seconds,
     )
 
 
 def _measure_decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
-    """How many times as long answers took from their first token on as they did in the play."""
+    """Return the recorded time from first tokens to the ends of answers, divided by the simulated time."""
     decode_times = [
         (i, s.end_s - s.first_token_s)
         for i, s in enumerate(requests)
@@ -261,7 +292,7 @@ def _sum_simulated_totals(result: SimulationResult, workload: Workload, indices:
 
 
 def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotals) -> ReplayTotals | None:
-    """Times of those whose times are known stand for all of them."""
+    """Return the recorded totals, scaled up to the requests whose times are unknown; None if none is known."""
     ttfts = [s.first_token_s - s.arrival_s for s in requests if s.first_token_s is not None]
     latencies = [s.end_s - s.arrival_s for s in requests if s.end_s is not None]
     reporting_requests = [s for s in requests if s.cached_tokens is not None]
@@ -278,11 +309,11 @@ def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotal
     )
 
 
-# What the engines take ------------------------------------------------------------------------------------------------
+# Step times -----------------------------------------------------------------------------------------------------------
 
 
 def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
-    """worker -> what its steps take, as the router learns it of the answers that pass through it."""
+    """Return worker -> its step times, learned from recorded answers as the router learns from those it forwards."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
     in_flight_requests: dict[int, InFlightRequest] = {}
@@ -316,29 +347,33 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     return {worker: StepTimes(**asdict(model)) for worker, model in models.items()}
 
 
-# What was asked -------------------------------------------------------------------------------------------------------
+# Workload -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class _BlockNumbers:
-    """Small numbers for digests; new ones for blocks of answers that nobody went on from."""
+    """Numbers of blocks, from 1 on: one for each digest, and new ones for blocks that no later prompt has."""
 
-    number_by_digest: dict[int, int]
-    unused_numbers: count[int]
+    def __init__(self) -> None:
+        self._number_by_digest: dict[int, int] = {}
+        self.unused_numbers = count(1)
 
-    def get_numbers(self, ids: Iterable[int]) -> list[int]:
-        return [
-            self.number_by_digest.get(i) or self.number_by_digest.setdefault(i, next(self.unused_numbers)) for i in ids
-        ]
+    def get_numbers(self, digests: Iterable[int]) -> list[int]:
+        for digest in digests:
+            if digest not in self._number_by_digest:
+                self._number_by_digest[digest] = next(self.unused_numbers)
+        return [self._number_by_digest[digest] for digest in digests]
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
-    """Convert the recorded requests for the simulation. `waits`: a request that waited for an answer's end arrives as
-    long after it as it did; else at its recorded time. Unknown lengths of answers become the mean of the known."""
+    """Convert the recorded requests for the simulation.
+
+    With `waits`, a request that waited for the end of an answer arrives as long after that end as it did; without, all
+    requests arrive at their recorded times. Answers of unknown length get the mean length of the others.
+    """
     index_by_serial: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
     mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
-    block_numbers = _BlockNumbers({}, count(1))
+    block_numbers = _BlockNumbers()
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
