@@ -1,7 +1,6 @@
-"""Record each request that `router shadow` sees: its blocks, its times, and its worker, found by a cache that grew.
+"""Record the requests that `router shadow` sees: blocks, times, and the worker, which is found by a cache that grew.
 
-Owns the window of requests that are compared. Refuses to know where requests come from and how they are compared.
-Invariant: `requests` is in the order of arrival, each with a worker; requests that could not be placed are counted.
+Invariant: `requests` is in the order of arrival, each with a worker; requests whose worker was not found are counted.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import xxhash
 from prompts.tokenizer import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
+from router.decide.workers import WorkerSpec
 from router.edge.mirrored_exchange import MIRRORED
 from router.edge.request_context import RequestContext
 from router.shadow.config import ShadowConfig
@@ -28,30 +28,28 @@ from router.shadow.replay import ObservedEngine
 from router.shadow.request_log import LogLine
 
 BLOCK_TOKENS = 16
-"""Block size where no worker reports one."""
+"""Tokens in a block if no worker reports its block size."""
 OPEN_MAX = 2_000
 """Most requests that wait to be attributed to a worker."""
-LOOK_S, LOOK_SHARE = 0.02, 0.1
+SEARCH_S, SEARCH_SHARE = 0.02, 0.1
 """Time between two searches for a request's worker: at least so long, and this share of the request's age."""
 SETTLED_S = 3.0
 """Time after which a request's prompt is in a cache, or never will be."""
-
-Note = Callable[[RequestContext, Decision], None]
 
 
 @dataclass(slots=True, eq=False)
 class UnplacedRequest:
     """A request that is not yet attributed to a worker."""
 
-    seen: ObservedRequest
+    observed: ObservedRequest
     context: RequestContext
-    """The copy, as it was read and priced."""
+    """The copy, with its price on each worker."""
     route: RouteRequest
-    goal: int
-    """Tokens of the prompt that the right worker's cache will hold."""
-    held: dict[str, int]
-    """target -> tokens of the prompt that it held at the arrival."""
-    next_s: float
+    full_block_tokens: int
+    """Tokens of the prompt's full blocks, which will be in the cache of its worker."""
+    cached_tokens_at_arrival: dict[str, int]
+    """Target -> tokens of the prompt that its cache had at the arrival."""
+    next_search_s: float
 
 
 @dataclass(slots=True)
@@ -61,19 +59,20 @@ class Recorder:
     core: RouterCore
     config: ShadowConfig
     now: Callable[[], float]
-    on_placed: Note
-    """Told of each copy that was placed, as it was priced, for the reasons of its miss."""
+    on_placed: Callable[[RequestContext, Decision], None]
+    """Called with each copy whose worker was found, and the decision that would have sent it there."""
     requests: list[ObservedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """placed, unplaced, unread, failed, dropped from the window."""
+    """Outcome -> requests: placed, unplaced, unread, failed; `dropped` ones were placed, and are not compared."""
     block: int = 0
+    """Tokens in a block; 0 before the first request."""
     _open: dict[int, UnplacedRequest] = field(default_factory=dict)
-    """serial -> request."""
+    """Serial -> request."""
     _serials: count[int] = field(default_factory=count)
     _links: PrefixLinks | None = None
 
     def record_copy(self, context: RequestContext) -> None:
-        """A copy was answered."""
+        """Record a copy of a request, which was read and priced."""
         route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:
             self.counts["unread"] += 1
@@ -87,52 +86,46 @@ class Recorder:
         if len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
         else:
-            goal = (route.prompt_tokens - 1) // self.block * self.block
-            self._open[observed.serial] = UnplacedRequest(observed, context, route, goal, cached_tokens, self.now())
+            full_block_tokens = (route.prompt_tokens - 1) // self.block * self.block
+            self._open[observed.serial] = UnplacedRequest(
+                observed, context, route, full_block_tokens, cached_tokens, self.now()
+            )
 
     def place_open_requests(self, now: float) -> None:
-        """Find out where open requests went. Call every tick."""
+        """Search for the workers of open requests. Call every tick."""
         targets = self.core.tracker.targets
         for request in list(self._open.values()):
-            if now < request.next_s:
+            if now < request.next_search_s:
                 continue
-            matches = {
-                m.holder: m.tokens for m in self.core.index.match(request.route.token_ids or (), request.route.scope)
-            }
-            worker = self._find_grown_cache(
-                request, {name: matches.get(target.holder, 0) for name, target in targets.items()}
-            )
-            holder = self._holder(request) if now - request.seen.arrival_s > SETTLED_S else None
-            if worker is not None:
-                self._record_placed(request, worker, now)
-            elif holder is not None:
-                request.seen.worker = holder
-                self._store(request.seen)
-            elif now - request.seen.arrival_s > self.config.placed_s:
+            route, age_s = request.route, now - request.observed.arrival_s
+            tokens_by_holder = {m.holder: m.tokens for m in self.core.index.match(route.token_ids or (), route.scope)}
+            cached_tokens = {name: tokens_by_holder.get(target.holder, 0) for name, target in targets.items()}
+            grown_worker = self._find_grown_cache(request, cached_tokens)
+            full_worker = self._find_full_cache(request) if age_s > SETTLED_S else None
+            if grown_worker is not None:
+                self._record_placed(request, grown_worker, now)
+            elif full_worker is not None:
+                request.observed.worker = full_worker
+                self._store(request.observed)
+            elif age_s > self.config.placed_s:
                 self.counts["unplaced"] += 1
             else:
-                request.next_s = now + max(LOOK_S, LOOK_SHARE * (now - request.seen.arrival_s))
+                request.next_search_s = now + max(SEARCH_S, SEARCH_SHARE * age_s)
                 continue
-            del self._open[request.seen.serial]
+            del self._open[request.observed.serial]
 
     def engines(self) -> list[ObservedEngine]:
-        """Return the workers of all recorded requests, with their sizes where these are known."""
-        worker_ids = {request.worker for request in self.requests}
-        specs = [worker.spec for worker in self.core.workers.values()]
-        engines = [
-            ObservedEngine(
-                s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.max_num_seqs, s.is_shortest_first
-            )
-            for s in specs
-        ]
-        removed_ids = worker_ids - {engine.name for engine in engines}
+        """Return the workers of all recorded requests, and all others that are known now."""
+        engines = [self._describe_engine(worker.spec) for worker in self.core.workers.values()]
+        removed_ids = {request.worker for request in self.requests} - {engine.name for engine in engines}
         return engines + [ObservedEngine(name) for name in sorted(removed_ids)]
 
-    def _cache_tokens(self, worker_id: str, declared_tokens: int | None) -> int | None:
-        if declared_tokens is not None:
-            return declared_tokens
-        target_tokens = [target.capacity.observed_kv_tokens for target in self.core.registry.get_targets(worker_id)]
-        return sum(tokens or 0 for tokens in target_tokens) or None
+    def _describe_engine(self, spec: WorkerSpec) -> ObservedEngine:
+        cache_tokens = spec.cache_tokens
+        if cache_tokens is None:
+            targets = self.core.registry.get_targets(spec.worker_id)
+            cache_tokens = sum(target.capacity.observed_kv_tokens or 0 for target in targets) or None
+        return ObservedEngine(spec.worker_id, cache_tokens, spec.max_num_seqs, spec.is_shortest_first)
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """Record a request of a log, which was answered by `worker`."""
@@ -143,61 +136,69 @@ class Recorder:
         request.end_s = None if line.seconds is None else at_s + line.seconds
         self._store(request)
 
-    # Where it went --------------------------------------------------------------------------------------------------
+    # Workers of requests --------------------------------------------------------------------------------------------
 
-    def _place_predecessor(self, earlier: int | None, cached_tokens: Mapping[str, int]) -> None:
-        """Attribute the `earlier` turn now that the next one came, by what caches hold of it: later, the cache that
-        this turn goes to may hold both."""
-        request = None if earlier is None else self._open.get(earlier)
+    def _place_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
+        """Search for the worker of the turn before the one that came, by the tokens that caches have of it.
+
+        Later, the cache to which the new turn goes may have both turns.
+        """
+        request = None if serial is None else self._open.get(serial)
         worker = None if request is None else self._find_grown_cache(request, cached_tokens)
         if request is not None and worker is not None:
-            del self._open[request.seen.serial]
+            del self._open[request.observed.serial]
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """Return the worker with the whole prompt in a cache that had less; of several the one that grew most."""
-        candidates = []
-        for target in self.core.tracker.targets.values():
-            had = request.held.get(target.name, 0)
-            has = min(cached_tokens.get(target.name, 0), request.seen.prompt_tokens)
-            if request.goal and has >= request.goal > had:
-                candidates.append((has - had, target.worker_id))
-        if not candidates:
-            return None
-        largest_growth = max(growth for growth, _ in candidates)
-        best = [worker for growth, worker in candidates if growth == largest_growth]
-        return best[0] if len(best) == 1 else None
+        """Return the worker whose cache had a part of the prompt and now has all of its full blocks.
 
-    def _holder(self, request: UnplacedRequest) -> str | None:
-        """The only worker that had the whole prompt when its copy came: all of it from before, or its answer had begun
-        by then. How much was cached is not known."""
+        If there are several, the cache that grew most counts; None if two grew alike.
+        """
+        workers_by_growth: dict[int, list[str]] = {}
+        for target in self.core.tracker.targets.values():
+            tokens_before = request.cached_tokens_at_arrival.get(target.name, 0)
+            tokens_now = min(cached_tokens.get(target.name, 0), request.observed.prompt_tokens)
+            if request.full_block_tokens and tokens_now >= request.full_block_tokens > tokens_before:
+                workers_by_growth.setdefault(tokens_now - tokens_before, []).append(target.worker_id)
+        workers = workers_by_growth[max(workers_by_growth)] if workers_by_growth else []
+        return workers[0] if len(workers) == 1 else None
+
+    def _find_full_cache(self, request: UnplacedRequest) -> str | None:
+        """Return the only worker whose cache had the whole prompt at the arrival of the copy; None for several.
+
+        The prompt was cached before, or its answer had begun. How much of it was cached is unknown.
+        """
         targets = self.core.tracker.targets
-        full = [name for name, tokens in request.held.items() if tokens >= request.goal > 0 and name in targets]
-        workers = {targets[name].worker_id for name in full}
+        workers = {
+            targets[name].worker_id
+            for name, tokens in request.cached_tokens_at_arrival.items()
+            if tokens >= request.full_block_tokens > 0 and name in targets
+        }
         return workers.pop() if len(workers) == 1 else None
 
     def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
-        context = request.context
+        """Record a copy whose worker was found. Its answer counts as begun now."""
+        context, observed = request.context, request.observed
         decision = None if context.decision is None else decision_for_worker(worker, context.decision)
         if decision is None:
             self.counts["unplaced"] += 1
             return
-        request.seen.worker = worker
-        request.seen.first_token_s = now
-        request.seen.cached_tokens = decision.predicted_cached_tokens
-        self._store(request.seen)
+        observed.worker, observed.first_token_s = worker, now
+        observed.cached_tokens = decision.predicted_cached_tokens
+        self._store(observed)
         self.on_placed(context, decision)
 
     def _store(self, request: ObservedRequest) -> None:
-        insort(self.requests, request, key=lambda one: one.arrival_s)
+        insort(self.requests, request, key=lambda recorded: recorded.arrival_s)
         self.counts["placed"] += 1
         if len(self.requests) > self.config.requests_max:
             del self.requests[0]
             self.counts["dropped"] += 1
 
-    # What it asked --------------------------------------------------------------------------------------------------
+    # Prompts --------------------------------------------------------------------------------------------------------
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
+        """Return a request without its worker, linked to the request that it continues."""
         if not self.block:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(block_sizes, default=BLOCK_TOKENS)
@@ -205,7 +206,7 @@ class Recorder:
         assert self._links is not None
         tokens = array(ID_TYPE, route.token_ids or ())
         size, block = len(tokens), self.block
-        # One token more: digests go up to the last but one.
+        # With one token more, as the index has no key for a prompt's last token.
         keys = self.core.index.chunk_keys(array(ID_TYPE, [*tokens, 0]).tobytes(), route.scope, block)
         prompt_digest = xxhash.xxh3_64_intdigest(tokens.tobytes())
         ids = array("Q", keys if size % block == 0 else [*keys, prompt_digest])
@@ -218,15 +219,17 @@ class Recorder:
 
 
 def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
-    """Whether a prompt begins with all of an earlier one, and goes on."""
+    """Whether a prompt begins with all of an earlier one, and is longer."""
     if earlier.tokens >= len(tokens):
         return False
     return xxhash.xxh3_64_intdigest(memoryview(tokens)[: earlier.tokens].tobytes()) == earlier.digest
 
 
 def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
-    """Return the decision that sends a request to `worker` on the terms of its arrival; None where the worker was no
-    candidate. Of several ranks the one counts that has most of the prompt cached."""
+    """Return the decision that sends a request to `worker`, by the prices at its arrival.
+
+    None if the worker was no candidate. Of several ranks, the one with most of the prompt cached counts.
+    """
     worker_terms = [
         terms for terms in arrival_decision.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])
     ]
