@@ -1,1 +1,1 @@
-"""`router shadow`: beside any balancer, what its placement loses, and what `router run` would give. Decides nothing."""
+"""`router shadow`: estimates what the placement of any other balancer loses, and what `router run` would save."""

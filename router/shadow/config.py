@@ -13,7 +13,7 @@ from options import FILE, Flag, Seconds
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
-    """A log of requests instead of copies, and what is made of them."""
+    """Source of the requests, and settings of their comparison."""
 
     log: Annotated[str | None, FILE, Flag("--log", metavar="FILE"),
         "Read requests from FILE, one JSON body a line, then report and end."] = None

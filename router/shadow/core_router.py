@@ -1,7 +1,7 @@
-"""The real router core, tracker, policy and index behind the simulation's `Router` interface. No I/O.
+"""The router's core as a router of the simulation, with the real tracker, policy and index. No I/O.
 
-One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real
-one with a block size of one; `BlockScaled` lets its callers count in tokens. Events pass through the real codec.
+The index has one token id for each block of a trace, and a block size of one. `BlockScaled` lets its callers count in
+tokens. Events pass through the real codec.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class BlockScaled:
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
         keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
-        chunks = range(max(self._block // chunk_tokens, 1))  # of a block; each has a key of its own
-        return [key + chunk for key in keys for chunk in chunks]
+        chunks_of_block = range(max(self._block // chunk_tokens, 1))  # each chunk has a key of its own
+        return [key + chunk for key in keys for chunk in chunks_of_block]
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
         matches = []
@@ -59,15 +59,16 @@ class BlockScaled:
 
 
 class CoreRouter(Router):
-    """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `knows_constants`: it is given
-    the workers' true constants and learns nothing; `knows_order`: it knows which prompt they compute first."""
+    """Router with a `RouterCore`. Several of them share their load after `SHARE_DELAY_S`."""
 
     def __init__(
         self, config: CoreConfig, *, seed: int = 0, knows_constants: bool = False, knows_order: bool = True
     ) -> None:
+        """With `knows_constants`, the core is given the workers' true step times and learns nothing. `knows_order`
+        tells it which prompt the workers compute first."""
         self._config = replace(config, learn=LearnConfig(enabled=False)) if knows_constants else config
         self._seed, self._knows_constants, self._knows_order = seed, knows_constants, knows_order
-        self._pending = False
+        self._are_loads_scheduled = False
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -116,8 +117,8 @@ class CoreRouter(Router):
         return self._perform(self.core.finish_request(str(request.index), usage, now))
 
     def tick_s(self) -> float | None:
-        wake = self.core.next_tick()
-        return None if wake is None else max(wake - self.cluster.now, 1e-4)
+        next_tick_s = self.core.next_tick()
+        return None if next_tick_s is None else max(next_tick_s - self.cluster.now, 1e-4)
 
     def tick(self, now: float) -> Placements:
         return self._perform(self.core.tick(now))
@@ -131,11 +132,10 @@ class CoreRouter(Router):
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        to, of = ("CPU", "GPU") if down else ("GPU", "CPU")
-        stored_event = BlockStored(list(ids), None, [], 0, None, to, None)
-        self.core.index.ingest(
-            self.holders[worker], encode_batch(EventBatch(now, [stored_event, BlockRemoved(list(ids), of)]))
-        )
+        new_medium, old_medium = ("CPU", "GPU") if down else ("GPU", "CPU")
+        stored_event = BlockStored(list(ids), None, [], 0, None, new_medium, None)
+        batch = EventBatch(now, [stored_event, BlockRemoved(list(ids), old_medium)])
+        self.core.index.ingest(self.holders[worker], encode_batch(batch))
 
     def _perform(self, instructions: Sequence[Instruction]) -> list[Placement]:
         forwards = []
@@ -150,12 +150,13 @@ class CoreRouter(Router):
         return forwards
 
     def _schedule_loads(self) -> None:
-        if not self._pending:
-            self._pending = True
+        """Send the load to the other routers after SHARE_DELAY_S, once for all changes until then."""
+        if not self._are_loads_scheduled:
+            self._are_loads_scheduled = True
             self.cluster.schedule(self.cluster.now + SHARE_DELAY_S, self._send_loads)
 
     def _progress(self) -> None:
-        """The edge counts chunks as they pass, and tells now and then."""
+        """Report the tokens that running requests have generated, as the edge does with chunks of answers."""
         cluster = self.cluster
         for worker in cluster.workers:
             for job, output_tokens in worker.list_generated_tokens(cluster.now):
@@ -164,12 +165,12 @@ class CoreRouter(Router):
         cluster.schedule(cluster.now + PROGRESS_S, self._progress)
 
     def _heartbeat(self) -> None:
-        """The full message that every router sends twice a second."""
+        """Send the whole load every HEARTBEAT_S."""
         self._schedule_loads()
         self.cluster.schedule(self.cluster.now + HEARTBEAT_S, self._heartbeat)
 
     def _send_loads(self) -> None:
-        self._pending = False
+        self._are_loads_scheduled = False
         message = self.loads.next_message(self.cluster.now)
         if message is not None:
             for sibling in self.siblings:

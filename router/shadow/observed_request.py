@@ -98,7 +98,7 @@ class _Conversation(NamedTuple):
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return for each request the index of the request whose end it waited for; None if it waited for none.
+    """Return for each request the index of the one after the end of which it came; None if it waited for none.
 
     `requests` are in the order of arrival.
     """
@@ -121,7 +121,7 @@ def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
 
 
 def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
-    """Return index -> index of the previous request of the same name, for names whose requests never overlapped."""
+    """Return index -> index of the previous request of the same name, for names without overlapping requests."""
     last_index_by_user: dict[str, int] = {}
     predecessors_by_user: dict[str, dict[int, int]] = {}
     overlapping_users: set[str] = set()

@@ -1,6 +1,6 @@
 """Record the requests that `router shadow` sees: blocks, times, and the worker, which is found by a cache that grew.
 
-Invariant: `requests` is in the order of arrival, each with a worker; requests whose worker was not found are counted.
+Invariant: `requests` is in the order of arrival, each with a worker. Requests without one are only counted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Recorder:
     config: ShadowConfig
     now: Callable[[], float]
     on_placed: Callable[[RequestContext, Decision], None]
-    """Called with each copy whose worker was found, and the decision that would have sent it there."""
+    """Called with each copy for which a worker was found, and the decision that would have sent it there."""
     requests: list[ObservedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Outcome -> requests: placed, unplaced, unread, failed; `dropped` ones were placed, and are not compared."""
@@ -150,7 +150,7 @@ class Recorder:
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """Return the worker whose cache had a part of the prompt and now has all of its full blocks.
+        """Return the worker that had a part of the prompt cached, and now has all of its full blocks.
 
         If there are several, the cache that grew most counts; None if two grew alike.
         """
@@ -164,7 +164,7 @@ class Recorder:
         return workers[0] if len(workers) == 1 else None
 
     def _find_full_cache(self, request: UnplacedRequest) -> str | None:
-        """Return the only worker whose cache had the whole prompt at the arrival of the copy; None for several.
+        """Return the only worker that had the whole prompt cached at the arrival of the copy; None for several.
 
         The prompt was cached before, or its answer had begun. How much of it was cached is unknown.
         """
@@ -177,7 +177,7 @@ class Recorder:
         return workers.pop() if len(workers) == 1 else None
 
     def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
-        """Record a copy whose worker was found. Its answer counts as begun now."""
+        """Record a copy for which a worker was found. Its answer counts as begun now."""
         context, observed = request.context, request.observed
         decision = None if context.decision is None else decision_for_worker(worker, context.decision)
         if decision is None:

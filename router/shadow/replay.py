@@ -292,7 +292,7 @@ def _sum_simulated_totals(result: SimulationResult, workload: Workload, indices:
 
 
 def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotals) -> ReplayTotals | None:
-    """Return the recorded totals, scaled up to the requests whose times are unknown; None if none is known."""
+    """Return the recorded totals, scaled up to the requests of unknown times; None if no time is known."""
     ttfts = [s.first_token_s - s.arrival_s for s in requests if s.first_token_s is not None]
     latencies = [s.end_s - s.arrival_s for s in requests if s.end_s is not None]
     reporting_requests = [s for s in requests if s.cached_tokens is not None]

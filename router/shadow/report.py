@@ -1,8 +1,7 @@
-"""The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. No I/O.
+"""The report of `router shadow`: one HTML page that loads nothing else, and the same as JSON. No I/O.
 
-What is lost stands in three parts, by whose doing it is (router/miss_reasons/attribution.py): the workload (prompts
-that come back changed, and what no cache had room for), routing (another worker had it), and the index (it was not
-there as told).
+Lost tokens are split by their cause (router/miss_reasons/attribution.py): the workload (prompts that changed, and
+blocks for which no cache had room), routing (another worker had the blocks), and the index (it was wrong).
 """
 
 from __future__ import annotations
@@ -20,48 +19,50 @@ from router.miss_reasons.explanation import GROUPS
 from router.shadow.replay import Comparison, ObservedEngine
 
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
-"""part -> groups of reasons."""
+"""Cause of lost tokens -> groups of reasons."""
 COLOURS = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
-PLAYED = (
-    "<p>As the play of today has it: the caches of that time are not known, nor whether an index would have been "
-    "right. Workload: what no worker had any more, and what a session's prompt has otherwise than the one before.</p>"
+SIMULATED_NOTE = (
+    "<p>By the simulation of today: a log does not tell which blocks were cached at the time, nor whether an index "
+    "would have been right. Workload: blocks that no worker had any more, and changes of a session's prompt since its "
+    "previous request.</p>"
 )
-NOTES = (
-    "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: where "
-    "they went, and where router run would have sent them. What was measured is scaled by their ratio. Who waited for "
-    "the end of an answer is taken to wait for it there too: the next turn of a conversation, what comes under the "
-    "same session or user after the last was over, and new conversations where they are seen to begin as others end, "
-    "as a fixed number of users bring them. What else begins is taken to come when it came. The last column of the "
-    "first table says how well the play of today fits what was measured: where it is far off, trust the rest as "
-    "little.</p></html>"
+METHOD_NOTE = (
+    "<h2>How this was found</h2><p>The requests are simulated twice, on engines as fast as yours were measured: once "
+    "placed as they were, and once as router run would place them. The measured times are scaled by the ratio of both "
+    "simulations. A request that waited for the end of an answer waits for it in the simulation too: the next turn of "
+    "a conversation; a request of a session or user whose requests never overlap; and a new conversation, if a fixed "
+    "number of users seems to hold one after the other. All other requests arrive at their recorded times. The last "
+    "column of the first table shows how far the simulation of today is from what was measured. If it is far off, do "
+    "not trust the other columns.</p></html>"
 )
 WIDTH, HEIGHT = 640, 180
 
 
 class ShadowReport(msgspec.Struct):
-    """All there is to tell."""
+    """Contents of the report. Its fields are those of `GET /shadow`."""
 
     version: str
     since: float
-    """Wall clock."""
+    """Time of the start, in seconds since 1970."""
     until: float
     requests: dict[str, int]
+    """Outcome -> requests that were seen."""
     comparison: Comparison | None
     problem: str | None
-    """Why there is none."""
+    """Why the last comparison failed; None if it did not."""
     tokens: dict[str, int]
-    """reason -> prompt tokens that had to be computed."""
+    """Reason -> prompt tokens that had to be computed."""
     turns: dict[str, int]
+    """Reason -> requests with it as their main reason."""
     course: list[tuple[float, dict[str, int]]]
-    """(seconds, `tokens` by then)."""
+    """(seconds since the start, `tokens` at that time)."""
     workers: list[ObservedEngine]
     seen: int
-    """Requests in the window."""
+    """Number of requests that are compared."""
     lost: dict[str, int] = {}
-    """part -> tokens that were computed although they need not have been; filled in here. Of a log: as
-    it was played."""
+    """Cause -> tokens computed without need, by `tokens`, or for a log by the simulation; set by the constructor."""
     lost_s: dict[str, float] = {}
-    """part -> seconds of prefill that took, where a worker's speed is known."""
+    """Cause -> seconds of prefill for these tokens, if the workers' speed is known."""
 
     def __post_init__(self) -> None:
         self.lost = sum_lost_tokens_by_part(self.tokens)
@@ -72,7 +73,7 @@ class ShadowReport(msgspec.Struct):
 
 
 def sum_lost_tokens_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
-    """part -> tokens, from tokens by reason."""
+    """Return cause -> tokens. `tokens` are those by reason."""
     tokens_by_group: Counter[str] = Counter()
     for reason, token_count in tokens.items():
         tokens_by_group[GROUPS.get(reason, "")] += token_count
@@ -80,21 +81,21 @@ def sum_lost_tokens_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
 
 
 def mean_prefill_s_per_token(comparison: Comparison | None) -> float | None:
-    """Seconds a token, over all workers, as learned."""
+    """Return the mean prefill time of a token over all workers; None if it was not measured."""
     if comparison is None or comparison.measured is None or not comparison.steps:
         return None
     return sum(steps.prefill_s_per_token for steps in comparison.steps.values()) / len(comparison.steps)
 
 
 def render_page(report: ShadowReport) -> bytes:
-    """The whole page, UTF-8."""
+    """Return the report as an HTML page in UTF-8."""
     parts = [
         _render_head(report),
         _render_savings(report),
         _render_losses(report),
         _render_plots(report),
         _render_workers(report),
-        NOTES,
+        METHOD_NOTE,
     ]
     return "".join(parts).encode()
 
@@ -136,12 +137,12 @@ def _render_savings(report: ShadowReport) -> str:
             error,
         )
         rows.append((title, *cells))
-    kind = "measured" if comparison.measured is not None else "played"
-    head = ("", f"today, {kind}", "with router run", "saved", "of today", "today as played, beside measured")
+    kind = "measured" if comparison.measured is not None else "simulated"
+    head = ("", f"today, {kind}", "with router run", "saved", "share of today", "error of the simulation of today")
     return (
         f"<h2>What switching gives</h2><p>{comparison.requests:,} requests of {comparison.prompt_tokens:,} prompt "
-        f"tokens, after {comparison.warming:,} that filled the caches. {comparison.waited:,} of all waited for the end "
-        f"of another, and do so there too.</p>{_render_table(head, rows)}"
+        f"tokens, after {comparison.warming:,} that only filled the caches. {comparison.waited:,} requests waited for "
+        f"the end of another one, and do so with router run too.</p>{_render_table(head, rows)}"
     )
 
 
@@ -156,9 +157,9 @@ def _render_losses(report: ShadowReport) -> str:
         for reason, tokens in sorted(report.tokens.items(), key=lambda pair: -pair[1])
     ]  # fmt: skip
     return (
-        "<h2>Why prompts were computed</h2>" + ("" if report.tokens else PLAYED)
-        + _render_table(("whose doing", "tokens", "prefill"), rows)
-        + (_render_table(("reason", "whose doing", "tokens", "requests"), reasons) if reasons else "")
+        "<h2>Why prompts were computed</h2>" + ("" if report.tokens else SIMULATED_NOTE)
+        + _render_table(("cause", "tokens", "prefill"), rows)
+        + (_render_table(("reason", "cause", "tokens", "requests"), reasons) if reasons else "")
     )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def _render_plots(report: ShadowReport) -> str:
     curves = ""
     if comparison is not None and comparison.quantiles:
         curves = (
-            "<h2>Time to the first token</h2><p>Share of requests that had theirs within so many seconds.</p>"
+            "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
             + _render_quantile_curves(comparison.quantiles)
         )
     return curves + "<h2>Lost tokens over time</h2>" + _render_lost_tokens_over_time(report.course)
@@ -180,9 +181,11 @@ def _render_workers(report: ShadowReport) -> str:
         step_times = steps.get(engine.name)
         rate = f"{step_times.prefill_s_per_token * 1e6:,.0f} us" if step_times is not None else "-"
         step = f"{step_times.step_s * 1e3:.1f} ms" if step_times is not None else "-"
-        cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: taken as endless"
+        cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: simulated as unlimited"
         rows.append((engine.name, cache, rate, step))
-    return "<h2>Workers</h2>" + _render_table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
+    return "<h2>Workers</h2>" + _render_table(
+        ("worker", "cache, tokens", "time per prefill token", "time per step"), rows
+    )
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
-    """Distributions, seconds on a logarithmic axis."""
+    """Draw distributions of times, on a logarithmic axis."""
     low = max(min(min(values) for values in quantiles.values()), 1e-3)
     high = max(max(max(values) for values in quantiles.values()), low * 10)
     colours = dict(zip(quantiles, ("#888", "#b3261e", "#1b7f4d")))
@@ -228,7 +231,7 @@ def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
 
 
 def _render_lost_tokens_over_time(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """Tokens lost in each slice, stacked by part."""
+    """Draw the tokens lost in each slice of time, stacked by cause."""
     slices = []
     sample_step = max(1, (len(course) - 1) // 120 + 1)
     samples = list(course[::sample_step])

@@ -1,8 +1,4 @@
-"""A log of bodies as requests: one JSON object a line, with `body`, or the body itself. No I/O.
-
-`body`: what was posted, an object or its text. Beside it may stand `path`, `at` (seconds; any clock), `worker` (its id,
-HOST:PORT or URL), `ttft_s`, `seconds` (to the end of the answer), `cached_tokens`, `output_tokens`, `headers`.
-"""
+"""Read a log of requests, one JSON object a line: the body of a request, or an object with the field `body`. No I/O."""
 
 from __future__ import annotations
 
@@ -19,21 +15,25 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 class LogLine(msgspec.Struct):
-    """One request of a log."""
+    """One request of a log, and its answer as far as it is known."""
 
     body: msgspec.Raw = msgspec.Raw()
+    """The body that was posted, as an object or as text."""
     path: str | None = None
     at: float | None = None
+    """Time of the request, in seconds of any clock."""
     worker: str | None = None
+    """Id, HOST:PORT or URL of the worker that answered."""
     ttft_s: float | None = None
     seconds: float | None = None
+    """Time to the end of the answer."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     headers: dict[str, str] = {}
 
 
 def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, HttpRequest]]:
-    """(what is told, the request), in the order of the file. Raises ConfigError naming the line that cannot be read."""
+    """Yield (line, request) in the order of the file. Raises ConfigError for a line that cannot be read."""
     decoder = msgspec.json.Decoder(LogLine)
     for number, text in enumerate(lines, 1):
         if not text.strip():
