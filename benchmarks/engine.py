@@ -45,7 +45,7 @@ Prompts = Callable[[int, int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Figures:
-    """One run of one setting. Milliseconds, tokens a second, CPU microseconds a token (None where not known)."""
+    """One run of one setting. Milliseconds, tokens a second, CPU microseconds a token (None if not known)."""
 
     ttft_ms: float
     itl_ms: float

@@ -7,7 +7,7 @@ dashboard that is looked at. The load: complete answers and streams over convers
 that leave in the middle, requests that are refused, connections that come and go.
 
 The cache of encoded text is filled first, so that what grows afterwards is a leak and not a cache doing its work. Exit
-status 1 where memory grew by over 1 % in the second half.
+status 1 if memory grew by over 1 % in the second half.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class KVTransferConfig:
         check_config(self)
 
     def read_key(self) -> bytes:
-        """Return the fleet's key. Raises ConfigError where there is none."""
+        """Return the fleet's key. Raises ConfigError if there is none."""
         variable = "BLOCKCAST_ENGINE_KV_TRANSFER_KEY"
         key = read_fleet_key(self.key_file, self.key, variable)
         if key is None:

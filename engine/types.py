@@ -285,7 +285,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step: `sampled_tokens[i]` is the token of `plan.chunks[i]`, None where that chunk samples none."""
+    """Result of a step: `sampled_tokens[i]` is the token of `plan.chunks[i]`, None if that chunk samples none."""
 
     sampled_tokens: list[int | None]
     logprobs_by_chunk: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -100,7 +100,7 @@ class FollowedStream:
         return instruction
 
     def store_reply(self, frames: list[bytes]) -> bool:
-        """Queue a reply; return False where too many bytes wait."""
+        """Queue a reply; return False if too many bytes wait."""
         self.replies.append(frames)
         self.reply_bytes += sum(map(len, frames))
         return self.reply_bytes <= MAX_REPLIES_BYTES

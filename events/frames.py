@@ -33,7 +33,7 @@ class LiveMessage(NamedTuple):
     seq: int
     payload: bytes
     publisher_id: bytes = b""
-    """Id of the publisher's process; empty where it sends none."""
+    """Id of the publisher's process; empty if it sends none."""
 
 
 class ReplyMessage(NamedTuple):

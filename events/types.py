@@ -59,7 +59,7 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
-    """Name of the block before the first of the run; None where the run starts a prompt."""
+    """Name of the block before the first of the run; None if the run starts a prompt."""
     token_ids: list[int]
     block_size: int
     """Tokens in a block."""
@@ -80,7 +80,7 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     mm_keys: list[list[Any] | None] | None = None
     """Media in each block, as TensorRT-LLM sends them."""
     skipped_parent_block_hash: BlockName | None = None
-    """Name of the block that `skipped_token_ids` follow; None where they start a prompt."""
+    """Name of the block that `skipped_token_ids` follow; None if they start a prompt."""
     skipped_token_ids: list[int] | None = None
     """Tokens before the run, up to its parent, of which no block was announced (vLLM's partial blocks)."""
     skipped_extra_keys: list[list[Any] | None] | None = None

@@ -24,7 +24,7 @@ def create_directory(
 ) -> Any:
     """Start the directory actor of a new fleet on the cluster that this process is connected to.
 
-    Raises ValueError where the fleet has one already.
+    Raises ValueError if the fleet has one already.
     """
     initial_state = DirectoryState(
         spec=spec,

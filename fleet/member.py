@@ -188,7 +188,7 @@ class MemberActor:
         return page
 
     def _send_request(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
-        """Send a request; return its status and its JSON or text, with status 0 where nothing answers."""
+        """Send a request; return its status and its JSON or text, with status 0 if nothing answers."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
             headers["Authorization"] = f"Bearer {self._spec.admin_key}"

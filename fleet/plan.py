@@ -202,7 +202,7 @@ def _plan_starts(
 
 
 def pick_least_occupied_node(capacity_by_node: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
-    """Return the node with the fewest members of a kind for its capacity; None where no node is known to have room.
+    """Return the node with the fewest members of a kind for its capacity; None if no node is known to have room.
 
     `capacity_by_node`: how many members would fit on each node if it were empty. `occupied_nodes`: nodes of the present
     members of the kind.

@@ -156,7 +156,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return prefill_s_by_worker
 
     def _get_worker_settings(self, replica: RunningReplica) -> Mapping[str, Any] | None:
-        """Return the settings that register the engine of a replica; None where the replica does not report them
+        """Return the settings that register the engine of a replica; None if the replica does not report them
         yet."""
         stats = replica.routing_stats or {}
         reported_settings, event_metadata = stats.get("blockcast_worker"), stats.get("kv_event_metadata")

@@ -12,7 +12,7 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 
 
 def find_import_problem(names: tuple[str, ...]) -> str | None:
-    """Return what is wrong with the import path, in one line; None where all packages are those beside this one.
+    """Return what is wrong with the import path, in one line; None if all packages are those beside this one.
 
     Other distributions may have packages of these names.
     """

@@ -134,7 +134,7 @@ def parse_section(label: str, value: Any) -> dict[str, Any]:
 
 
 def check_path_exists(label: str, setting: Setting, value: Any) -> Any:
-    """Return the value of a setting. Raises ConfigError where it is marked FILE or FOLDER and does not exist."""
+    """Return the value of a setting. Raises ConfigError if it is marked FILE or FOLDER and does not exist."""
     for mark, path_exists in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
         if mark in setting.config_field.annotation_marks and not path_exists(Path(value)):
             raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")

@@ -58,7 +58,7 @@ def make_pull_params(request_id: str, source_address: str, fleet_key: bytes) -> 
 
 
 def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSource | None:
-    """Return the source that a body names; None where it names none. Raises RequestError."""
+    """Return the source that a body names; None if it names none. Raises RequestError."""
     value = (kv_transfer_params or {}).get("remote_kv_source")
     if value is None:
         return None
@@ -70,7 +70,7 @@ def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSour
 
 
 def read_fleet_key(key_file: str | None, key: str | None, variable: str) -> bytes | None:
-    """Return the fleet's key: the content of the file, else `key`; None where neither is configured.
+    """Return the fleet's key: the content of the file, else `key`; None if neither is configured.
 
     `variable`: environment variable that sets `key`, for the error. Raises ConfigError.
     """

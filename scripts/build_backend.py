@@ -77,7 +77,7 @@ def _build(build: Callable[..., str], *arguments: object) -> str:
 
 @contextmanager
 def _compiler() -> Iterator[None]:
-    """CC, CXX and PATH name zig's tools within, where there is no compiler and zig is there.
+    """CC, CXX and PATH name zig's tools within, if there is no compiler and zig is there.
 
     The binary itself is called: `python -m ziglang` is not found by what the build starts, as it looks for packages in
     its own environment. It is told its target, so that it builds for any processor and not for this one alone.

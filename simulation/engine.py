@@ -96,7 +96,7 @@ class SimCache:
     def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> bool:
         """Reference the first `hit_blocks` blocks and reserve `block_count - hit_blocks` unnamed ones.
 
-        Return False where the capacity does not allow it. `force`: exceed the capacity, so that no worker is idle while
+        Return False if the capacity does not allow it. `force`: exceed the capacity, so that no worker is idle while
         others hold all blocks of a shared cache.
         """
         reference_counts, idle_blocks = self.reference_count_by_block, self.idle_blocks
@@ -216,7 +216,7 @@ class SimSequence:
     best_alternative_s: float | None = None
     """Least prefill seconds at another worker with a free slot, if this worker had none when the request was sent.
 
-    None where this worker had a free slot or no worker had one.
+    None if this worker had a free slot or no worker had one.
     """
 
     def __post_init__(self) -> None:
@@ -475,7 +475,7 @@ class SimWorker:
         )
 
     def _admit(self, sequence: SimSequence) -> bool:
-        """Reserve the blocks of a waiting sequence; return False where the cache has no room."""
+        """Reserve the blocks of a waiting sequence; return False if the cache has no room."""
         hit_blocks = self.cache.count_cached_prefix(
             sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
         )

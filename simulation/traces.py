@@ -18,7 +18,7 @@ from simulation.workload import TRACE_BLOCK_SIZE, SimRequest, Workload
 
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
-    """Read a trace; its first line decides between the formats. Raises ValueError where the line fits neither."""
+    """Read a trace; its first line decides between the formats. Raises ValueError if the line fits neither."""
     open_trace = gzip.open if path.suffix == ".gz" else open
     with open_trace(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines if line.strip()]

@@ -307,7 +307,7 @@ class LlmD(Residency):
     """llm-d's scheduler with the weights of its precise-prefix guide: prefix 2, KV utilisation 1, queue 1.
 
     prefix = unbroken cached prefix / prompt in blocks, where one in host memory counts for 0.8 (the indexer's default);
-    KV = 1 - used share of the pages; queue = (max - q) / (max - min) over the waiting requests, 1 where all are equal.
+    KV = 1 - used share of the pages; queue = (max - q) / (max - min) over the waiting requests, 1 if all are equal.
     Gauges are scraped every 50 ms; the best sum wins, ties at random.
     """
 

@@ -50,7 +50,7 @@ class SequenceBlocks:
         self.seq = seq
         self._version = version
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
-        """Blocks held, by group and position; None where a sliding window has passed."""
+        """Blocks held, by group and position; None if a sliding window has passed."""
         self.nodes: list[Node] = []
         """Node of every named block, in order."""
         self.committed_block_count = 0

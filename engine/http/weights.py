@@ -71,7 +71,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
 
 
 def resolve_weights_folder(path: str, roots: Sequence[str]) -> str:
-    """Return the folder that `path` names, links followed. Raises RequestError 403 where it is not below `roots`."""
+    """Return the folder that `path` names, links followed. Raises RequestError 403 if it is not below `roots`."""
     folder = Path(os.path.realpath(path))
     if not any(folder.is_relative_to(os.path.realpath(root)) for root in roots):
         error = bad_value("kwargs.weights_path", path, "a folder below one of --allowed-weights-path, or MODEL's own")

@@ -91,7 +91,7 @@ class HfConfig:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype the checkpoint was saved for, e.g. 'bfloat16'; None where it does not say."""
+        """The dtype the checkpoint was saved for, e.g. 'bfloat16'; None if it does not say."""
         value = self.values.get("dtype") or self.values.get("torch_dtype")
         if value is None and isinstance(self.values.get("text_config"), dict):
             return self.get_object("text_config").dtype

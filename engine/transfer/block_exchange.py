@@ -181,7 +181,7 @@ class BlockExchange:
         return new_blocks
 
     def _find_host_ancestors(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[Node] | None:
-        """Return the known nodes that must come from host memory first. None where one of them is being computed."""
+        """Return the known nodes that must come from host memory first. None if one of them is being computed."""
         needed_count = min(len(prompt.nodes), max(item.block_index + (item.kind != FULL_KIND) for item in items))
         first_index = needed_count
         while first_index and not prompt.nodes[first_index - 1].has_computed(FULL_KIND):

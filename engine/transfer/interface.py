@@ -35,7 +35,7 @@ class Transfers(Protocol):
     def start_pull(self, request: Request) -> Future[None] | None:
         """Pull what the cache lacks of a prompt. Returns what is done when the request need wait no longer.
 
-        None where there is nothing to wait for. However a pull ends, the request can be queued then.
+        None if there is nothing to wait for. However a pull ends, the request can be queued then.
         """
 
     def stop_waiting(self, request_id: str) -> None:

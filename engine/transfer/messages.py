@@ -147,7 +147,7 @@ class FrameLengths(NamedTuple):
 
     @staticmethod
     def decode(data: Bytes, payload_bytes_max: int) -> FrameLengths:
-        """Raises TransferError where a frame is longer than what the reader has room for."""
+        """Raises TransferError if a frame is longer than what the reader has room for."""
         lengths = FrameLengths(*_LENGTHS.unpack(data))
         if lengths.message_bytes > MESSAGE_BYTES_MAX or lengths.payload_bytes > payload_bytes_max:
             raise TransferError("malformed", f"a frame of {lengths.message_bytes} and {lengths.payload_bytes} bytes")
@@ -170,7 +170,7 @@ class FrameSigner:
         return mac.digest()
 
     def check(self, mac: Bytes, lengths: FrameLengths, *parts: Bytes) -> None:
-        """Raises TransferError where the next frame has another HMAC."""
+        """Raises TransferError if the next frame has another HMAC."""
         if not hmac.compare_digest(mac, self.sign(lengths, *parts)):
             raise TransferError("malformed", "a frame whose HMAC is wrong")
 

@@ -191,7 +191,7 @@ class Puller:
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
-    """Raises TransferError where nobody answers in time, or who answers has another key."""
+    """Raises TransferError if nobody answers in time, or who answers has another key."""
     loop = asyncio.get_running_loop()
     sock = None
     try:

@@ -52,7 +52,7 @@ def find_media_kind(block: Block) -> str | None:
 
 
 def _read_document_text(block: Block) -> str | None:
-    """Its title, its context and its text. None where it is a file: a PDF, or one that is elsewhere."""
+    """Its title, its context and its text. None if it is a file: a PDF, or one that is elsewhere."""
     source = block.get("source")
     if not isinstance(source, dict):
         return None
@@ -65,7 +65,7 @@ def _read_document_text(block: Block) -> str | None:
 
 
 def _join_texts(content: Any) -> str | None:
-    """A text, or all of a list of text blocks; None where it holds anything else."""
+    """A text, or all of a list of text blocks; None if it holds anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -152,7 +152,7 @@ class _IntervalTotals:
         self.ttfts_s: list[float] = []
 
     def add(self, context: RequestContext, cached_tokens: int | None) -> None:
-        """Add a request that ended. `cached_tokens`: as the worker reported them; None where it did not."""
+        """Add a request that ended. `cached_tokens`: as the worker reported them; None if it did not."""
         route, decision = context.route, context.decision
         self.request_count += 1
         self.failure_count += context.outcome != "status_200"

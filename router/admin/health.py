@@ -55,7 +55,7 @@ class HealthRoutes:
         return Response(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
     def find_unready_reason(self) -> str | None:
-        """Return why the router is not ready for requests; None where it is ready.
+        """Return why the router is not ready for requests; None if it is ready.
 
         A router that was ready once stays so while a worker is up: a later gap in an event stream is no reason.
         """

@@ -26,7 +26,7 @@ class Row(NamedTuple):
     name: str
     help_text: str
     values: Mapping[Any, float]
-    """Values of the labels -> figure. The key is a tuple, or a string where there is one label."""
+    """Values of the labels -> figure. The key is a tuple, or a string if there is one label."""
     labels: tuple[str, ...] = ()
 
 

@@ -129,7 +129,7 @@ class WorkerListRoutes:
         return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
 
     def _find_worker(self, name: str, *starting_ids: str) -> str:
-        """Return the id of the worker with this id or URL. Raises RequestError where there is none.
+        """Return the id of the worker with this id or URL. Raises RequestError if there is none.
 
         `starting_ids`: ids of workers that were never reached, which the core does not know.
         """

@@ -95,7 +95,7 @@ class Cluster:
         routes.add("PUT", "/peers", self._set_peers, public=False)
 
     def start_feed(self) -> None:
-        """Read event streams from now on. Raises OSError where a `--bind-events` endpoint cannot be bound."""
+        """Read event streams from now on. Raises OSError if a `--bind-events` endpoint cannot be bound."""
         self.feed.start()
         for endpoint in self._config.bind_events:
             with name_flag_in_errors("--bind-events", endpoint):

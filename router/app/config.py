@@ -158,7 +158,7 @@ class ProcessConfig:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 
     def read_fleet_key(self) -> bytes | None:
-        """Return the key under which engines move KV; None where there is none. Raises ConfigError."""
+        """Return the key under which engines move KV; None if there is none. Raises ConfigError."""
         return read_fleet_key(self.kv_transfer_key_file, self.kv_transfer_key, "BLOCKCAST_ROUTER_KV_TRANSFER_KEY")
 
     @property

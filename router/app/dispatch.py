@@ -83,7 +83,7 @@ class RequestDispatcher:
         """Tasks that read prompts. The event loop has weak references only."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
-        """Read and place a request, now or later. Raises RequestError where no exchange begins."""
+        """Read and place a request, now or later. Raises RequestError if no exchange begins."""
         context = RequestContext(request, client.tenant, self.proxy.now())
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)

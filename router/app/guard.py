@@ -20,7 +20,7 @@ LOOPBACK = ("127.", "::1", "::ffff:127.")
 PROXY_HEADERS = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
 
 Guard = Callable[[ClientConnection, HttpRequest], None]
-"""Checks a request for an admin route of one address. Raises RequestError where it is refused."""
+"""Checks a request for an admin route of one address. Raises RequestError if it is refused."""
 
 
 class AdminGuard:
@@ -81,7 +81,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     def find_tenant(self, client: Client, request: HttpRequest) -> str:
-        """Return the name of a request's key, or the client's address where there are no keys.
+        """Return the name of a request's key, or the client's address if there are no keys.
 
         Raises RequestError for a request without a valid key. All keys are compared, each in constant time.
         """
@@ -98,7 +98,7 @@ class ApiKeys:
 
 
 def bearer_token(request: HttpRequest) -> bytes:
-    """Return the bearer token of a request; empty where there is none."""
+    """Return the bearer token of a request; empty if there is none."""
     scheme, _, token = (request.get_header(b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 

@@ -48,10 +48,10 @@ class WorkerRoutes(Protocol):
     """Path -> its methods."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None where the path is not served."""
+        """Return the methods of a path; None if the path is not served."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
+        """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later. Raises RequestError."""
@@ -63,7 +63,7 @@ class ForwardedRoutes:
     def __init__(
         self, dispatcher: RequestDispatcher, local_routes: Routes, config: EdgeConfig, *, is_enabled: bool = True
     ) -> None:
-        """`local_routes`: serve the list of models. `is_enabled`: False where this list is all under `/v1/`."""
+        """`local_routes`: serve the list of models. `is_enabled`: False if this list is all under `/v1/`."""
         self._dispatcher = dispatcher
         self._local_routes = local_routes
         self._keys = ApiKeys(config.api_keys)
@@ -74,7 +74,7 @@ class ForwardedRoutes:
         """Prefixes of paths that are all forwarded, and their methods."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None where the path is not served."""
+        """Return the methods of a path; None if the path is not served."""
         if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
             return LOCAL_PATHS["/v1/models"]
         return self.paths.get(path) or self._get_folder_methods(path)
@@ -86,7 +86,7 @@ class ForwardedRoutes:
         return None
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
+        """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
         path, is_preflight = request.path, request.method == "OPTIONS"  # a browser's, before it sends the key
         tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
         methods = self.get_methods(path)
@@ -131,7 +131,7 @@ class RouterApp:
         self._cors = CorsPolicy(proxy.config.cors_origins) if proxy.config.cors_origins else None
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant of a request, by its head. Raises RequestError where the request is refused."""
+        """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
         path = request.path
         if is_worker_path(path):
             return self._worker_routes.admit(connection, request)

@@ -149,7 +149,7 @@ class ShadowProcess(RouterProcess):
         return next(matches, None)
 
     async def _wait_for_workers(self) -> None:
-        """Wait for a worker of a model with a tokenizer here. Raises ConfigError where none comes in time."""
+        """Wait for a worker of a model with a tokenizer here. Raises ConfigError if none comes in time."""
         now = self.pipeline.proxy.now
         deadline_s = now() + self._config.edge.ready_s
         while (unready_reason := self._find_unready_reason()) is not None:

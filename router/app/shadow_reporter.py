@@ -52,7 +52,7 @@ class ShadowReporter:
         self._version = version
         self._comparison: Comparison | None = None
         self._problem: str | None = None
-        """Why the last comparison failed; None where it did not."""
+        """Why the last comparison failed; None if it did not."""
         self._history: list[_HistoryPoint] = []
         self._started_at = time.time()
         self._compared_request_count = 0

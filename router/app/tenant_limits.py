@@ -38,7 +38,7 @@ class TenantLimits:
         self._share_by_tenant = {
             tenant_by_key[key]: share for key, share in config.shares.items() if key in tenant_by_key
         }
-        """Tenant -> share of fair turns, where it is not 1."""
+        """Tenant -> share of fair turns, if it is not 1."""
         self._salt_by_tenant = (
             {name: _make_salt(key) for key, name in tenant_by_key.items()} if config.tenant_salts else {}
         )
@@ -47,7 +47,7 @@ class TenantLimits:
         self._has_keys = bool(tenant_by_key)
 
     def check_request_limit(self, tenant: str) -> None:
-        """Raise RequestError where a key has too many requests in flight."""
+        """Raise RequestError if a key has too many requests in flight."""
         if self._has_keys and self.requests_in_flight[tenant] >= self._requests_max:
             self._refuse("requests", f"this API key has {self.requests_in_flight[tenant]} requests in flight")
 
@@ -58,7 +58,7 @@ class TenantLimits:
             context.charged_tokens = 0
 
     def add_prompt_tokens(self, context: RequestContext, tokens: int) -> None:
-        """Count the tokens of a request's prompt. Raises RequestError where its key has too many in flight."""
+        """Count the tokens of a request's prompt. Raises RequestError if its key has too many in flight."""
         if context.charged_tokens is None:
             return  # its client left, or there are no keys
         tenant = context.tenant

@@ -23,7 +23,7 @@ class Tracing:
     """Traces requests: call `begin` and `end` with every request."""
 
     def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
-        """Raises ConfigError where packages are missing.
+        """Raises ConfigError if packages are missing.
 
         `endpoint`: URL of OTLP over HTTP; `/v1/traces` is added where it is missing. `share`: share of the requests
         without a `traceparent` that are traced. `exporter`: replaces OTLP.

@@ -434,7 +434,7 @@ async def check_workers(
     chat_template: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> bool:
-    """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
+    """Check the workers one after the other; True if nothing is wrong with any. `key`, `tokenizer`,
     `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
     are_all_sound = True
     with ThreadPoolExecutor(1) as executor:

@@ -44,7 +44,7 @@ class RunningPrompt(msgspec.Struct, eq=False):
     query: PromptQuery
     chunk_keys: Sequence[int]
     pin: PinId | None = None
-    """Pin in the index; None where the target sends no events, or has lost its cache since."""
+    """Pin in the index; None if the target sends no events, or has lost its cache since."""
 
 
 class GracePin(NamedTuple):
@@ -155,7 +155,7 @@ class CacheState:
         """Prepare a prompt for the methods below.
 
         `similar_prompt`: computed digests of a prompt that may begin alike. `common_tokens`: number of first tokens
-        that both have in common, where that is known.
+        that both have in common, if that is known.
         """
         return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
 
@@ -164,7 +164,7 @@ class CacheState:
     ) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Return the targets that may have the lowest price, and what their caches match of a prompt.
 
-        A target is left out where RIVALS_MIN others have less load and a prefix at least as long. None where some
+        A target is left out where RIVALS_MIN others have less load and a prefix at least as long. None if some
         target has an approximate cache, which the index does not know.
         """
         if self._approximate_caches:
@@ -285,7 +285,7 @@ class CacheState:
             self._index.unpin(self._grace_pins.popleft().pin)
 
     def next_release_s(self) -> float | None:
-        """Return when the next pin is to be released; None where there is none."""
+        """Return when the next pin is to be released; None if there is none."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, running_prompts: Collection[RunningPrompt]) -> None:

@@ -111,7 +111,7 @@ class RouterCore:
         return [] if was_down else [self._lose_worker(worker_id, now), *self._place_queued(now)]
 
     def set_draining(self, worker_id: str, now: float, *, is_draining: bool = True) -> list[Instruction]:
-        """Stop or resume sending new requests to a worker. Raises KeyError where the worker is unknown."""
+        """Stop or resume sending new requests to a worker. Raises KeyError if the worker is unknown."""
         self.workers[worker_id].is_drained = is_draining
         self.registry.apply_worker_changes()
         return self._place_queued(now)
@@ -146,7 +146,7 @@ class RouterCore:
     def record_engine_load(
         self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
     ) -> None:
-        """Record the load that a worker reports for each rank; None where it reports nothing.
+        """Record the load that a worker reports for each rank; None if it reports nothing.
 
         `in_flight`: result of `count_in_flight_by_rank` when the worker was asked.
         """
@@ -162,7 +162,7 @@ class RouterCore:
                 self.registry.apply_worker_changes()
 
     def resolve_model(self, name: str) -> ServedModel | None:
-        """Return the base model and LoRA of a model name; None where no worker serves it."""
+        """Return the base model and LoRA of a model name; None if no worker serves it."""
         return self.registry.get_served_models().get(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class RouterCore:
         return request_id in self._active_requests
 
     def get_prompt_query(self, request_id: str) -> PromptQuery | None:
-        """Return the prompt of a request in flight; None where the request is unknown or its prompt was not read."""
+        """Return the prompt of a request in flight; None if the request is unknown or its prompt was not read."""
         attempt = self._get_attempt(request_id)
         return attempt.running_prompt.query if attempt is not None and attempt.running_prompt is not None else None
 
@@ -294,7 +294,7 @@ class RouterCore:
         silent_s: float = 0.0,
         was_sent: bool = False,
     ) -> list[Instruction]:
-        """End an attempt that failed and try the request elsewhere, where that is possible.
+        """End an attempt that failed and try the request elsewhere, if that is possible.
 
         Before the first byte, another worker gets the request while its tries and its tenant's budget last. After the
         first byte, the request is forgotten, unless the edge gives the `continuation` of its answer; continuations need
@@ -325,7 +325,7 @@ class RouterCore:
     def move_request(
         self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False
     ) -> list[Instruction]:
-        """Have another worker take over a request, as in `fail_attempt`; empty where the request stays where it is.
+        """Have another worker take over a request, as in `fail_attempt`; empty if the request stays where it is.
 
         The request stays where no other worker can take it or it was tried often enough. `is_stalled`: its worker is up
         and stands still in the middle of the answer, which counts as a failure of that worker.
@@ -365,7 +365,7 @@ class RouterCore:
         return min(due_times_s, default=None)
 
     def _get_attempt(self, request_id: str) -> Attempt | None:
-        """Return the attempt of a request in flight; None where the request is queued or unknown."""
+        """Return the attempt of a request in flight; None if the request is queued or unknown."""
         active_request = self._active_requests.get(request_id)
         return None if active_request is None else active_request.attempt
 

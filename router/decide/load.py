@@ -33,7 +33,7 @@ class Capacity:
     """Room of an engine: tokens in its KV cache, and sequences that run at once."""
 
     kv_tokens: int | None = None
-    """Capacity of the KV cache: reported by the worker, else observed; None where neither is known."""
+    """Capacity of the KV cache: reported by the worker, else observed; None if neither is known."""
     observed_kv_tokens: int | None = None
     """Capacity of the KV cache as the worker's events show it."""
     max_num_seqs: int = MAX_NUM_SEQS_PRIOR
@@ -105,7 +105,7 @@ class EngineLoad:
     running: int
     waiting: int
     usage: float | None = None
-    """Share of the KV memory that running sequences hold; None where the engine does not report it."""
+    """Share of the KV memory that running sequences hold; None if the engine does not report it."""
     is_asleep: bool = False
     """Whether the engine has released its memory, and the cache with it."""
 
@@ -173,7 +173,7 @@ class PeerLoad:
     utilisation: float = 0.0
     """Prefill seconds sent there per second."""
     prefill_rate: float | None = None
-    """Seconds a token that the times are computed with; None where they are this router's own."""
+    """Seconds a token that the times are computed with; None if they are this router's own."""
 
     @property
     def request_count(self) -> int:

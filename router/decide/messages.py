@@ -23,12 +23,12 @@ class RouteRequest(msgspec.Struct, eq=False):
     model: str
     scope: Scope
     token_ids: Sequence[int] | None
-    """First prompt of the body; None where it was not tokenised, so that only load decides."""
+    """First prompt of the body; None if it was not tokenised, so that only load decides."""
     prompt_tokens: int
     """Tokens of all prompts of the body; an estimate where `token_ids` is None."""
     prompt_count: int = 1
     longest_prompt_tokens: int = 0
-    """Tokens of the longest prompt; 0 where there is only one."""
+    """Tokens of the longest prompt; 0 if there is only one."""
     is_counted: bool = True
     """Whether all tokens of the prompts were counted; False for media and very long prompts."""
     media_conversation: int | None = None
@@ -75,7 +75,7 @@ class RouteRequest(msgspec.Struct, eq=False):
 
 
 class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
-    """Usage that the engine reports with an answer; None where it does not report a field."""
+    """Usage that the engine reports with an answer; None if it does not report a field."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -125,7 +125,7 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     source: str
     """Worker that gives the blocks, or computes the prefill."""
     rank: int | None
-    """Data-parallel rank of the source, or None where it has only one."""
+    """Data-parallel rank of the source, or None if it has only one."""
     tokens: int
     """Tokens whose KV moves: those that the source has and the worker lacks."""
     transfer_s: float
@@ -170,7 +170,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     decode_requests: int
     """Requests that are past their first token there, other routers' and external ones included."""
     external_requests: int
-    """Requests that no router sent, as the engine reports, where that is believed."""
+    """Requests that no router sent, as the engine reports, if that is believed."""
     media_cached_tokens: int = 0
     """Tokens of a prompt with media that are taken to be cached where its conversation was before; not in
     `cached_tokens`."""
@@ -184,7 +184,7 @@ class Decision(msgspec.Struct, eq=False):
     request_id: str
     worker: str
     rank: int | None
-    """Data-parallel rank, or None where the worker has only one."""
+    """Data-parallel rank, or None if the worker has only one."""
     attempt: int
     """Number of attempts that failed before."""
     prompt_tokens: int
@@ -195,7 +195,7 @@ class Decision(msgspec.Struct, eq=False):
     queued_s: float = 0.0
     """Time that the request waited in the router's queue."""
     most_cached: Terms | None = None
-    """Terms of the candidate with the longest cached prefix, where that is longer than the chosen worker's."""
+    """Terms of the candidate with the longest cached prefix, if that is longer than the chosen worker's."""
     candidates: list[Terms] = []
     """Terms of all candidates, the cheapest first; only with an explanation."""
     not_eligible: dict[str, str] = {}
@@ -203,7 +203,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def transfer(self) -> Transfer | None:
-        """KV that moves to the worker first; None where the worker computes all that it lacks."""
+        """KV that moves to the worker first; None if the worker computes all that it lacks."""
         return self.terms.transfer or None
 
     def to_json_fields(self) -> dict[str, Any]:

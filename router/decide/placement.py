@@ -40,7 +40,7 @@ class Attempt(msgspec.Struct, eq=False):
     in_flight: InFlightRequest
     """The attempt as the load tracker counts it."""
     running_prompt: RunningPrompt | None = None
-    """The attempt's prompt as the cache state counts it; None where the prompt was not read."""
+    """The attempt's prompt as the cache state counts it; None if the prompt was not read."""
     has_first_token: bool = False
     transfer_bytes: float = 0.0
     """Bytes that move for the attempt, with those that move beside them at the same time."""

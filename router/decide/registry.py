@@ -130,7 +130,7 @@ class WorkerRegistry:
         return self._targets.get(worker_id, [])
 
     def get_target(self, worker_id: str, rank: int | None) -> Target | None:
-        """Return one target of a worker; None where the worker or the rank is gone."""
+        """Return one target of a worker; None if the worker or the rank is gone."""
         targets = self.get_targets(worker_id)
         return targets[rank or 0] if (rank or 0) < len(targets) else None
 
@@ -157,7 +157,7 @@ class WorkerRegistry:
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def find_candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
-        """Return the targets that may serve a request, or a refusal where there is none."""
+        """Return the targets that may serve a request, or a refusal if there is none."""
         pool, shortest_context = self._get_pool((request.model, request.role))
         if not pool:
             return self._refuse_unserved(request)
@@ -201,7 +201,7 @@ class WorkerRegistry:
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], decay: float, now: float
     ) -> LoadOrder | None:
-        """Return a large pool's order by load; None where the pool is small or `candidates` are only a part of it.
+        """Return a large pool's order by load; None if the pool is small or `candidates` are only a part of it.
 
         `decay`: the tracker's factor from scaled to present utilisation.
         """
@@ -319,7 +319,7 @@ class WorkerRegistry:
 
 
 def _count_needed_tokens(request: RouteRequest) -> int:
-    """Return the context that a prompt and one token need; 0 where its length is estimated, which never refuses."""
+    """Return the context that a prompt and one token need; 0 if its length is estimated, which never refuses."""
     if request.token_ids is None:
         return 0
     return (request.longest_prompt_tokens or request.prompt_tokens) + 1
@@ -357,11 +357,11 @@ class WorkerSnapshot:
     """Requests of other routers without a first token. `queue_s`, `utilisation` and `slowdown` include peers."""
     peer_decoding: int
     engine_load: EngineLoad | None
-    """Last report of the engine; None where it reports nothing, or nothing lately."""
+    """Last report of the engine; None if it reports nothing, or nothing lately."""
     external_requests: int
     """Requests that the engine reports and no router sent; included in the same values."""
     cache_tokens: int | None
-    """Capacity of the KV cache: reported, or as the events show it; None where neither is known."""
+    """Capacity of the KV cache: reported, or as the events show it; None if neither is known."""
     prefill_order: str
     """Prompt that the engine computes first: `arrival` (the oldest) or `shortest`."""
     queue_s: float

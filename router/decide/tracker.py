@@ -146,7 +146,7 @@ class LoadTracker:
         return request
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
-        """Record that the first token of a request was seen; return False where the request had it already."""
+        """Record that the first token of a request was seen; return False if the request had it already."""
         if not request.has_no_first_token:
             return False
         self.end_transfer(request, now)
@@ -283,7 +283,7 @@ class LoadTracker:
                 self._learn_from_silence(silent_pools, now)
 
     def _learn_from_silence(self, silent_pools: set[PoolSpeed], now: float) -> None:
-        """Raise the prior of pools without any answer yet where the median target's prefill is overdue."""
+        """Raise the prior of pools without any answer yet if the median target's prefill is overdue."""
         ratios_by_pool: dict[PoolSpeed, list[float]] = {}
         for target in self.targets.values():
             if target.prefill_queue.requests and target.speed.pool in silent_pools:

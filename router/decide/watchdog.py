@@ -97,7 +97,7 @@ class _WorkerWindow:
     )
     """alarm name -> (wrong amount, compared amount) of the last requests.
 
-    prompt_tokens: (1 where the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
+    prompt_tokens: (1 if the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
     that is not zero; promised: (predicted - reported where that is positive, prompt tokens).
     """
     unannounced_requests: int = 0

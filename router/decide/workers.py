@@ -76,7 +76,7 @@ class TransferFacts:
     dialect: str = ""
     """How a request names its transfer: a key of `KIND_BY_DIALECT`."""
     address: str = ""
-    """HOST:PORT where other workers ask for KV; empty where the dialect needs none."""
+    """HOST:PORT where other workers ask for KV; empty if the dialect needs none."""
 
 
 NO_TRANSFERS = TransferFacts()
@@ -97,11 +97,11 @@ class WorkerSpec:
     """`owned_by` of its models: BLOCKCAST, VLLM ..., or empty."""
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
-    """Advertised capacity of the KV cache, all ranks together; None where unknown."""
+    """Advertised capacity of the KV cache, all ranks together; None if unknown."""
     host_tokens: int | None = None
-    """Advertised capacity of the KV cache in host memory, which the events include; None where unknown."""
+    """Advertised capacity of the KV cache in host memory, which the events include; None if unknown."""
     max_num_seqs: int | None = None
-    """Sequences that each rank runs at once; None where unknown, so that it is learned."""
+    """Sequences that each rank runs at once; None if unknown, so that it is learned."""
     block_size: int | None = None
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""

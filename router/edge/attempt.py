@@ -21,7 +21,7 @@ class AttemptOwner(Protocol):
         """Send the request over this connection."""
 
     def attempt_unconnected(self, error: Exception | None) -> None:
-        """Handle that no connection could be opened. `error` is None where the worker closed it at once."""
+        """Handle that no connection could be opened. `error` is None if the worker closed it at once."""
 
     def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
         """Take the head of the answer, and the bytes of its body that came with it."""

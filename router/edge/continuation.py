@@ -65,7 +65,7 @@ _MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
-    """Return the continuation of a streamed request; None where its answer could not be continued.
+    """Return the continuation of a streamed request; None if its answer could not be continued.
 
     `fields`: fields of its body, where they were decoded already.
     """
@@ -130,7 +130,7 @@ class StreamContinuation:
         self.continuation_body: bytes | None = None
         """Body of the request to the worker that continues the answer."""
         self.recorder: TokenRecorder | None = None
-        """Records the tokens of the answer; None where the worker does not report them."""
+        """Records the tokens of the answer; None if the worker does not report them."""
 
     # Asking -------------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class StreamContinuation:
         return self.continuation_body is not None
 
     def build_request_body(self, engine: str) -> tuple[bytes] | None:
-        """Return the body for a worker of this engine; None where it cannot continue another engine's answer."""
+        """Return the body for a worker of this engine; None if it cannot continue another engine's answer."""
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
@@ -181,7 +181,7 @@ class StreamContinuation:
         )
 
     def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
-        """Return the core's request for the rest of an answer; None where the answer cannot be continued.
+        """Return the core's request for the rest of an answer; None if the answer cannot be continued.
 
         `tokens_max`: longest context of the model. Changes nothing: `start_continuation` does, once there is a worker.
         """
@@ -233,7 +233,7 @@ class StreamContinuation:
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
-        """Return the body for the worker that continues the answer; None where no token may follow."""
+        """Return the body for the worker that continues the answer; None if no token may follow."""
         if self._continues_as_chat:
             resent_fields = {
                 name: value
@@ -341,7 +341,7 @@ class StreamContinuation:
         return converted_usage
 
     def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
-        """Return the events after the last token; None where that token was not sent."""
+        """Return the events after the last token; None if that token was not sent."""
         recorder = self.recorder
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
@@ -367,7 +367,7 @@ def _get_delta(choice: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 
 def _build_event_template(event: bytes) -> dict[str, Any] | None:
-    """Return an event without its text and ids; None where it does not have one choice."""
+    """Return an event without its text and ids; None if it does not have one choice."""
     try:
         event_fields: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
         event_fields.pop("prompt_token_ids", None)

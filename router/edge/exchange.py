@@ -48,7 +48,7 @@ class Exchange:
         self._attempt: Attempt | None = None
         """The latest attempt."""
         self._prefill: PrefillLeg | None = None
-        """Prefill at another worker, for the latest decision; None where there is none, or the prefill failed."""
+        """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
         self._filter = ResponseFilter(unframes=context.request.is_http_1_0)
         self._is_client_paused = False
 
@@ -179,7 +179,7 @@ class Exchange:
     def _build_request(
         self, decision: Decision, endpoint: Endpoint, kv_params: KVParams | None, *, is_prefill: bool = False
     ) -> tuple[bytes, Body] | None:
-        """Return head and body for the chosen worker; None where it cannot continue the answer.
+        """Return head and body for the chosen worker; None if it cannot continue the answer.
 
         `kv_params`: where the worker gets KV; None: nowhere. `is_prefill`: the worker generates one token only.
         """
@@ -206,7 +206,7 @@ class Exchange:
         return build_request_head(context.request, endpoint, headers, body, path), body
 
     def _take_kv_params(self, decision: Decision) -> KVParams | None:
-        """Return the parameters by which the chosen worker gets KV; None where it computes the prompt itself."""
+        """Return the parameters by which the chosen worker gets KV; None if it computes the prompt itself."""
         proxy, transfer = self._proxy, decision.transfer
         if transfer is not None and transfer.kind is TransferKind.PULL:
             return proxy.workers.make_pull_params(self.context.request_id, transfer.source)
@@ -219,7 +219,7 @@ class Exchange:
         return kv_params
 
     def attempt_unconnected(self, error: Exception | None) -> None:
-        """Try another worker, or refuse, as no connection could be opened. `error`: None where the worker closed it."""
+        """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
         attempt = self._attempt
         assert attempt is not None
         if self.context.is_done:
@@ -246,7 +246,7 @@ class Exchange:
         self._handle_broken_response(str(error))
 
     def _accept_head(self, head: ResponseHead) -> bytes | None:
-        """Return the head for the client, empty where the client has one; None where the attempt has ended."""
+        """Return the head for the client, empty if the client has one; None if the attempt has ended."""
         proxy, context, has_started = self._proxy, self.context, self.client.has_response_started
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if failure_kind is not None and proxy.is_in_core(context):
@@ -327,7 +327,7 @@ class Exchange:
             self.client.finish(keep_alive=self._keeps_alive(head))
 
     def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
-        """Record a complete answer; return False where the exchange had ended before."""
+        """Record a complete answer; return False if the exchange had ended before."""
         proxy, context, attempt = self._proxy, self.context, self._attempt
         if attempt is not None:
             if self._is_client_paused:
@@ -460,14 +460,14 @@ class Exchange:
         self.client.abort_response()
 
     def _handle_worker_failure(self, stream: StreamContinuation) -> bool:
-        """Continue elsewhere after a worker reported its failure; return False where the report goes to the client."""
+        """Continue elsewhere after a worker reported its failure; return False if the report goes to the client."""
         if not self._continue_elsewhere("the worker says that it failed", FailureKind.INTERNAL):
             self.client.write(encode_chunk(stream.release_failure_event()))
             return False
         return True
 
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
-        """Have another worker complete the answer; return False where none can.
+        """Have another worker complete the answer; return False if none can.
 
         `is_move`: the connection is intact, so that without another worker the answer stays where it is.
         """
@@ -514,7 +514,7 @@ class Exchange:
     def _build_continuation_route(
         self, stream: StreamContinuation | None, head: ResponseHead, route: RouteRequest
     ) -> RouteRequest | None:
-        """Return the core's request for the rest of the answer; None where no worker can continue it."""
+        """Return the core's request for the rest of the answer; None if no worker can continue it."""
         decision, workers = self.context.decision, self._proxy.workers
         if stream is None or stream.recorder is None:
             # The tokens are not recorded, but the client has the head only, so the request can be repeated. Only once,
@@ -537,7 +537,7 @@ class Exchange:
         )
 
     def _model_tokens_max(self, route: RouteRequest) -> int | None:
-        """Return the longest context of the model; None where it is unknown."""
+        """Return the longest context of the model; None if it is unknown."""
         model = self._proxy.core.resolve_model(route.model)
         return model.max_model_len if model is not None else None
 

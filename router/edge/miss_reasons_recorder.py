@@ -99,7 +99,7 @@ class MissReasonsRecorder:
             self._record_crash(error)
 
     def get_explanation(self, name: str) -> MissExplanation | None:
-        """Return why the prompt of a request was not cached; None where the request is unknown."""
+        """Return why the prompt of a request was not cached; None if the request is unknown."""
         return self.analyzer.get(name)
 
     async def explain(self, context: RequestContext) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ class PrefillLeg:
         return self._params is not None and not self._is_taken
 
     def take_params(self, now: float) -> msgspec.Raw | None:
-        """Return the parameters for the decode; None where the KV may be gone."""
+        """Return the parameters for the decode; None if the KV may be gone."""
         if now > self._lease_end_s:
             return None
         self._is_taken = True

@@ -111,7 +111,7 @@ class Proxy:
         self.passed_fields = frozenset(config.passed_fields)
         """Internal fields and headers of workers that clients may set and see."""
         self.redacted_keys = build_key_pattern(self.passed_fields)
-        """Pattern of the fields that are blanked in answers; None where all are shown."""
+        """Pattern of the fields that are blanked in answers; None if all are shown."""
         self.continues_streams = config.continue_streams
         """Whether streams of a dead worker are continued at another one."""
         self.explains_decisions = False
@@ -210,7 +210,7 @@ class Proxy:
     def withdraw(self, context: RequestContext, kind: FailureKind | None, silent_s: float = 0.0) -> None:
         """Report that a request ended early, and ignore what the core would do with it next.
 
-        `kind`: the last failure of a worker; None where no worker failed. `silent_s`: as in `RouterCore.fail_attempt`.
+        `kind`: the last failure of a worker; None if no worker failed. `silent_s`: as in `RouterCore.fail_attempt`.
         """
         request_id, now = context.request_id, self.now()
         instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
@@ -229,7 +229,7 @@ class Proxy:
         self._notify(self.on_first_byte, context)
 
     def end(self, context: RequestContext, outcome: str) -> bool:
-        """End a request and tell the listeners; return False where the request had ended before."""
+        """End a request and tell the listeners; return False if the request had ended before."""
         if context.is_done:
             return False
         context.is_done = True

@@ -79,13 +79,13 @@ class RequestContext:
     ) -> None:
         self.request = request
         self.tenant = tenant
-        """Name of the API key, or address of the client where there are no keys."""
+        """Name of the API key, or address of the client if there are no keys."""
         self.request_id = request_id
         """Id of the request in the core, unique in this process."""
         self.trace_id = trace_id
         """Value of `x-request-id`, which the client may have sent."""
         self.span: tuple[Any, bytes] | None = None
-        """The tracer's own record, and the `traceparent` for the worker; None where the request is not traced."""
+        """The tracer's own record, and the `traceparent` for the worker; None if the request is not traced."""
         self.started_at_s = started_at_s
         self.headers: RoutingHeaders | None = None
         """Routing headers; None until the body was read."""
@@ -103,13 +103,13 @@ class RequestContext:
         """Decision of the latest attempt."""
         self.progress = ResponseProgress(started_at_s)
         self.continuation: StreamContinuation | None = None
-        """State for continuing the answer at another worker; None where that is impossible."""
+        """State for continuing the answer at another worker; None if that is impossible."""
         self.usage: ReportedUsage | None = None
         self.outcome = ""
         """How the request ended, as metrics and logs name it; empty until then."""
         self.is_done = False
         self.miss_analysis: PendingComparison | AnalyzedRequest | None = None
-        """Pending comparison of the prompt, and from the first byte on its result; None where nothing is recorded."""
+        """Pending comparison of the prompt, and from the first byte on its result; None if nothing is recorded."""
 
     @property
     def ttft_s(self) -> float | None:

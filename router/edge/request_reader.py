@@ -79,15 +79,15 @@ class RequestReader:
         self._allowed_fields = allowed_fields
         self.stored_responses = StoredResponses()
         self.model_names: ModelNames | None = None
-        """Aliases, canaries and fallbacks of models; None where none are configured."""
+        """Aliases, canaries and fallbacks of models; None if none are configured."""
         self.model_header: bytes | None = None
-        """Header of a gateway that names the model and replaces that of the body; None where there is no gateway."""
+        """Header of a gateway that names the model and replaces that of the body; None if there is no gateway."""
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
         """Read a request to `path` into `context.body`, or return a coroutine that does where it takes long.
 
-        `path`: None where the body tells the kind of request. Raises RequestError.
+        `path`: None if the body tells the kind of request. Raises RequestError.
         """
         request, kind = context.request, _get_request_kind(context.request, path)
         body_format = _get_body_format(request, path, kind)
@@ -127,7 +127,7 @@ class RequestReader:
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
         """Set `fields` in the body and remove fields that clients may not set.
 
-        A body that is neither JSON nor a form stays as it is. Raises RequestError where the body has a field twice.
+        A body that is neither JSON nor a form stays as it is. Raises RequestError if the body has a field twice.
         """
         request, body = context.request, context.body
         assert body is not None
@@ -262,7 +262,7 @@ async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, Read
 def _find_similar_prompt(body: ReadBody[ResolvedModel]) -> tuple[PromptMemory | None, int | None]:
     """Return the index's memory of the conversation's earlier prompt, and the number of tokens that both share.
 
-    Each is None where it is unknown.
+    Each is None if it is unknown.
     """
     continuation = body.continuation
     if continuation is None:
@@ -305,7 +305,7 @@ def make_conversation_name(session: Session, request: RoutingRequest) -> str:
 
 
 def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:
-    """Return the kind of a request to this path; None where the body decides."""
+    """Return the kind of a request to this path; None if the body decides."""
     if path is None:
         return None
     return API_KIND_BY_PATH.get(path, "other") if request.method == "POST" else "other"
@@ -328,7 +328,7 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
 
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
-    """Return a JSON object without the fields that clients may not set; None where it has no such field."""
+    """Return a JSON object without the fields that clients may not set; None if it has no such field."""
     try:
         fields = msgspec.json.decode(value)
     except msgspec.DecodeError:

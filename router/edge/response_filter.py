@@ -26,7 +26,7 @@ class ResponseFilter:
         self.takes_content = unframes
         """Whether `convert` takes the content of the body, without its framing."""
         self.stream: StreamContinuation | None = None
-        """Continuation that records the tokens of the answer; None where they are not recorded."""
+        """Continuation that records the tokens of the answer; None if they are not recorded."""
         self._redactor: ResponseRedactor | None = None
 
     def start(
@@ -78,5 +78,5 @@ def _is_readable(head: ResponseHead) -> bool:
 
 
 def encode_chunk(content: bytes) -> bytes:
-    """Return a chunk of a chunked body; no bytes where there is no content, as an empty chunk ends the body."""
+    """Return a chunk of a chunked body; no bytes if there is no content, as an empty chunk ends the body."""
     return b"%x\r\n%b\r\n" % (len(content), content) if content else b""

@@ -81,7 +81,7 @@ class ResponseProgress:
         return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:
-        """Return the usage at the end of the answer; None where there is none.
+        """Return the usage at the end of the answer; None if there is none.
 
         Messages may report the usage of the prompt only once, in the event that starts the message.
         """
@@ -112,7 +112,7 @@ class ResponseProgress:
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
-    """Return the last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
+    """Return the last `usage` object that begins in `tail`, the end of an answer; None if there is none."""
     position = tail.rfind(b'"usage"')
     while position >= 0 and (match := _USAGE_PATTERN.match(tail, position)) is None:
         position = tail.rfind(b'"usage"', 0, position)
@@ -141,7 +141,7 @@ def _read_usage(text: bytes, start: int) -> ReportedUsage:
 
 
 def _read_count(tail: bytes, position: int, key: bytes) -> int | None:
-    """Return the count of `key` after `position`; None where it has none, or where `tail` may cut the number off."""
+    """Return the count of `key` after `position`; None if it has none, or where `tail` may cut the number off."""
     position = tail.find(key, position)
     match = _COUNT_PATTERN.match(tail, position + len(key)) if position >= 0 else None
     return int(match[1]) if match is not None else None

@@ -55,7 +55,7 @@ class ResolvedModel(NamedTuple):
     base_model: str
     lora: str | None = None
     tokens_max: int | None = None
-    """Longest context in tokens; None where it is unknown."""
+    """Longest context in tokens; None if it is unknown."""
     is_renamed: bool = False
     """Whether the body of the request has another model, or none."""
 

@@ -41,7 +41,7 @@ class StoredResponses:
             self._worker_by_response_id.popitem(last=False)
 
     def find_worker(self, request: HttpRequest, previous_response_id: str | None) -> str | None:
-        """Return the only worker that can answer this request; None where any can, or that worker is unknown.
+        """Return the only worker that can answer this request; None if any can, or that worker is unknown.
 
         `previous_response_id`: the response that the request continues.
         """

@@ -122,7 +122,7 @@ class TokenRecorder:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether an answer that ends now is incomplete. False where its events are not understood."""
+        """Whether an answer that ends now is incomplete. False if its events are not understood."""
         return self.event_count > 0 and not (
             self.is_unrecognized or self.has_finish_reason or self.is_done or self._is_passthrough
         )

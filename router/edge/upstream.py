@@ -261,7 +261,7 @@ class UpstreamPool:
         self.scheduler = FairScheduler()
 
     def acquire(self, target: Endpoint) -> UpstreamConnection | None:
-        """Return the newest idle connection, which is no longer idle then; None where there is none."""
+        """Return the newest idle connection, which is no longer idle then; None if there is none."""
         idle_connections = self._idle_connections.get(target)
         while idle_connections:
             connection = idle_connections.pop()

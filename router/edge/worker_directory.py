@@ -48,7 +48,7 @@ class WorkerDirectory:
         return make_pull_params(request_id, worker.spec.transfer.address, self.fleet_key)
 
     def get_engine(self, worker_id: str) -> str:
-        """Return the engine that a worker reports; empty where it reports none."""
+        """Return the engine that a worker reports; empty if it reports none."""
         worker = self._workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 

@@ -140,7 +140,7 @@ class DumpTask(Protocol):
     def step(self) -> list[bytes] | None:
         """Return the payloads of the next slice, a few milliseconds of work; None after the last.
 
-        Raises KeyError as PrefixIndex, and where the holder has changed since the first slice.
+        Raises KeyError as PrefixIndex, and if the holder has changed since the first slice.
         """
 
 
@@ -210,7 +210,7 @@ class PrefixIndex(Protocol):
         """
 
     def make_memory(self, prompt: PreparedPrompt) -> PromptMemory | None:
-        """Return the digests of a prompt that were computed so far; None where its token ids were copied."""
+        """Return the digests of a prompt that were computed so far; None if its token ids were copied."""
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         """Count the first token ids that two prompts have in common."""
@@ -243,7 +243,7 @@ class PrefixIndex(Protocol):
     ) -> tuple[int, HolderId, float] | None:
         """Return the end of the part of a prompt after `start` that was lost lately, the holder and the time.
 
-        Blocks have `step` tokens; holder and time are those of the first block. None where that block was not lost
+        Blocks have `step` tokens; holder and time are those of the first block. None if that block was not lost
         lately, or is of a sliding window. The answer is a hint: 262,144 losses are stored by a hash, and a collision
         overwrites the older one.
         """

@@ -161,7 +161,7 @@ class MissAnalyzer:
         return len(self._recent_requests)
 
     def get(self, request_id: str) -> MissExplanation | None:
-        """Return the explanation of a request; None where the request is unknown."""
+        """Return the explanation of a request; None if the request is unknown."""
         request = self._recent_requests.get(request_id)
         return None if request is None else request.explanation
 

@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     decision: Decision
     removed_prefix: RemovedPrefix | None
-    """Longest removed prefix beyond what any worker has; None where there is none."""
+    """Longest removed prefix beyond what any worker has; None if there is none."""
     block_tokens: int
     """Block size of the chosen worker in tokens."""
     at_s: float
@@ -51,7 +51,7 @@ class MissFacts(Protocol):
     """Facts that are looked up only for uncached tokens."""
 
     def last_emptied_s(self, worker_id: str) -> float | None:
-        """Return when a worker last lost its whole cache; None where it never did."""
+        """Return when a worker last lost its whole cache; None if it never did."""
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         """Return whether the text of these tokens begins or ends a reasoning block."""
@@ -71,7 +71,7 @@ class PromptComparison:
         self.is_same_session = True
         """Whether the last prompt is of the same session, and not of its parent."""
         self.scope_difference: str | None = None
-        """Field in which the scopes of both prompts differ (model, lora, salt); None where they are equal."""
+        """Field in which the scopes of both prompts differ (model, lora, salt); None if they are equal."""
         self.is_history_incomplete = False
         """Whether the conversation may have had earlier prompts that were not stored."""
 
@@ -95,7 +95,7 @@ class _RangeBuilder:
         chosen_ttft_s: float | None = None,
         best_ttft_s: float | None = None,
     ) -> None:
-        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing where it is empty.
+        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing if it is empty.
 
         A range that differs from the last one in nothing but its place extends that one.
         """

@@ -18,7 +18,7 @@ from router.prompting.chat_outline import (
 
 _ROLE_BY_KIND = bytes([kind & ROLE_BITS for kind in range(256)])
 _POSITION_TOLERANCE = 0.1
-"""Largest error of a message's position, as a share of the prompt, where it is estimated by characters."""
+"""Largest error of a message's position, as a share of the prompt, if it is estimated by characters."""
 
 DifferenceKind = Literal[
     "billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments", "truncated",
@@ -83,13 +83,13 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 
 
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
-    """Return the index of the first system prompt behind the messages of `old`; None where there is none."""
+    """Return the index of the first system prompt behind the messages of `old`; None if there is none."""
     kinds = unpack_words(new)[3::FINGERPRINT_FIELDS]
     return next((i for i in range(old.message_count, len(kinds)) if kinds[i] & ROLE_BITS == 0), None)
 
 
 def _find_system_prompt_digest(outline: Outline) -> int | None:
-    """Return the digest of the first message without billing lines; None where it is no system prompt."""
+    """Return the digest of the first message without billing lines; None if it is no system prompt."""
     words = unpack_words(outline)
     return words[2] if words and words[3] & ROLE_BITS == 0 else None
 

@@ -63,11 +63,11 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
     predicted_cached_tokens: int
     """Tokens predicted to be cached at the chosen worker."""
     reported_cached_tokens: int | None = None
-    """Cached tokens as the worker reports them; None where it does not."""
+    """Cached tokens as the worker reports them; None if it does not."""
     reason: str = ""
     """Reason of most of the lost tokens; if none was lost, of the new tokens."""
     position: int | None = None
-    """Position at which the main reason begins; None where all tokens were cached."""
+    """Position at which the main reason begins; None if all tokens were cached."""
     lost_tokens: int = 0
     uncached_ranges: list[UncachedRange] = []
     attempt: int = 0

@@ -223,7 +223,7 @@ def _similarity(
 ) -> int | None:
     """Return how much an earlier prompt has in common with the new one; None for too little.
 
-    `digests`: digests of the new prompt's messages; None where it has none.
+    `digests`: digests of the new prompt's messages; None if it has none.
     """
     if digests is not None and previous.outline is not None:
         return (

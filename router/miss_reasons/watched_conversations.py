@@ -15,7 +15,7 @@ class WatchedConversations:
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._stored_s: OrderedDict[int, float | None] = OrderedDict()
-        """Key -> time of the last stored prompt; None where none was stored."""
+        """Key -> time of the last stored prompt; None if none was stored."""
 
     def __len__(self) -> int:
         return len(self._stored_s)

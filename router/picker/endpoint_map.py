@@ -39,7 +39,7 @@ class EndpointMap:
         self._lookups: set[asyncio.Task[None]] = set()
 
     def get_endpoint(self, worker_id: str) -> str | None:
-        """Return the endpoint of a worker; None where the worker is unknown or its host is not resolved."""
+        """Return the endpoint of a worker; None if the worker is unknown or its host is not resolved."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
@@ -51,7 +51,7 @@ class EndpointMap:
         return entry[1]
 
     def get_worker_id(self, endpoint: str) -> str | None:
-        """Return the id of the worker at an endpoint; None where there is none."""
+        """Return the id of the worker at an endpoint; None if there is none."""
         worker_id = self._worker_ids.get(endpoint)
         return worker_id if worker_id is not None and self.get_endpoint(worker_id) == endpoint else None
 

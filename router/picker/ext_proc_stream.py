@@ -75,7 +75,7 @@ class ResponseStart:
 
     status: int
     served_by: str | None
-    """Endpoint that answered; None where Envoy does not tell."""
+    """Endpoint that answered; None if Envoy does not tell."""
     is_event_stream: bool
     """Whether the answer is a stream of server-sent events."""
 
@@ -87,7 +87,7 @@ class ExtProcHandler(Protocol):
         """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
 
     def charge_body_bytes(self, size: int) -> None:
-        """Charge the bytes of the body that are kept. Raises RequestError where they are too many."""
+        """Charge the bytes of the body that are kept. Raises RequestError if they are too many."""
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         """Return headers for the client."""

@@ -71,7 +71,7 @@ def read_head(headers: Any) -> HttpRequest:
 
 
 def read_status(headers: Any) -> tuple[int, bool]:
-    """Return the status of an answer, 0 where it has none, and whether the answer is a stream of events."""
+    """Return the status of an answer, 0 if it has none, and whether the answer is a stream of events."""
     status, is_event_stream = 0, False
     for name, value in _iter_headers(headers):
         if name == ":status" and value.isdigit() and len(value) == 3:
@@ -82,7 +82,7 @@ def read_status(headers: Any) -> tuple[int, bool]:
 
 
 def read_subset_hint(message: Request) -> list[str] | None:
-    """Return the endpoints that may be chosen; None where the gateway does not restrict them."""
+    """Return the endpoints that may be chosen; None if the gateway does not restrict them."""
     if not message.HasField("metadata_context"):
         return None
     hints = message.metadata_context.filter_metadata.get(SUBSET_HINT_METADATA)
@@ -95,7 +95,7 @@ def read_subset_hint(message: Request) -> list[str] | None:
 
 
 def read_served_endpoint(message: Request) -> str | None:
-    """Return the endpoint that answered; None where Envoy does not tell."""
+    """Return the endpoint that answered; None if Envoy does not tell."""
     metadata = message.metadata_context.filter_metadata.get(LOAD_BALANCER_METADATA)
     if metadata is not None and SERVED_ENDPOINT_FIELD in metadata.fields:
         return str(metadata.fields[SERVED_ENDPOINT_FIELD].string_value) or None

@@ -263,7 +263,7 @@ class PickExchange:
 
     @property
     def last_progress_at_s(self) -> float | None:
-        """Time of the last chunk of a running stream; None where chunks are not seen."""
+        """Time of the last chunk of a running stream; None if chunks are not seen."""
         context = self.context
         is_moving = self.client.sees_response_body and context.progress.has_started and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None

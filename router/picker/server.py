@@ -34,7 +34,7 @@ class PickerServer:
     """The picker's gRPC server. Call `bind`, `start`, `beat` a few times a second, and `stop`."""
 
     def __init__(self, app: PickerApplication, picking: PickerState, *, ready: Callable[[], str | None]) -> None:
-        """`ready` returns why the router is not ready for requests; None where it is ready."""
+        """`ready` returns why the router is not ready for requests; None if it is ready."""
         self._app = app
         self._picking = picking
         self._ready = ready

@@ -62,7 +62,7 @@ class FieldSpans(msgspec.Struct):
         return edits
 
     def _get_key_start(self, names: list[str], field_index: int) -> int:
-        """Return the start of a field's name, or the end of the last value where there are no more."""
+        """Return the start of a field's name, or the end of the last value if there are no more."""
         return (
             self.key_start_by_field[names[field_index]]
             if field_index < len(names)

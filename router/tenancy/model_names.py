@@ -80,7 +80,7 @@ class _AliasPattern(NamedTuple):
 
 
 def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
-    """Return the canary of a conversation; None where it stays with the model."""
+    """Return the canary of a conversation; None if it stays with the model."""
     position = (
         xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")) / _HASH_RANGE
     )

@@ -34,7 +34,7 @@ class FaultRun:
         self.faults.append({"attack": check, "what": description[:600], "reproducer": repr(reproducer)[:4000]})
 
     def check_logs(self, attack: str) -> None:
-        """Count tracebacks that were logged since the last call as faults of this attack. Raises RuntimeError where a
+        """Count tracebacks that were logged since the last call as faults of this attack. Raises RuntimeError if a
         program has ended."""
         for program, offset in self._log_offsets.items():
             text = program.read_log()
@@ -55,7 +55,7 @@ class FaultRun:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, report: dict[str, Any], json_file: Path | None) -> None:
-        """Write the report, print the faults, and exit: with status 1 where there are some."""
+        """Write the report, print the faults, and exit: with status 1 if there are some."""
         write_json(json_file, {"machine": describe_machine(), **report, "faults": self.faults})
         for fault in self.faults[:40]:
             print(f"FAULT {fault['attack']}: {fault['what']}")

@@ -150,7 +150,7 @@ ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
 def request_json(
     url: str, body: Any = None, method: str | None = None, *, timeout_s: float = 20.0, headers: Mapping[str, str] = {}
 ) -> tuple[int, Any]:
-    """(status, JSON or text); status 0 where nobody answers."""
+    """(status, JSON or text); status 0 if nobody answers."""
     data = None if body is None else json.dumps(body).encode()
     request_headers = {"Content-Type": "application/json", **({} if "/v1/" in url else ADMIN_HEADERS), **headers}
     request = urllib.request.Request(url, data, request_headers, method=method)
