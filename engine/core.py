@@ -254,7 +254,7 @@ class EngineCore:
         self.transfers.stop_waiting(request_id)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
-    def step(self, now: float) -> Collection[SequenceOutput]:
+    def step(self, now: float) -> list[SequenceOutput]:
         """Plan and begin a step, then finish the oldest step in flight, unless another step may begin before that.
 
         Returns the outputs of the finished step. Raises RunnerLostError.
@@ -270,7 +270,7 @@ class EngineCore:
             should_wait = bool(self._steps_in_flight)
         outputs = self._finish_step() if should_wait else []
         self._publish_events()
-        return [*early_outputs, *outputs] if early_outputs else outputs
+        return early_outputs + outputs
 
     def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
         """Finish the steps in flight, then copy peers' blocks in and out. Returns the outputs of the steps."""
@@ -318,7 +318,7 @@ class EngineCore:
             wait_for_result = partial(_raise, error)
         self._steps_in_flight.append((plan, wait_for_result))
 
-    def _finish_step(self) -> Collection[SequenceOutput]:
+    def _finish_step(self) -> list[SequenceOutput]:
         """Wait for the oldest step in flight and apply its result, or end its requests with an error."""
         plan, wait_for_result = self._steps_in_flight.popleft()
         try:

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from engine.core import EngineStats, SimulationLag
-from engine.types import DecodedTokens, Request, SequenceOutput
+from engine.types import Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
 from simulation.spec import ScriptTurn
@@ -112,8 +112,6 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     """Sent with `stats` if events are published."""
     simulation_lag: SimulationLag | None = None
     """Sent with `stats` if steps are simulated."""
-    decoded_tokens: DecodedTokens | None = None
-    """More outputs, which come after the others."""
 
 
 PROMPT_LOGPROBS_MAX = 1024

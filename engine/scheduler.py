@@ -17,13 +17,9 @@ of a request, the requests before it have taken memory that they keep, which hap
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
-from collections.abc import Sequence as Items
-from typing import cast
 
 from engine.active_requests import ActiveRequests, SchedulerTotals
 from engine.cache.kv_cache import KVCache
-from engine.decode_batch import DecodeBatch
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.scheduler_limits import RequestRefusedError, SchedulerConfig, check_prompt_length
@@ -63,10 +59,6 @@ class Scheduler:
         """Whether the common prefix of two prompts changes any decision."""
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
-        self._last_decoding_entries: list[RequestEntry] = []
-        """Requests of the last plan if that plan decodes every running request, else empty."""
-        self._decode_batch: DecodeBatch | None = None
-        """Requests of the last plan, if the last two plans decode exactly the same running requests."""
 
     # ------------------------------------------------------------------ questions
 
@@ -121,11 +113,6 @@ class Scheduler:
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
-        if self._decode_batch is not None:
-            plan = self._repeat_decodes(self._decode_batch)
-            if plan is not None:
-                return plan
-            self._decode_batch = None
         draft = StepDraft()
         try:
             prefills = self._plan_decodes(draft)
@@ -147,35 +134,6 @@ class Scheduler:
             if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
-    def _repeat_decodes(self, decode_batch: DecodeBatch) -> StepPlan | None:
-        """Plan one more token for each request of the batch; None if each request must be planned by itself.
-
-        Without a plan nothing has changed, except that some sequences already have the block for their next token.
-        """
-        if (
-            self._requests.ended_sequences
-            or self.cache.has_unplanned_loads
-            or self._can_admit
-            or self._requests.running != decode_batch.entries
-        ):
-            return None
-        for entry in decode_batch.entries_to_grow:
-            position = entry.seq.computed_tokens
-            if position == entry.length_max - 1 or not self.cache.grow(entry.seq, position + 1):
-                return None
-            entry.set_next_check(position, self.cache.block_size)
-        entries_to_check = decode_batch.finish_growing()
-        for entry in entries_to_check:
-            if entry.seq.computed_tokens == entry.length_max - 1:
-                return None
-        self.cache.plan_loads(has_decodes=True)
-        for entry in entries_to_check:
-            self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
-        if self._waiting_queue:
-            self._waiting_queue.add_work(self.config.count_full_prefill_work(len(decode_batch.entries)))
-        chunks = decode_batch.make_chunks(token_on_device=bool(self._steps_in_flight))
-        return self._begin_step(chunks, decode_batch.entries, [], decode_batch)
-
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
         """Add a chunk for each sequence that decodes. Returns the running requests that do not decode yet."""
         block_size, chunk_by_entry = self.cache.block_size, draft.chunk_by_entry
@@ -196,10 +154,6 @@ class Scheduler:
         draft.set_budget(self.config)
         self.cache.plan_loads(has_decodes=draft.decode_count > 0)
         return prefills
-
-    @property
-    def _can_admit(self) -> bool:
-        return bool(self._waiting_queue) and len(self._requests.running) < self.config.max_num_seqs
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
         """Find memory for the positions of `entry` before `end`, by preemption if need be. Raises _MustDrain.
@@ -305,22 +259,10 @@ class Scheduler:
         if not draft.chunk_by_entry:
             assert self._requests.running or not self._waiting_queue, "requests wait, and nothing runs"
             return StepPlan(chunks=[])
-        entries, chunks = list(draft.chunk_by_entry), list(draft.chunk_by_entry.values())
-        plan = self._begin_step(chunks, entries, self._find_loading_entries(draft))
-        self._find_decode_batch(entries, chunks)
-        return plan
-
-    def _begin_step(
-        self,
-        chunks: Items[Chunk],
-        entries: list[RequestEntry],
-        loading_entries: list[RequestEntry],
-        decode_batch: DecodeBatch | None = None,
-    ) -> StepPlan:
-        """Make the plan of these chunks. Its step is in flight from now on, and may repeat a batch of decodes."""
-        plan = StepPlan(chunks, continues_previous=decode_batch is not None and chunks[0].token_on_device)
+        plan = StepPlan(list(draft.chunk_by_entry.values()))
+        loading_entries = self._find_loading_entries(draft)
         self.cache.fill_plan(plan)
-        self._steps_in_flight.append(StepInFlight(plan, entries, loading_entries, decode_batch))
+        self._steps_in_flight.append(StepInFlight(plan, list(draft.chunk_by_entry), loading_entries))
         return plan
 
     def _find_loading_entries(self, draft: StepDraft) -> list[RequestEntry]:
@@ -328,33 +270,14 @@ class Scheduler:
         sequences = self.cache.list_loading_sequences()
         return [e for e in self._requests.running if e.seq in sequences and e not in draft.chunk_by_entry]
 
-    def _find_decode_batch(self, entries: list[RequestEntry], chunks: list[Chunk]) -> None:
-        """Let the next plan repeat this one, if this plan and the one before decode exactly the running requests."""
-        is_all_decode = len(entries) == len(self._requests.running) and all(
-            chunk.should_sample and chunk.end - chunk.start == 1 for chunk in chunks
-        )
-        previous_entries, self._last_decoding_entries = self._last_decoding_entries, entries if is_all_decode else []
-        if is_all_decode and previous_entries == entries and not self._can_admit:
-            self._decode_batch = DecodeBatch(entries)
-
     # ------------------------------------------------------------------ results of a step
 
-    def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in the result of the oldest step: commit its blocks, append tokens, end what is finished."""
         step = self._steps_in_flight.popleft()
         assert plan is step.plan
         assert len(result.sampled_tokens) == len(plan.chunks)
         self.cache.commit(plan.chunks, self._requests.ended_sequences)
-        if (
-            step.decode_batch is not None
-            and not self._requests.ended_sequences
-            and not result.failure_by_chunk
-            and not result.logprobs_by_chunk
-        ):
-            decoded_outputs = step.decode_batch.append_tokens(cast("list[int]", result.sampled_tokens))
-            if decoded_outputs is not None:
-                self.totals.generated_tokens += len(decoded_outputs)
-                return decoded_outputs
         outputs = self._requests.append_tokens(step, result)
         for entry in step.loading_entries:
             if entry.has_ended:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.decode_batch import DecodeBatch
 from engine.request_entry import RequestEntry
 from engine.scheduler_limits import SchedulerConfig
 from engine.types import Chunk, StepPlan
@@ -60,8 +59,6 @@ class StepInFlight:
     """Requests of the plan's chunks, in the same order."""
     loading_entries: list[RequestEntry]
     """Requests for which the step only copies blocks from host memory."""
-    decode_batch: DecodeBatch | None
-    """The batch that the step repeats, if it does."""
 
     def has_request(self, entry: RequestEntry) -> bool:
         """Return whether the step computes or loads anything for a request."""

@@ -6,10 +6,9 @@ No tensors, no sockets, no clock. Intervals are half-open: a chunk computes the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, NewType, overload
+from typing import Annotated, NamedTuple, NewType
 
 import msgspec
 from msgspec import Meta
@@ -177,23 +176,6 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     """Whether the request itself caused the error, such as by a grammar that cannot be followed."""
 
 
-class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Outputs of a step that added one token to each of its requests and nothing else. Made when they are read."""
-
-    request_ids: list[str]
-    token_ids: list[int]
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    def __iter__(self) -> Iterator[SequenceOutput]:
-        for request_id, token in zip(self.request_ids, self.token_ids):
-            yield SequenceOutput(request_id=request_id, token_ids=[token])
-
-    def __contains__(self, output: object) -> bool:
-        return any(output == decoded_output for decoded_output in self)
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own records.
@@ -236,39 +218,11 @@ class Chunk(msgspec.Struct, gc=False):
     """Whether the chunk is the one token that the previous step samples, which only the device knows."""
 
 
-class LazyDecodeChunks(Items[Chunk]):
-    """One decode chunk of each sequence, with its token on the device. Chunks are made when they are read."""
-
-    __slots__ = ("_first_starts", "_steps_taken", "sequences")
-
-    def __init__(self, sequences: list[Sequence], first_starts: list[int], steps_taken: int) -> None:
-        """Make the chunks that start at `first_starts[i] + steps_taken`. Neither list may change afterwards."""
-        self.sequences = sequences
-        self._first_starts = first_starts
-        self._steps_taken = steps_taken
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Chunk]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(index, slice):
-            return list(self)[index]
-        start = self._first_starts[index] + self._steps_taken
-        return Chunk(self.sequences[index], start, start + 1, True, True)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return map(self.__getitem__, range(len(self)))
-
-
 @dataclass(slots=True)
 class StepPlan:
     """Work of the runner in one step. A chunk that computes a block comes before the chunks that share it."""
 
-    chunks: Items[Chunk]
+    chunks: list[Chunk]
     state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
     """(checkpoint, state of a sequence) units: the first is copied to the second before the forward pass."""
     state_resets: list[UnitId] = field(default_factory=list)
@@ -277,8 +231,6 @@ class StepPlan:
     """(state of a sequence, checkpoint) units: the first is copied to the second after the forward pass."""
     block_copies: list[BlockCopy] = field(default_factory=list)
     """Copies of compactions, and to and from host memory, done in this order before everything else."""
-    continues_previous: bool = False
-    """Whether each chunk computes the token that the same chunk of the previous plan samples."""
     table_version: int | None = None
     """Sum of all increments of `Sequence.table_version` so far; None: unknown."""
 

@@ -37,7 +37,7 @@ from engine.cache.sequence_blocks import SequenceBlocks, TableVersion
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
-from engine.types import BlockCopy, Chunk, LazyDecodeChunks, Sequence, StepPlan
+from engine.types import BlockCopy, Chunk, Sequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +333,8 @@ class KVCache:
         self.host_tier.plan_copies(self._loads.unplanned_blocks)
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
-        if isinstance(plan.chunks, LazyDecodeChunks):
-            for seq in plan.chunks.sequences:
-                seq.computed_tokens += 1
-        else:
-            for chunk in plan.chunks:
-                chunk.seq.computed_tokens = chunk.end
+        for chunk in plan.chunks:
+            chunk.seq.computed_tokens = chunk.end
         self._states.fill_plan(plan)
         self._steps.begin_step(plan.chunks)
 

@@ -37,8 +37,6 @@ class BatchState:
     """Sampling parameters of the `sampled_chunks`; None if this rank samples nothing."""
     has_prompt_logprobs: bool
     """Whether any request wants logprobs of its prompt."""
-    last_batch: RaggedBatch
-    """Batch of the last step with these sequences."""
 
 
 class OrderedChunks(NamedTuple):

@@ -29,7 +29,6 @@ from engine.execution.masks import Masks
 from engine.execution.prepared_step import (
     BatchState,
     DeviceTokens,
-    OrderedChunks,
     PreparedStep,
     list_state_units,
     select_hidden_rows,
@@ -42,7 +41,7 @@ from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
 from engine.models.layers import ForwardContext
 from engine.types import Chunk, RunnerLostError, Sequence, StepPlan, StepResult
-from kernels import Kernels, RaggedBatch, select_kernels
+from kernels import Kernels, select_kernels
 from kernels.interface import FixedPlanKernels, IntArray
 from kernels.transfer import copy_to_device, start_copy_to_host
 
@@ -180,27 +179,21 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """Prepare a step on the host: order its chunks, and upload tables, tokens and sampling inputs."""
-        continuation = self._continue_last_batch(plan)
-        chunks, order, batch = continuation or sort_for_kernels(plan.chunks)
-        new_rows = [] if continuation is not None else self._update_batch_state(chunks, batch)
+        chunks, order, batch = sort_for_kernels(plan.chunks)
+        new_rows = self._update_batch_state(chunks)
         state = self._batch_state
         assert state is not None
-        state.last_batch = batch
         ends, rows, row_count = batch.context_lens, state.rows, self._row_allocator.row_count
         for tables in self._tables:
             tables.update(chunks, ends, rows, new_rows, row_count, plan.table_version)
         prompt_logprob_chunks: list[int] = []
         if state.has_prompt_logprobs:
             prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
-        selected_tokens, selected_starts = None, batch.query_starts
-        if continuation is None:
-            selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
+        selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
         last_token_indices = None
         if len(state.sampled_chunks) < selected_starts[-1]:
             last_token_indices = copy_to_device(selected_starts[1:][state.sampled_chunks] - 1, self.device)
-        token_ids, device_tokens = self._build_token_ids(
-            chunks, batch.token_count, state, all_on_device=continuation is not None
-        )
+        token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
         return PreparedStep(
             plan, chunks, order, batch,
             token_ids=token_ids,
@@ -219,17 +212,7 @@ class ModelRunner:
             prompt_logprob_chunks=prompt_logprob_chunks,
         )  # fmt: skip
 
-    def _continue_last_batch(self, plan: StepPlan) -> OrderedChunks | None:
-        """Return the chunks in order if each computes the token that its sequence drew in the last step, else None."""
-        if self._batch_state is None or not plan.continues_previous:
-            return None
-        chunks, last_batch = plan.chunks, self._batch_state.last_batch
-        count, last_lens = len(chunks), last_batch.context_lens
-        assert (chunks[0].start, chunks[-1].start) == (last_lens[0], last_lens[-1])
-        query_starts = last_batch.query_starts if last_batch.decode_count == count else np.arange(count + 1)
-        return OrderedChunks(chunks, range(count), RaggedBatch(query_starts, last_lens + 1, last_lens, count))
-
-    def _update_batch_state(self, chunks: Items[Chunk], batch: RaggedBatch) -> list[int]:
+    def _update_batch_state(self, chunks: Items[Chunk]) -> list[int]:
         """Make the batch state anew unless it is that of these chunks. Returns the rows that are new to a sequence."""
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
@@ -238,13 +221,11 @@ class ModelRunner:
             return []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
-        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows, batch)
+        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows)
         return new_rows
 
-    def _make_batch_state(
-        self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray, batch: RaggedBatch
-    ) -> BatchState:
-        """Make all that depends on the sequences alone. `batch`: that of the step."""
+    def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
+        """Make all that depends on the sequences alone."""
         device_rows = copy_to_device(rows, self.device)
         sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
         if len(sampled_chunks) < len(sequences):
@@ -261,7 +242,6 @@ class ModelRunner:
             sampled_device_rows=sampled_device_rows,
             sampling_batch=sampling_batch,
             has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
-            last_batch=batch,
         )
 
     def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
@@ -272,14 +252,14 @@ class ModelRunner:
         return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
 
     def _build_token_ids(
-        self, chunks: Items[Chunk], token_count: int, state: BatchState, *, all_on_device: bool
+        self, chunks: Items[Chunk], token_count: int, state: BatchState
     ) -> tuple[Tensor, DeviceTokens | None]:
         """Return the tokens that the host knows, and where the device puts the others."""
-        if all_on_device:
-            token_ids = torch.empty(token_count, dtype=torch.int64, device=self.device)
-            return token_ids, DeviceTokens(None, state.device_rows)
         # A chunk on the device has one token and stands before longer chunks: its index is that of its token, too.
         chunks_on_device = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
+        if len(chunks_on_device) == token_count:
+            token_ids = torch.empty(token_count, dtype=torch.int64, device=self.device)
+            return token_ids, DeviceTokens(None, state.device_rows)
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]

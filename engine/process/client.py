@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Literal, cast
 
 import msgspec
@@ -309,7 +308,7 @@ class EngineClient(asyncio.Protocol):
             self.publisher_stats = report.publisher_stats
             self.simulation_lag = report.simulation_lag
         streams = self._stream_by_request_id
-        for output in chain(report.outputs, report.decoded_tokens or ()):
+        for output in report.outputs:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue  # aborted here while the step that produced this was running

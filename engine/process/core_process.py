@@ -20,10 +20,9 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from msgspec.structs import replace
 
 from engine.assembly import AssembledEngine, assemble
 from engine.config import EngineConfig
@@ -42,7 +41,7 @@ from engine.messages import (
     encode_frame,
     split_output,
 )
-from engine.types import DecodedTokens, FinishReason, RunnerLostError, SequenceOutput
+from engine.types import FinishReason, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
@@ -142,12 +141,12 @@ class CoreLoop:
         while not core_socket.is_closed:
             is_busy = core.has_work
             if not is_busy and not is_idle_reported:
-                core_socket.send(self._make_report([], (), with_stats=True))
+                core_socket.send(self._make_report([], with_stats=True))
                 is_idle_reported = True
             for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
                 self._execute_command(command)
             rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
-            outputs: Collection[SequenceOutput] = ()
+            outputs: list[SequenceOutput] = []
             if core.has_work:
                 is_idle_reported = False
                 outputs = core.step(time.monotonic())
@@ -159,14 +158,12 @@ class CoreLoop:
                 stats_due_s = now_s + STATS_PERIOD_S
             if rejected_outputs or outputs or is_stats_due:
                 self._send_long_outputs(outputs)
-                core_socket.send(self._make_report(rejected_outputs, outputs, with_stats=is_stats_due))
+                core_socket.send(self._make_report([*rejected_outputs, *outputs], with_stats=is_stats_due))
             else:
                 core_socket.flush()
 
-    def _send_long_outputs(self, outputs: Collection[SequenceOutput]) -> None:
+    def _send_long_outputs(self, outputs: list[SequenceOutput]) -> None:
         """Send all parts of long outputs except the last, each in one message, and leave the last part in `outputs`."""
-        if isinstance(outputs, DecodedTokens):
-            return
         for output in outputs:
             if output.prompt_logprobs is not None:
                 *parts, last = split_output(output)
@@ -174,20 +171,12 @@ class CoreLoop:
                     self._core_socket.send(StepOutputs([part]))
                 output.prompt_logprobs = last.prompt_logprobs
 
-    def _make_report(
-        self, rejected_outputs: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool
-    ) -> StepOutputs:
+    def _make_report(self, outputs: list[SequenceOutput], *, with_stats: bool) -> StepOutputs:
         """Return the message of a step, with statistics if they are due."""
-        decoded_tokens = outputs if isinstance(outputs, DecodedTokens) else None
-        report = StepOutputs(
-            [*rejected_outputs, *(outputs if decoded_tokens is None else ())], decoded_tokens=decoded_tokens
-        )
         if not with_stats:
-            return report
+            return StepOutputs(outputs)
         publisher_stats = None if self._publisher is None else self._publisher.stats
-        return replace(
-            report, stats=self._core.stats(), publisher_stats=publisher_stats, simulation_lag=self._get_simulation_lag()
-        )
+        return StepOutputs(outputs, self._core.stats(), publisher_stats, self._get_simulation_lag())
 
     def _execute_command(self, command: Command) -> None:
         """Execute a command, and send its reply if it has one."""

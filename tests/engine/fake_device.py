@@ -27,7 +27,6 @@ from engine.types import (
     CopyDirection,
     Request,
     SamplingParams,
-    Sequence,
     SequenceOutput,
     StepPlan,
     StepResult,
@@ -103,7 +102,6 @@ class FakeDevice:
         self.plans: list[list[tuple[str, int, int]]] = []
         self.computed_tokens = 0
         self._row_allocator = RowAllocator()
-        self._last_sequences: list[Sequence] = []
         layout = SimpleNamespace(block_size=block_size)
         self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
         self._queue: deque[SubmittedStep] = deque()
@@ -114,11 +112,7 @@ class FakeDevice:
         return self.submit(plan)()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        if plan.continues_previous:
-            assert all(chunk.token_on_device for chunk in plan.chunks)
-            assert [chunk.seq for chunk in plan.chunks] == self._last_sequences
-        self._last_sequences = [chunk.seq for chunk in plan.chunks]
-        rows, new = self._row_allocator.assign(self._last_sequences)
+        rows, new = self._row_allocator.assign([chunk.seq for chunk in plan.chunks])
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
             table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count, plan.table_version)
@@ -140,7 +134,6 @@ class FakeDevice:
         if isinstance(submitted_step.result, Exception):
             self._queue.clear()
             self._row_allocator.clear()
-            self._last_sequences = []
             raise submitted_step.result
         assert submitted_step.result is not None
         return submitted_step.result

@@ -16,10 +16,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine.active_requests import ActiveRequests
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.cache.step_log import StepLog
-from engine.decode_batch import DecodeBatch
 from engine.execution.block_tables import BlockTables, RowAllocator
+from engine.request_entry import RequestEntry
 from engine.scheduler import Scheduler
-from engine.types import StepPlan
 
 pytestmark = pytest.mark.long
 
@@ -117,48 +116,14 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
     patch.setattr(Scheduler, "add", add)
 
 
-def decoders_ask_a_step_late(patch: Patch) -> None:
-    real = DecodeBatch._schedule_check
+def a_decoding_request_is_checked_a_step_late(patch: Patch) -> None:
+    real = RequestEntry.set_next_check
 
-    def schedule_check(self: DecodeBatch, entry: Any) -> None:
-        self._steps_made += 1
-        real(self, entry)
-        self._steps_made -= 1
+    def set_next_check(self: RequestEntry, position: int, block_size: int) -> None:
+        real(self, position, block_size)
+        self.next_check_position += 1
 
-    patch.setattr(DecodeBatch, "_schedule_check", schedule_check)
-
-
-def decoders_do_not_stop(patch: Patch) -> None:
-    real = DecodeBatch.__init__
-
-    def init(self: DecodeBatch, entries: Any) -> None:
-        real(self, entries)
-        self._stop_token_ids = frozenset()
-
-    patch.setattr(DecodeBatch, "__init__", init)
-
-
-def decoders_do_not_end(patch: Patch) -> None:
-    real = DecodeBatch.append_tokens
-
-    def append_tokens(self: DecodeBatch, tokens: list[int]) -> Any:
-        self._next_check_length = 10**9
-        return real(self, tokens)
-
-    patch.setattr(DecodeBatch, "append_tokens", append_tokens)
-
-
-def decoders_outlive_one_of_them(patch: Patch) -> None:
-    real = Scheduler._repeat_decodes
-
-    def repeat_decodes(self: Scheduler, decode_batch: DecodeBatch) -> StepPlan | None:
-        running, self._requests.running = self._requests.running, decode_batch.entries
-        try:
-            return real(self, decode_batch)
-        finally:
-            self._requests.running = running
-
-    patch.setattr(Scheduler, "_repeat_decodes", repeat_decodes)
+    patch.setattr(RequestEntry, "set_next_check", set_next_check)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [
@@ -171,10 +136,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     one_checkpoint_at_a_time,
     a_state_is_resumed_from_in_the_step_that_takes_it,
     the_length_is_not_foreseen,
-    decoders_ask_a_step_late,
-    decoders_do_not_stop,
-    decoders_do_not_end,
-    decoders_outlive_one_of_them,
+    a_decoding_request_is_checked_a_step_late,
 ]
 
 
