@@ -107,7 +107,7 @@ class ActiveRequests:
         """Forget the id of a request that ends, and return the request; None if there is none (any more)."""
         return self._entry_by_id.pop(request_id, None)
 
-    def end(self, entry: RequestEntry) -> None:
+    def end_after_its_steps(self, entry: RequestEntry) -> None:
         """Remove a request now, or mark it as ended while a step with it is in flight."""
         if any(step.has_request(entry) for step in self._steps_in_flight):
             entry.has_ended, entry.next_check_position = True, 0
@@ -142,14 +142,14 @@ class ActiveRequests:
         for entry, chunk, token_id in zip(step.entries, step.plan.chunks, result.sampled_tokens):  # the hot loop
             index += 1
             if entry.has_ended:
-                self.end(entry)
+                self.end_after_its_steps(entry)
                 continue
             if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
             if failure_by_chunk and (failure_message := failure_by_chunk.get(index)) is not None:
-                self.end(entry)
+                self.end_after_its_steps(entry)
                 outputs.append(self.make_error_output(entry, failure_message))
                 outputs[-1].is_client_error = True
                 continue
@@ -161,7 +161,7 @@ class ActiveRequests:
                 entry.add_prompt_results(output)
             may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
             if may_end and entry.set_finish_reason(token_id, output):
-                self.end(entry)
+                self.end_after_its_steps(entry)
                 self.take(entry.request_id)
                 self._totals.finished_requests += 1
             outputs.append(output)

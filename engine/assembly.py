@@ -156,6 +156,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         grammars=grammars,
         get_copy_s=executor.get_copy_s,
         transfers=transfers,
+        model_memory=executor.model_memory,
     )
     return AssembledEngine(core, info, publisher, executor, grammars)
 

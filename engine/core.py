@@ -185,11 +185,12 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         get_copy_s: Callable[[], float] = lambda: 0.0,
         transfers: Transfers | None = None,
+        model_memory: ModelMemory | None = None,
     ) -> None:
         """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
-        `grammars`: those of constrained answers; None: no request may have a constraint.
-        `get_copy_s`: see Executor. `transfers`: moves blocks from and to peers; None: there are none.
+        `grammars`: those of constrained answers; None: no request may have a constraint. `get_copy_s`: see Executor.
+        `transfers`: moves blocks from and to peers; None: there are none. `model_memory`: None: never changed.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -203,6 +204,8 @@ class EngineCore:
         self._grammars = grammars
         self._get_copy_s = get_copy_s
         self.transfers: Transfers = NoTransfers() if transfers is None else transfers
+        self._model_memory = model_memory
+        self._is_asleep = False
         self._preparing_requests: dict[str, _PreparingRequest] = {}
         """Request id -> request that waits for its grammar or for blocks of a peer."""
         self._step_count = 0
@@ -243,7 +246,7 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
 
-        A request in a step in flight keeps its blocks until the step is applied. Its computed blocks stay cached.
+        A request that still waits leaves nothing behind. What a running one leaves: see `Scheduler.abort`.
         """
         outputs = (self._abort_request(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
@@ -344,6 +347,47 @@ class EngineCore:
         self.transfers.abandon_pulls()
         self.scheduler.cache.reset()
         self._publish_events()
+
+    def sleep(self, level: int) -> None:
+        """Give memory up until `wake`: that of the cache, and of weights as `ModelMemory.sleep` says.
+
+        All cached prefixes are lost, and that is published. Nothing here refuses a request meanwhile: the HTTP process
+        does. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
+        """
+        self._get_model_memory(asleep=False).sleep(level)
+        self._is_asleep = True
+        self.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """End the sleep with an empty cache. Raises as `ModelMemory.wake` does, and ValueError unless asleep."""
+        self._get_model_memory(asleep=True).wake()
+        self._is_asleep = False
+        self._forget_old_weights(None)
+
+    def reload_weights(self, path: str | None) -> None:
+        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `ModelMemory.reload` does.
+
+        All cached prefixes are lost. Raises ValueError while there are requests, or while asleep.
+        """
+        self._get_model_memory(asleep=False).reload(path)
+        self._forget_old_weights(path)
+
+    def _get_model_memory(self, *, asleep: bool) -> ModelMemory:
+        """Return the model's memory for an operation that needs the engine to be idle, and asleep or awake.
+
+        `asleep`: which of these two. Raises ValueError if the engine is in another state.
+        """
+        assert self._model_memory is not None
+        if self.has_requests:
+            raise ValueError("sequences are running")
+        if self._is_asleep != asleep:
+            raise ValueError(f"the engine is {'asleep' if self._is_asleep else 'awake'}")
+        return self._model_memory
+
+    def _forget_old_weights(self, path: str | None) -> None:
+        """Drop all KV that other weights computed. `path`: folder of the present ones; None: the last one."""
+        self.transfers.change_weights(path)
+        self.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Return gauges at this time, and totals since the start."""

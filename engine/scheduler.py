@@ -92,15 +92,17 @@ class Scheduler:
         self._requests.add(entry)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request at any time; None if there is no such request (any more).
+        """End a request at any time, and return its last output; None if there is no such request (any more).
 
-        While a step with the request is in flight its blocks stay, because others of the step may share them; `apply`
-        releases the blocks.
+        A waiting request leaves nothing behind. The named blocks of a running request stay cached for other prompts.
+        While a step with the request is in flight, its sequence keeps running as an ended one: it holds its blocks,
+        which others of the step may share, no further step computes it, and it gets no output. `apply` announces the
+        blocks of that step as usual, and then releases all blocks of the sequence.
         """
         entry = self._requests.take(request_id)
         if entry is None:
             return None
-        self._requests.end(entry)
+        self._requests.end_after_its_steps(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     # ------------------------------------------------------------------ planning a step
@@ -281,7 +283,7 @@ class Scheduler:
         outputs = self._requests.append_tokens(step, result)
         for entry in step.loading_entries:
             if entry.has_ended:
-                self._requests.end(entry)
+                self._requests.end_after_its_steps(entry)
         self.totals.generated_tokens += len(outputs) - len(result.failure_by_chunk)
         return outputs
 

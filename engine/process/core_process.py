@@ -124,9 +124,6 @@ class CoreLoop:
 
     def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = engine.core
-        self._executor = engine.executor
-        self._sleep_level: int | None = None
-        """Level of the last `sleep`; None: the engine is awake."""
         self._get_simulation_lag = engine.executor.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
@@ -201,24 +198,15 @@ class CoreLoop:
 
     def _change_weights(self, change: ChangeWeights) -> str | None:
         """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""
-        if self._core.has_requests:
-            return f"{change.operation}: sequences are running"
-        if (self._sleep_level is None) == (change.operation == "wake"):
-            return f"{change.operation}: the engine is {'awake' if self._sleep_level is None else 'asleep'}"
         try:
             if change.operation == "sleep":
-                self._executor.model_memory.sleep(change.level)
-                self._sleep_level = change.level
+                self._core.sleep(change.level)
             elif change.operation == "wake":
-                self._executor.model_memory.wake()
-                self._sleep_level = None
+                self._core.wake()
             else:
-                self._executor.model_memory.reload(change.path)
+                self._core.reload_weights(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.operation}: {error}"
-        if change.operation != "sleep":
-            self._core.transfers.change_weights(change.path)
-        self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
         return None
 
 
