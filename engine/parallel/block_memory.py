@@ -11,9 +11,10 @@ from engine.types import BlockCopy, BlockPlace
 
 
 class RankedBlockMemory:
-    """A `BlockMemory` of all ranks. `copier`: that of rank 0."""
+    """Implements `BlockMemory` on all ranks together."""
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
+        """`copier`: that of rank 0."""
         self._leader = leader
         self._copier = copier
 
@@ -22,13 +23,15 @@ class RankedBlockMemory:
 
     def execute(self, block_copies: Sequence[BlockCopy]) -> None:
         if block_copies:
-            self._leader.broadcast(CopyBlocks(list(block_copies)))
-            self._copier.execute(block_copies)
+            with self._leader.hold_ranks():
+                self._leader.broadcast(CopyBlocks(list(block_copies)))
+                self._copier.execute(block_copies)
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
-        self._leader.broadcast(ReadBlocks(list(places)))
-        own_parts = self._copier.read_blocks(places)
-        parts_by_rank = [own_parts, *(memoryview(parts) for parts in self._leader.receive_block_parts())]
+        with self._leader.hold_ranks():
+            self._leader.broadcast(ReadBlocks(list(places)))
+            own_parts = self._copier.read_blocks(places)
+            parts_by_rank = [own_parts, *(memoryview(parts) for parts in self._leader.receive_block_parts())]
         contents = bytearray()
         start = 0
         for place in places:
@@ -47,5 +50,6 @@ class RankedBlockMemory:
                 parts += contents[start : start + part_bytes]
                 start += part_bytes
         own_parts, *followers_parts = parts_by_rank
-        self._leader.send_each([WriteBlocks(list(places), bytes(parts)) for parts in followers_parts])
-        self._copier.write_blocks(places, memoryview(own_parts))
+        with self._leader.hold_ranks():
+            self._leader.send_each([WriteBlocks(list(places), bytes(parts)) for parts in followers_parts])
+            self._copier.write_blocks(places, memoryview(own_parts))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -186,7 +186,7 @@ class Leader:
         )
         self._encoder = msgspec.msgpack.Encoder()
         self._plan_encoder = PlanEncoder()
-        self._step_lock = threading.Lock()
+        self._operation_lock = threading.Lock()
         self._is_joined = False
         self._is_closing = False
         self._lost_reason: str | None = None
@@ -253,14 +253,23 @@ class Leader:
             parts.append(reply.contents)
         return parts
 
+    @contextlib.contextmanager
+    def hold_ranks(self) -> Iterator[None]:
+        """Hold all ranks for one operation that they do together. Any error of it becomes RunnerLostError.
+
+        After an error the ranks may be at different points of the operation.
+        """
+        with self._operation_lock:
+            try:
+                yield
+            except Exception as error:
+                raise self.make_lost_error(error) from error
+
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
-        with self._step_lock:
+        with self.hold_ranks():
             self.broadcast(self._plan_encoder.encode(plan))
-            try:
-                return runner.execute(plan)
-            except Exception as error:  # after any error the ranks may be at different points of the step
-                raise self.make_lost_error(error) from error
+            return runner.execute(plan)
 
     def make_lost_error(self, error: Exception) -> RunnerLostError:
         """Return the error that ends the engine after `error`: with a follower's exit as the reason, if one exited."""
@@ -303,12 +312,12 @@ class Leader:
 
     def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
         follower.process.wait()
-        has_step_lock = self._step_lock.acquire(timeout=GRACE_S)  # a step that fails says so itself
+        has_lock = self._operation_lock.acquire(timeout=GRACE_S)  # an operation that fails says so itself
         if self._lost_reason is None and not self._is_closing:
             self._lost_reason = self._find_exit_reason() or follower.describe_exit()
             on_lost(self._lost_reason)
-        if has_step_lock:
-            self._step_lock.release()
+        if has_lock:
+            self._operation_lock.release()
 
     def _find_exit_reason(self) -> str | None:
         """Return how a follower exited; None: none has. A follower that was killed comes before one that failed."""
