@@ -7,6 +7,7 @@ and must be closed. Torch is imported only to load a real model.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,63 +79,41 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
         tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
     executor = load_executor(config, folder)
-    grammars = None
-    try:
-        eos_token_ids = tokenizer.eos_token_ids
+    with ExitStack() as close_on_error:
+        close_on_error.callback(executor.close)
+        grammars = None
         no_constraint_reason = find_unsupported_reason(tokenizer)
         if no_constraint_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
-        spec = executor.cache_spec
-        cache = KVCache(
-            spec,
-            executor.unit_count,
-            enable_prefix_caching=config.enable_prefix_caching,
-            step_tokens_max=executor.step_tokens_max,
-            adaptive_eviction=config.eviction_policy == "adaptive",
-            host_unit_count=executor.host_unit_count,
-            load_bytes_max=executor.load_bytes_max,
-        )
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),
-            max_num_batched_tokens=executor.step_tokens_max,
-            max_model_len=executor.max_model_len,
-            eos_token_ids=frozenset(eos_token_ids),
-            target_prefill_tokens=executor.target_prefill_tokens,
-            prefill_order=config.prefill_order,
-        )
-        scheduler = Scheduler(scheduler_config, cache)
-        runner = executor.make_runner(tuple(eos_token_ids), grammars)
-        groups = make_group_infos(spec)
-        transfers = None
-        if config.kv_transfer.port is not None:
-            transfers = start_transfers(
-                config,
-                folder,
-                cache,
-                executor.get_block_memory,
-                arithmetic=f"{executor.dtype} on {executor.device.partition(':')[0]}",
-                simulated_link=executor.simulated_link,
-            )
+            close_on_error.callback(grammars.close)
+        scheduler = _make_scheduler(config, executor, frozenset(tokenizer.eos_token_ids))
+        runner = executor.make_runner(tuple(tokenizer.eos_token_ids), grammars)
+        transfers = _start_transfers(config, folder, scheduler.cache, executor)
+        if transfers is not None:
+            close_on_error.callback(transfers.close)
+        groups = make_group_infos(executor.cache_spec)
         publisher = None
         if config.kv_events.is_enabled:
-            publisher = EventPublisher(
-                config.kv_events,
-                model=name,
-                block_size=config.block_size,
-                groups=tuple(groups),
-            )
-    except BaseException:
-        executor.close()
-        if grammars is not None:
-            grammars.close()
-        raise
+            publisher = EventPublisher(config.kv_events, model=name, block_size=config.block_size, groups=tuple(groups))
+        close_on_error.pop_all()
+    core = EngineCore(
+        scheduler,
+        runner,
+        _discard if publisher is None else publisher.publish,
+        overlaps_steps=executor.overlaps_steps,
+        grammars=grammars,
+        get_copy_s=executor.get_copy_s,
+        transfers=transfers,
+        model_memory=executor.model_memory,
+    )
+    blocks_per_unit = executor.cache_spec.blocks_per_unit(0)
     info = CoreInfo(
         model_name=name,
         model_path=str(folder),
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
-        num_blocks=executor.unit_count * spec.blocks_per_unit(0),
-        num_host_blocks=executor.host_unit_count * spec.blocks_per_unit(0),
+        num_blocks=executor.unit_count * blocks_per_unit,
+        num_host_blocks=executor.host_unit_count * blocks_per_unit,
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
@@ -147,18 +126,43 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         script=executor.script_turns,
         kv_transfer_port=None if transfers is None else transfers.port,
     )
-    publish = _discard if publisher is None else publisher.publish
-    core = EngineCore(
-        scheduler,
-        runner,
-        publish,
-        overlaps_steps=executor.overlaps_steps,
-        grammars=grammars,
-        get_copy_s=executor.get_copy_s,
-        transfers=transfers,
-        model_memory=executor.model_memory,
-    )
     return AssembledEngine(core, info, publisher, executor, grammars)
+
+
+def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: frozenset[int]) -> Scheduler:
+    """Make the scheduler and its cache, of the sizes that were found when the model was loaded."""
+    cache = KVCache(
+        executor.cache_spec,
+        executor.unit_count,
+        enable_prefix_caching=config.enable_prefix_caching,
+        step_tokens_max=executor.step_tokens_max,
+        adaptive_eviction=config.eviction_policy == "adaptive",
+        host_unit_count=executor.host_unit_count,
+        load_bytes_max=executor.load_bytes_max,
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),
+        max_num_batched_tokens=executor.step_tokens_max,
+        max_model_len=executor.max_model_len,
+        eos_token_ids=eos_token_ids,
+        target_prefill_tokens=executor.target_prefill_tokens,
+        prefill_order=config.prefill_order,
+    )
+    return Scheduler(scheduler_config, cache)
+
+
+def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executor: Executor) -> KVTransfers | None:
+    """Start to give blocks to peers and to take theirs; None without --kv-transfer."""
+    if config.kv_transfer.port is None:
+        return None
+    return start_transfers(
+        config,
+        folder,
+        cache,
+        executor.get_block_memory,
+        arithmetic=f"{executor.dtype} on {executor.device.partition(':')[0]}",
+        simulated_link=executor.simulated_link,
+    )
 
 
 def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, block_tokens: int) -> EventSource:

@@ -39,9 +39,6 @@ from kernels.transfer import copy_to_device
 _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
-PRECOMPUTED_STEPS = 16
-"""Number of steps for which uniform numbers are made at once."""
-
 
 def compute_uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each pair of a mixed seed, which is a request's own, and an output position."""
@@ -102,12 +99,6 @@ class SamplingBatch:
     """Mixed seed of each of the `random_rows`."""
     settings: DrawSettings
     """Settings of the draw. Their uniform numbers are 0; those of each step replace them."""
-    precomputed_uniforms: tuple[IntArray, Tensor] | None = None
-    """(positions, [steps, rows] uniform numbers): row i is for the step at these positions plus i."""
-    active_ban_count: int = 0
-    """Number of the `min_token_bans` that `banned_indices` has."""
-    banned_indices: Tensor | None = None
-    """Indices into the flat logits that min_tokens banned in the last step."""
 
 
 @dataclass(slots=True)
@@ -179,13 +170,8 @@ class Sampler:
 
     def _find_banned_indices(self, batch: SamplingBatch, positions: IntArray) -> Tensor | None:
         """Return indices into the flat logits of the tokens that min_tokens bans at these output positions."""
-        active_bans = [ban for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
-        if len(active_bans) != batch.active_ban_count:  # bans only end
-            batch.active_ban_count, batch.banned_indices = len(active_bans), None
-            if active_bans:
-                indices = np.concatenate([ban.banned_indices for ban in active_bans])
-                batch.banned_indices = copy_to_device(indices, self._device)
-        return batch.banned_indices
+        indices = [ban.banned_indices for ban in batch.min_token_bans if positions[ban.row] < ban.min_tokens]
+        return copy_to_device(np.concatenate(indices), self._device) if indices else None
 
     def _make_mask_requests(
         self, batch: SamplingBatch, ends: IntArray, positions: npt.NDArray[np.int64]
@@ -202,20 +188,12 @@ class Sampler:
         return mask_requests
 
     def _make_uniforms(self, batch: SamplingBatch, positions: IntArray) -> Tensor:
-        """Return uniform numbers, [rows] fp64 in [0, 1), 0 for greedy rows. A repeated batch has some in advance."""
-        if batch.precomputed_uniforms is not None:
-            first_positions, uniforms = batch.precomputed_uniforms
-            step = int(positions[0] - first_positions[0])
-            if 0 <= step < len(uniforms) and (positions - first_positions == step).all():
-                return uniforms[step, : len(positions)]
-        steps = np.arange(1 if batch.precomputed_uniforms is None else PRECOMPUTED_STEPS)
-        # Rows of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
-        host_uniforms = np.zeros((len(steps), -(-len(positions) // 2) * 2))
-        host_uniforms[:, batch.random_rows] = compute_uniforms(
-            batch.mixed_seeds, (positions[batch.random_rows] + steps[:, None]).astype(np.uint64)
+        """Return uniform numbers, [rows] fp64 in [0, 1), 0 for greedy rows."""
+        host_uniforms = np.zeros(len(positions))
+        host_uniforms[batch.random_rows] = compute_uniforms(
+            batch.mixed_seeds, positions[batch.random_rows].astype(np.uint64)
         )
-        batch.precomputed_uniforms = positions, copy_to_device(host_uniforms, self._device)
-        return batch.precomputed_uniforms[1][0, : len(positions)]
+        return copy_to_device(host_uniforms, self._device)
 
     def start_masks(self, inputs: SamplingInputs, read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
         """Begin to make the masks of constrained rows. `read_last_tokens`: as in `Masks.submit`."""
