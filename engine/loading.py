@@ -60,7 +60,8 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         return _load_rank(config, folder, None)
     from engine.parallel.ranks import Leader  # imports torch.distributed
 
-    select_rank_device(config, 0)  # raises its errors before any process is started, as does the next line
+    # A wrong configuration ends here, before any process is started.
+    select_rank_device(config, 0)
     build_model(HfConfig.read(folder), Shard(0, config.tensor_parallel_size))
     leader = Leader(config.tensor_parallel_size)
     try:

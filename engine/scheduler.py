@@ -275,7 +275,7 @@ class Scheduler:
     # ------------------------------------------------------------------ results of a step
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take in the result of the oldest step: commit its blocks, append tokens, end what is finished."""
+        """Apply the result of the oldest step: commit its blocks, append its tokens, and end finished requests."""
         step = self._steps_in_flight.popleft()
         assert plan is step.plan
         assert len(result.sampled_tokens) == len(plan.chunks)

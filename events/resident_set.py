@@ -44,7 +44,7 @@ BlockKey = tuple[int | None, str | None, BlockName]
 class ResidentSet:
     """Set of resident blocks, to which events are applied in stream order.
 
-    Events that our engine never sends are skipped and raised as InvariantError.
+    An event that contradicts the set, which our engine never sends, is an InvariantError.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class ResidentSet:
         if isinstance(event, BlockStored):
             self._store(event)
         elif isinstance(event, BlockRemoved):
-            for name in event.block_hashes:
-                if self._block_by_key.pop((event.group_idx, event.medium, name), None) is None:
-                    raise InvariantError(f"removed block {name!r} of group {event.group_idx} was not resident")
+            for block_name in event.block_hashes:
+                if self._block_by_key.pop((event.group_idx, event.medium, block_name), None) is None:
+                    raise InvariantError(f"removed block {block_name!r} of group {event.group_idx} was not resident")
         elif isinstance(event, AllBlocksCleared):
             self._block_by_key.clear()
 
@@ -102,9 +102,9 @@ class ResidentSet:
 
 
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
-    """Yield Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
+    """Yield Stored events that rebuild `blocks`. Parents come before children, so a reader can link each block at once.
 
-    Neighbours that continue each other are joined into one event of at most MAX_BLOCKS_PER_EVENT blocks.
+    Consecutive blocks of one prefix share an event, of at most MAX_BLOCKS_PER_EVENT blocks.
     """
     joined_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):

@@ -312,10 +312,10 @@ class Kernels(Protocol):
 
 @runtime_checkable
 class FixedPlanKernels(Protocol):
-    """Optional operations: tables that stay on the device, and plans of fixed shape, refilled in place.
+    """Operations that a backend may add so that decode steps can be recorded, as CUDA graphs.
 
-    With these a decode step can be recorded. A new fixed plan holds only padding: sequences without context, slot or
-    state, which change nothing.
+    Their plans have a fixed shape and are refilled in place; block tables stay on the device. A new plan holds only
+    padding: sequences without context, slot or state, which change nothing.
     """
 
     def plan_with_device_table(
@@ -325,7 +325,7 @@ class FixedPlanKernels(Protocol):
         ...
 
     def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
-        """Make a plan for `attention` of up to `sequences` decoding sequences of up to `blocks` blocks."""
+        """Make a plan for `attention` of up to `max_sequences` decoding sequences of up to `blocks` blocks."""
         ...
 
     def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
@@ -333,7 +333,7 @@ class FixedPlanKernels(Protocol):
         ...
 
     def make_fixed_state_plan(self, max_sequences: int) -> Any:
-        """Make a plan for the recurrent operations of up to `sequences` decoding sequences."""
+        """Make a plan for the recurrent operations of up to `max_sequences` decoding sequences."""
         ...
 
     def refill_state_plan(self, plan: Any, units: IntArray) -> None:

@@ -52,12 +52,13 @@ class ConfigField:
     value_type: Any
     """Type of the field, without None."""
     annotation_marks: tuple[str, ...]
-    """Those of ROOT, SECRET, FILE and FOLDER that the annotation has."""
+    """Marks in the annotation, out of ROOT, SECRET, FILE and FOLDER."""
     help_text: str
-    """One sentence, for `--help` and for the reference."""
+    """Sentence for `--help` and for the reference."""
     details: str
-    """Further sentences, for the reference alone."""
+    """Sentences that only the reference shows."""
     flag: Flag | None
+    """Option of the command line; None if the field has none."""
     is_section: bool
     """Whether the field's type is a configuration class itself."""
 

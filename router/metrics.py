@@ -25,7 +25,7 @@ OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
 
 
 class Histogram:
-    """Cumulative on export, plain counts while observing."""
+    """Histogram of Prometheus, whose counts are added up only when it is exported."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds

@@ -267,6 +267,7 @@ class SimWorker:
         self.decoding_context_tokens = 0
         self.step_count = 0
         self.wake_s: float | None = None
+        """End of the step, or of the run of decode-only steps, that is computed now; None while the worker is idle."""
         self._chunks: list[tuple[SimSequence, int]] = []
         self._decode_run: tuple[float, int] | None = None
         """Start time and planned steps of a run of decode-only steps, or None.
@@ -281,9 +282,9 @@ class SimWorker:
         self._last_slot_wait_s = -1.0
         """Time at which a request last had to wait for a slot."""
         self._prefill_capacity_used = 0
-        """Prompt tokens that steps have computed, or could have computed while a request waited for a slot."""
+        """Prompt tokens that steps computed, or could have computed while a request waited for a slot."""
         self._unused_prefill_tokens = 0
-        """Prompt tokens that each step of the decode run could have computed for requests that wait for a slot."""
+        """Prompt tokens that one step of the decode run cannot compute, as requests wait for a slot."""
         self.counts = WorkerCounts()
 
     @property

@@ -14,7 +14,7 @@ from engine.types import BlockId, UnitId
 
 
 class BlockKey:
-    """Name of one block of a prefix: its tokens and other keys, and their hash, chained to the blocks before."""
+    """Identity of one block of a prefix: its tokens and other keys. The hash covers all earlier blocks as well."""
 
     __slots__ = ("extra_keys", "hash", "lora_name", "packed_tokens")
 

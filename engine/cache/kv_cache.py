@@ -191,11 +191,14 @@ class KVCache:
         return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Hold the device's blocks of these nodes that the model still reads, and pin those that only the host has."""
+        """Give a sequence the blocks of a cached prefix. Return the blocks that only host memory has, which are pinned.
+
+        Blocks before a sliding window are left out: None stands for them.
+        """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
             first_index = self.windows.first_block_needed(group, len(nodes))
-            blocks += [None] * first_index
+            blocks.extend([None] * first_index)
             seq_blocks.window_starts[group] = first_index
             for node in nodes[first_index:]:
                 block = node.blocks[group]

@@ -129,9 +129,10 @@ class PrefixTree:
         self._unlink(block)
 
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
-        """Evict a cached block; if it is of full attention, with all its descendants, leaves first.
+        """Evict a cached block from the device.
 
-        `keep_on_host`: whether host memory, if there is any, takes the blocks in.
+        A full-attention block takes its descendants with it, leaves first, as a prefix must stay whole.
+        `keep_on_host`: copy the blocks to host memory, if there is any.
         """
         root = block.node
         assert root is not None

@@ -71,16 +71,17 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 class Linear:
-    """Linear layer, x @ W^T + b. W is stacked from the rows of several projections.
+    """Linear layer, x @ W^T + b. Several projections of the checkpoint may be stacked into one matrix W.
 
-    If the inputs are split over ranks, each rank multiplies its own inputs, and the products are added over the ranks.
+    If the inputs are split over ranks, each rank multiplies its own inputs, and a collective adds up the products.
     """
 
     def __init__(
         self, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, bias: bool = False
     ) -> None:
-        """Declare the weights. `rows_by_projection`: name of a projection in the checkpoint -> its number of rows."""
-        weights, biases, row_offset = [], [], 0
+        """Declare the weights. `rows_by_projection` maps a projection's name in the checkpoint to its rows in W."""
+        weights, biases = [], []
+        row_offset = 0
         for name, rows in rows_by_projection.items():
             target_index = (slice(row_offset, row_offset + get_held_size(rows)),)
             weights.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), target_index))

@@ -10,9 +10,10 @@ from engine.models.weights import WeightScope
 
 
 class RoutedMLP:
-    """Softmax router (in fp32), top-k, optional renormalisation, experts with Qwen's names.
+    """Mixture of experts, with the weight names of Qwen's checkpoints. The softmax of the router is computed in fp32.
 
-    Each rank holds a part of the channels of every expert. So all ranks choose the same experts, and have equal work.
+    `renormalise`: scale the weights of the chosen experts so that they add up to 1. Each rank holds a part of the
+    channels of every expert. So all ranks choose the same experts, and have equal work.
     """
 
     def __init__(

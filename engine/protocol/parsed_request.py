@@ -244,8 +244,8 @@ def build_constraint(
 ) -> Constraint | None:
     """Return the constraint on the answer to a body; None if the answer is free. Raises RequestError.
 
-    `reasoning_ids`: ids of the tokens that open and end reasoning, as in `Constraint`.
-    `grammars`: as in `parse_requested_constraint`.
+    `reasoning_ids`: ids of the tokens that open and end reasoning; text before its end is not constrained.
+    `grammars`: tool name -> tool whose input is text in a grammar.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
     if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):

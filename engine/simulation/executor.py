@@ -131,7 +131,10 @@ def _count_host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Return ids of short words that decode and encode to themselves, so that an answer is a prefix hit next turn."""
+    """Return the token ids of short words whose text is encoded to the same ids.
+
+    So an answer, sent back as history, is found in the cache. If there are no such words, any tokens are returned.
+    """
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)
     word_ids: list[int] = []

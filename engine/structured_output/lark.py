@@ -211,9 +211,13 @@ class _LarkWriter:
         return f"({' | '.join(alternatives)})"
 
     def triggered_tags(self, path: str, format: Format, depth: int) -> str:
+        """Return the rule of free text in which a trigger begins a tag, such as a tool call between <tool_call> marks.
+
+        The text is free until a trigger comes. Then one of the tags that begin with that trigger must follow.
+        """
         triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise RequestError(f"{path}: expected tags, and triggers that are texts", param=path)
+            raise RequestError(f"{path}: expected at least one tag, and triggers that are strings", param=path)
         free = self._write_free_text(path, format)
         tag_tails_by_trigger: dict[str, list[str]] = {}
         for number, tag in enumerate(tags):

@@ -137,7 +137,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: Bytes) -> Message:
 
 
 class FrameLengths(NamedTuple):
-    """First bytes of a frame: bytes of its message and of its payload."""
+    """Header of a frame: the sizes of its message and its payload."""
 
     message_bytes: int
     payload_bytes: int

@@ -57,7 +57,7 @@ class HealthRoutes:
     def find_unready_reason(self) -> str | None:
         """Return why the router is not ready for requests; None if it is ready.
 
-        A router that was ready once stays so while a worker is up: a later gap in an event stream is no reason.
+        A router that was ready once stays ready while a worker is up, whatever happens to event streams later.
         """
         if self.is_draining:
             return "draining"

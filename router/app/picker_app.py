@@ -10,7 +10,7 @@ from router.picker.picker_client import PickerClient
 
 
 class PickerApp:
-    """Chooses workers for Envoy, on any path that the gateway lets through."""
+    """Chooses a worker for each request that Envoy asks about, on every path."""
 
     def __init__(self, dispatcher: RequestDispatcher) -> None:
         proxy = dispatcher.proxy
@@ -22,7 +22,7 @@ class PickerApp:
         self._metrics = proxy.metrics
 
     def pick(self, caller: PickerClient, request: HttpRequest) -> None:
-        """Place a request, now or later. Raises RequestError."""
+        """Choose a worker for a request, at once or when its prompt is read. Raises RequestError."""
         caller.tenant = self._keys.find_tenant(caller, request)
         self._dispatcher.dispatch(caller, request, PickExchange)
 

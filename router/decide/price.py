@@ -129,9 +129,9 @@ class PoolLoad(NamedTuple):
     """Sums over the workers of a pool."""
 
     prefill_rate: float
-    """Prefill seconds that this router sends there per second, before `utilisation_decay`."""
+    """Prefill seconds that this router sends there per second; times `utilisation_decay`, the rate now."""
     arrival_rate: float
-    """Requests that this router sends there per second, before `utilisation_decay`."""
+    """Requests that this router sends there per second; times `utilisation_decay`, the rate now."""
     peer_utilisation: float
     """Prefill seconds that other routers send there per second."""
     worker_count: int

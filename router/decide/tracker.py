@@ -106,7 +106,7 @@ class LoadTracker:
         tier_load_s: float = 0.0,
         transfer: tuple[Target, float] | None = None,
     ) -> InFlightRequest:
-        """Count a request that is sent to `target`, and return it; the other methods take it.
+        """Count a request that is sent to `target`. The object that is returned is passed to the other methods.
 
         `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates. `transfer`:
         target that KV comes from, and the time until it has come.

@@ -30,10 +30,10 @@ class AttemptOwner(Protocol):
         """Take further bytes of the answer's body."""
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Handle that the connection ended. `is_stale`: an idle connection was closed while the request was written."""
+        """Handle the end of the connection. `is_stale`: an idle connection was closed while the request was written."""
 
     def attempt_malformed(self, error: ProtocolError) -> None:
-        """Handle that the worker's bytes are no HTTP answer."""
+        """Handle an answer that is not HTTP."""
 
     def crash(self, error: Exception) -> None:
         """End the request, because code that handles it raised `error`."""

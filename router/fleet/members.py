@@ -160,7 +160,7 @@ class Fleet:
         now: Callable[[], float],
         peers: PeerClient | None = None,
     ) -> None:
-        """`peers` are other routers that may have snapshots of a worker's cache."""
+        """`perform`: executes the core's instructions. `peers`: routers that may have snapshots of a worker's cache."""
         self._core = core
         self._peers = peers
         self._prober = prober

@@ -61,10 +61,11 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
 
     dense_layers = set(config.values.get("mlp_only_layers") or [])
     sparse_interval = config.get("decoder_sparse_step", 1)
-    mlps: list[MakeMixer] = [
-        make_dense_mlp if i in dense_layers or (i + 1) % sparse_interval else make_routed_mlp
-        for i in range(decoder.num_layers)
-    ]
+
+    def is_dense(layer: int) -> bool:
+        return layer in dense_layers or (layer + 1) % sparse_interval != 0
+
+    mlps: list[MakeMixer] = [make_dense_mlp if is_dense(i) else make_routed_mlp for i in range(decoder.num_layers)]
     return build_dense_decoder(
         root, config, decoder, attention, window_by_layer=_read_window_by_layer(config, decoder.num_layers), mlps=mlps
     )
