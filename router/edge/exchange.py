@@ -251,6 +251,8 @@ class Exchange:
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
+            if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # vLLM could not fetch the KV
+                proxy.fail_transfer(context, "error", "the decode failed")
             instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
             if not is_final_refusal(instructions, context.request_id):
                 self.close()
@@ -383,6 +385,8 @@ class Exchange:
         ):  # it waits for a worker or a connection: deadlines of the core and the pool apply
             if self._prefill is not None:
                 self._prefill.expire(now)
+        elif head is None and self._prefill is not None and self._prefill.is_worker_lost:
+            self.prefill_failed("lost", "the prefill's worker went down, and its KV may not have been fetched")
         elif head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:

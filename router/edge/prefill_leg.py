@@ -108,6 +108,12 @@ class PrefillLeg:
             self._attempt.start(target)
 
     @property
+    def is_worker_lost(self) -> bool:
+        """Whether the worker that computed the prompt is down or was removed."""
+        worker = self._proxy.core.workers.get(self._source)
+        return worker is None or worker.is_down
+
+    @property
     def holds_kv(self) -> bool:
         """Whether the worker keeps KV of which no decoding worker knows."""
         return self._params is not None and not self._is_taken

@@ -265,6 +265,40 @@ def test_a_decode_worker_that_fails_is_replaced_without_the_old_parameters(edge:
     edge.run(scenario())
 
 
+def test_a_decode_that_cannot_fetch_its_kv_is_not_tried_with_the_same_pair(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        _, prefill, _ = await split_pair(edge, d=edge.reply(b"{}", b"500 Internal Server Error"))
+        raw = json.dumps(PROMPT).encode()
+        assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert prefill.received[1].body == raw
+        assert outcomes(edge) == {"started": 1, "error": 1}
+
+    edge.run(scenario())
+
+
+def test_a_decode_whose_prefill_worker_went_down_begins_anew_without_it(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        nixl, gate = NixlWorkers(edge.now), asyncio.Event()
+
+        async def hang_with_kv(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if b"kv_transfer_params" in request.body:
+                await gate.wait()
+            await nixl.decode(request, reader, writer)
+
+        _, _, decode = await split_pair(edge, d=hang_with_kv)
+        raw = json.dumps(PROMPT).encode()
+        answer = asyncio.ensure_future(edge.exchange(make_post(raw, b"/v1/completions")))
+        await edge.until(lambda: decode.received)
+        edge.proxy.perform(edge.core.mark_worker_down("p", edge.now(), "no answer to /health"))
+        assert body_of(await answer)["choices"] == [{"text": text_for(PROMPT)}]
+        assert decode.received[1].body == raw
+        assert outcomes(edge) == {"started": 1, "lost": 1}
+        decode.script = nixl.decode
+        gate.set()
+
+    edge.run(scenario())
+
+
 def test_an_error_of_the_decode_worker_reaches_the_client(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await split_pair(edge, d=edge.reply(b'{"error":{"message":"too long"}}', b"400 Bad Request"))
