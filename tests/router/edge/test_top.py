@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from router.app.cli import cli
-from router.commands.top import COLUMNS, format_summary, make_table_rows
+from router.commands.top import COLUMNS, WorkerRow, format_summary, make_table_rows
 
 GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 
 
 def told(*workers: dict[str, Any], routed: int = 0) -> dict[str, Any]:
     rest: dict[str, Any] = {"in_flight": 3, "queued": 1, "counters": {"routed": routed}}
-    return {"workers": list(workers), **rest, "index": {"entries": 12_345, "memory_bytes": 3 << 20}}
+    return {"workers": list(workers), **rest}
 
 
 def worker(name: str, **values: Any) -> dict[str, Any]:
@@ -29,26 +29,36 @@ def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
     before = told(worker("a", routed_requests=10), routed=10)
     now = told(worker("a", routed_requests=30, predicted_cached_tokens=4096), worker("b", routed_requests=7), routed=37)
     first, second = make_table_rows(now, before, 2.0)
-    assert dict(zip(COLUMNS, first))["requests/s"] == "10.0"
-    assert dict(zip(COLUMNS, first))["predicted"] == "4,096"
-    assert dict(zip(COLUMNS, first))["reported"] == "-"
-    assert dict(zip(COLUMNS, second))["requests/s"] == "-", "it was not there before"
-    assert format_summary(now, before, 2.0).startswith(
-        "Healthy: 2 up; 13.5 requests/s, 3 in flight, 1 queued, index 12,345 blocks in 3 MiB"
-    )
+    assert dict(zip(COLUMNS, first.cells))["req/s"] == "10.0"
+    assert dict(zip(COLUMNS, first.cells))["predicted"] == "4,096"
+    assert dict(zip(COLUMNS, first.cells))["reported"] == "-"
+    assert dict(zip(COLUMNS, second.cells))["req/s"] == "-", "it was not there before"
+    summary = "Healthy: 2 up; 13.5 requests/s, 3 in flight, 1 queued; 2,048 cached tokens/s"
+    assert format_summary(now, before, 2.0) == summary
+    assert format_summary(now, None, 0.0).endswith("- cached tokens/s")
+
+
+def test_saved_tokens_are_the_reported_ones_where_some_are_reported() -> None:
+    before = told(worker("a", predicted_cached_tokens=50, reported_cached_tokens=40), worker("b"))
+    now = told(worker("a", predicted_cached_tokens=90, reported_cached_tokens=60), worker("b"))
+    assert format_summary(now, before, 2.0).endswith("; 10 cached tokens/s")
 
 
 def test_the_busiest_come_first_where_that_is_asked_for() -> None:
     now = told(
         worker("a", queue_s=0.1, routed_requests=9), worker("b", queue_s=2.0), {"worker_id": "c", "state": "starting"}
     )
-    assert [row[0] for row in make_table_rows(now, None, 0.0, "load")] == ["b", "a", "c"]
-    assert make_table_rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
+    assert [row.cells[0] for row in make_table_rows(now, None, 0.0, "load")] == ["b", "a", "c"]
+    assert make_table_rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0].cells[0] == "a"
 
 
 def test_workers_in_trouble_come_first() -> None:
     now = told(worker("a"), worker("b", alarms=["predictions drift"]), worker("c", state="down"))
-    assert [row[0] for row in make_table_rows(now, None, 0.0)] == ["b", "c", "a"]
+    assert [(row.cells[0], row.problem) for row in make_table_rows(now, None, 0.0)] == [
+        ("b", "predictions drift"),
+        ("c", ""),
+        ("a", ""),
+    ]
     assert format_summary(now, None, 0.0).startswith("2 in trouble: 2 up, 1 down;")
 
 
@@ -62,9 +72,9 @@ def test_it_reads_what_the_route_says(edge: Any) -> None:
         answers.append(json.loads((await edge.exchange(GET)).partition(b"\r\n\r\n")[2]))
 
     edge.run(scenario())
-    up, never = sorted(make_table_rows(answers[0], None, 0.0), key=lambda row: row[1], reverse=True)
-    assert up[:2] == ["w0", "up"]
-    assert never == ["never", "starting", *["-"] * 6, "refused"]
+    up, never = sorted(make_table_rows(answers[0], None, 0.0), key=lambda row: row.cells[1], reverse=True)
+    assert up.cells[:2] == ["w0", "up"]
+    assert never == WorkerRow(["never", "starting", *["-"] * 6], "refused")
     assert format_summary(answers[0], None, 0.0).startswith("1 in trouble: 1 up, 1 starting; - requests/s")
 
 
