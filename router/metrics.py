@@ -74,7 +74,7 @@ class TransferMetrics:
         self.outcomes: Counter[tuple[str, TransferOutcome]] = Counter()
         """(kind, outcome) -> transfers."""
         self.prefill_s = Histogram(LATENCY_BOUNDS_S)
-        """Seconds of prefills whose answer another worker decodes."""
+        """Seconds of prefills at one worker for answers that another worker decodes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +130,7 @@ class Metrics:
 
     @property
     def client_disconnects(self) -> int:
-        """Requests whose client left before the end of the answer."""
+        """Requests that their client left early."""
         self.flush_ended()
         return sum(count for (_, _, outcome), count in self.requests.items() if outcome == "client_gone")
 

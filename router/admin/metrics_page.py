@@ -70,7 +70,7 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
         ),
         (
             "prefill_leg_seconds",
-            "Seconds of prefills whose answer another worker decodes.",
+            "Seconds of prefills at one worker for answers that another worker decodes.",
             metrics.transfers.prefill_s,
         ),
         ("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
@@ -103,7 +103,7 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
     )
     yield Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
               metrics.broken_streams, ("outcome",))  # fmt: skip
-    yield Row("kv_transfers", "Requests whose KV was to move between workers, by kind and outcome.",
+    yield Row("kv_transfers", "Requests for which KV was to move between workers, by kind and outcome.",
               metrics.transfers.outcomes, ("kind", "outcome"))  # fmt: skip
     yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
     yield Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind"))
@@ -123,14 +123,14 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
               "Prompt tokens of compared conversations that had to be computed, by reason and group.",
               tokens_by_group, ("reason", "group"))  # fmt: skip
     yield Row("reused_tokens",
-              "Tokens of requests whose worker reports reuse: of the prompt, cached at the best worker, predicted, "
+              "Tokens of requests with reported reuse: of the prompt, cached at the best worker, predicted, "
               "reported.", metrics.reused_tokens, ("point",))  # fmt: skip
     for name, help_text, count in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
         ("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
         ("reported_cached_tokens", "Cached prompt tokens as the workers report them.", metrics.reported_cached_tokens),
-        ("client_disconnects", "Requests whose client left before the end of the answer.", metrics.client_disconnects),
+        ("client_disconnects", "Requests that their client left early.", metrics.client_disconnects),
     ):
         yield Row(name, help_text, {(): count})
 
@@ -139,7 +139,7 @@ def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
     """Yield the counters that the core, the fleet and the prompt reader keep."""
     yield Row("core", "Events in the core: routed, queued, refused, retried ...", report.core.counters, ("event",))
     yield Row("worker_check_failures",
-              "Probes and checks of a worker that failed, or whose answer could not be used.",
+              "Probes and checks of a worker that failed, or got an unusable answer.",
               report.failed_checks, ("worker",))  # fmt: skip
     yield Row("large_bodies",
               "Large bodies given to helper processes, by outcome.",

@@ -52,19 +52,19 @@ class ProcessConfig:
         "max_num_seqs=N are the size of its cache and its largest batch, where it does not report them. "
         "prefill_order=shortest means that it computes the shortest prompt first (our engine reports this). "
         "reannounce=1 means that clients ask it for kv_cache_report_mode=full, so that a repeated store is not a "
-        "second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker whose requests are sent by "
-        "somebody else, who asks POST /route."] = ()
+        "second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker that gets its requests "
+        "from another program, which asks POST /route."] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
         "Read workers from FILE, one URL or SPEC a line; changes are followed."] = None
     worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),
-        "A URL whose host name resolves to many workers, looked up every 10 s."] = ()
+        "A URL with a host name that resolves to many workers, looked up every 10 s."] = ()
     kubernetes: Annotated[tuple[KubernetesSpec, ...], Flag(metavar="SPEC"),
         "Follow a Service or InferencePool: [[NAMESPACE/]KIND/]NAME[:PORT].",
         "KIND is service or pool: workers are its endpoints or its pods. Needs `pip install "
         "blockcast[kubernetes]`."] = ()
     bind_events: Annotated[tuple[Endpoint, ...], Flag(metavar="ENDPOINT"),
         "Accept event publishers that connect here, such as tcp://*:5557.",
-        "A publisher's worker is told by its topic (kv@HOST...)."] = ()
+        "The topic names the publisher's worker (kv@HOST...)."] = ()
     peers: Annotated[tuple[Endpoint, ...], Flag("--peer", metavar="ENDPOINT"),
         "The --peer-bind address of another router; its requests count as load."] = ()
     peer_bind: Annotated[Endpoint | None, Flag(),
@@ -125,7 +125,7 @@ class ProcessConfig:
     log_requests: Annotated[Share, Flag(),
         "Share of requests that are logged with worker, prediction and outcome."] = 0.0
     log_decisions: Annotated[Share, Flag(),
-        "Share of requests whose decision is logged with the price of every worker."] = 0.0
+        "Share of requests for which the prices of all workers are logged."] = 0.0
     otlp_endpoint: Annotated[Url | None, Flag(metavar="URL"),
         "Send OpenTelemetry traces here (OTLP over HTTP). [default: no traces]"] = None
     trace_share: Annotated[Share, Flag(),

@@ -36,7 +36,7 @@ class CostConfig:
     congestion_weight: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """It spreads requests over workers with equal prices."""
-    decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
+    decode_weight: Annotated[NotNegative, "Weight of a second after the first token; before it: 1."] = 0.2
     tier_load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
 
@@ -60,7 +60,7 @@ class TransferConfig:
 class QueueConfig:
     """Requests that wait in the router: for their tenant's turn, or in the background."""
 
-    enqueue_above_s: Annotated[NotNegative, "Queue a request whose worker would let it wait longer than this."] = 0.2
+    enqueue_above_s: Annotated[NotNegative, "Queue a request that would wait longer than this at its worker."] = 0.2
     """Enough to keep an engine busy for a step."""
     fair: Annotated[bool, Flag("--fair/--no-fair"),
         "Queue requests while all workers are busy; the least served API key goes first."
@@ -101,7 +101,7 @@ class HealthConfig:
     """A refused connection counts as all of them."""
     open_s: Annotated[Seconds, "First pause before a request may try it again; doubles each time."] = 1.0
     open_s_max: Annotated[Seconds, "Longest such pause."] = 30.0
-    stalled_s: Annotated[Seconds, "A worker whose streams all stand still so long, not others', is avoided."] = 10.0
+    stalled_s: Annotated[Seconds, "Avoid a worker if its streams stand still so long, and others' do not."] = 10.0
 
 
 @dataclass(frozen=True, slots=True)
