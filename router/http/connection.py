@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.budget import UNCOUNTED_BYTES, BufferBudget
+from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
@@ -111,35 +111,47 @@ class Application(Protocol):
         """Count and log an exception that is a fault of the router. The caller ends its request."""
 
 
+class _SendProgress:
+    """Bytes of answers that a client has taken, and when it last took some."""
+
+    __slots__ = ("_taken_at_s", "_taken_bytes", "written_bytes")
+
+    def __init__(self, now: float) -> None:
+        self.written_bytes = 0
+        """Bytes of all answers so far."""
+        self._taken_bytes = 0
+        self._taken_at_s = now
+
+    def find_taken_at_s(self, unsent_bytes: int, now: float) -> float:
+        """Return when the client last took bytes; `now` if `unsent_bytes` is 0. To be called often."""
+        taken_bytes = self.written_bytes - unsent_bytes
+        if not unsent_bytes or taken_bytes != self._taken_bytes:
+            self._taken_bytes, self._taken_at_s = taken_bytes, now
+        return self._taken_at_s
+
+
 class ClientConnection(asyncio.Protocol):
     """TCP connection of one client. An exception in a callback ends only the current request."""
 
     __slots__ = (
         "_app",
-        "_charged_bytes",
-        "_drained_at_s",
-        "_drained_bytes",
+        "_charge",
         "_has_unread_input",
         "_is_busy",
         "_is_handling",
-        "_is_head_request",
         "_is_lingering",
         "_is_reading_paused",
         "_is_writing_paused",
         "_keep_alive",
         "_open_connections",
         "_parser",
-        "_path",
         "_queued_request",
-        "_request_bytes",
-        "_tenant",
+        "_request",
+        "_send_progress",
         "_transport",
-        "_unsent_response_bytes",
         "_waiting_since_s",
-        "_written_bytes",
         "cors_headers",
         "has_response_started",
-        "is_tls",
         "peer",
         "responder",
     )  # fmt: skip
@@ -154,33 +166,18 @@ class ClientConnection(asyncio.Protocol):
         """Object that answers the current request after `Application.handle` has returned."""
         self.peer = ""
         self.cors_headers = b""
-        self.is_tls = False
         self._is_busy = False
-        self._request_bytes = 0
-        """Bytes of the current request with its head."""
-        self._tenant = ""
-        """Tenant to which the buffered bytes are charged."""
-        self._charged_bytes = 0
-        """Bytes that are charged to the tenant."""
+        self._charge = BufferCharge(app.budget)
         self.has_response_started = False
         """Whether bytes of the current answer were sent."""
-        self._is_head_request = False
-        """Whether the method of the current request is HEAD."""
-        self._path = ""
-        """Path of the current request, which decides the format of an error."""
+        self._request: HttpRequest | None = None
+        """The current request, from its head on; its path decides the format of an error."""
         self._is_handling = False
         self._keep_alive = True
         self._is_reading_paused = False
         self._is_writing_paused = False
         """Whether the client reads slower than it is answered; no further request begins then."""
-        self._unsent_response_bytes = 0
-        """Unsent bytes of answers, while writing is paused."""
-        self._written_bytes = 0
-        """Bytes of all answers so far."""
-        self._drained_bytes = 0
-        """Bytes of `_written_bytes` that had left the write buffer at the last check."""
-        self._drained_at_s = self._app.now()
-        """Time at which bytes last left the write buffer, or the buffer was empty."""
+        self._send_progress = _SendProgress(app.now())
         self._has_unread_input = False
         """Whether the client may still send bytes that will not be read."""
         self._is_lingering = False
@@ -194,8 +191,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = transport
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         peer_address = transport.get_extra_info("peername")
-        self.peer = self._tenant = peer_address[0] if isinstance(peer_address, tuple) else ""
-        self.is_tls = transport.get_extra_info("sslcontext") is not None
+        self.peer = self._charge.tenant = peer_address[0] if isinstance(peer_address, tuple) else ""
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -221,7 +217,7 @@ class ClientConnection(asyncio.Protocol):
         return False  # a client that stops sending is taken to be gone: see connection_lost
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._transport = self._queued_request = None
+        self._transport = self._request = self._queued_request = None
         self._open_connections.discard(self)
         self._cancel_responder()
         self._release_buffers()
@@ -229,9 +225,8 @@ class ClientConnection(asyncio.Protocol):
     def _release_buffers(self) -> None:
         if self._parser.discard_piece():
             self._app.scheduler.schedule(self._release_buffers)
-        elif self._charged_bytes:
-            self._app.budget.change(self._tenant, self._charged_bytes, 0)
-            self._charged_bytes = 0
+        else:
+            self._charge.release()
 
     def pause_writing(self) -> None:
         self._is_writing_paused = True
@@ -244,11 +239,11 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_writing_paused = False
-        self._unsent_response_bytes = 0
+        self._charge.unsent_response_bytes = 0
         if not self._is_busy and not self._parser.has_partial_request:
             self._waiting_since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
-            if self._charged_bytes:
+            if self._charge.is_charged:
                 self._charge_buffered_bytes()
             if self.responder is not None:
                 self.responder.on_client_resumed()
@@ -262,17 +257,17 @@ class ClientConnection(asyncio.Protocol):
         """Send bytes of the current answer."""
         self.has_response_started = True
         if self._transport is not None:
-            self._written_bytes += len(data)
+            self._send_progress.written_bytes += len(data)
             self._transport.write(data)
             if self._is_writing_paused:
                 self._charge_unsent_bytes()
 
     def finish(self, *, keep_alive: bool) -> None:
         """End the current answer, and begin the next request or close the connection."""
-        self.responder = None
+        self.responder = self._request = None
         self._is_busy = False
-        self._request_bytes = 0
-        if self._charged_bytes:
+        self._charge.request_bytes = 0
+        if self._charge.is_charged:
             self._charge_buffered_bytes()
         self._waiting_since_s = self._app.now()
         if not keep_alive or not self._keep_alive:
@@ -311,11 +306,12 @@ class ClientConnection(asyncio.Protocol):
         head = build_response_head(
             status, len(body), content_type, headers, keep_alive=keep_alive, extra_lines=self.cors_headers
         )
-        self.write(head if self._is_head_request else head + body)
+        is_head_request = self._request is not None and self._request.method == "HEAD"
+        self.write(head if is_head_request else head + body)
         self.finish(keep_alive=keep_alive)
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
-        body = msgspec.json.encode(error.body(self._path))
+        body = msgspec.json.encode(error.body("" if self._request is None else self._request.path))
         self.respond(error.status, body, headers=[*headers, *iter_error_headers(error, headers)])
 
     def refuse(
@@ -327,7 +323,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def tenant(self) -> str:
         """Tenant of the current request, as `Application.admit` returned it."""
-        return self._tenant
+        return self._charge.tenant
 
     # For the server -----------------------------------------------------------------------------------------------
 
@@ -339,7 +335,7 @@ class ClientConnection(asyncio.Protocol):
         """Close the connection if it waited too long for its client."""
         if self._transport is None:
             return
-        if now - self._find_drained_at_s(now) > timeouts.send_s:
+        if now - self._send_progress.find_taken_at_s(self._transport.get_write_buffer_size(), now) > timeouts.send_s:
             self._transport.abort()
             return
         waited_s = now - self._waiting_since_s
@@ -386,7 +382,7 @@ class ClientConnection(asyncio.Protocol):
                     break
                 self._start_request(request)
             else:
-                self._app.scheduler.schedule(self._continue_requests)
+                self._app.scheduler.schedule(self._resume_requests)
         except BadRequest as bad_request:
             self._reject_and_close(
                 RequestError(bad_request.message, param=None, code="bad_http", status=bad_request.status)
@@ -407,10 +403,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _queue_request(self, request: HttpRequest) -> None:
         """Let a request wait for its turn. Raises RequestError if there is no memory for it."""
-        self._request_bytes = request.body_bytes + len(request.headers.raw)
+        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
         self._charge_buffered_bytes()
         self._is_busy, self._queued_request = True, request
-        self._app.arrival_scheduler.schedule(self._start_queued_request, self._tenant)
+        self._app.arrival_scheduler.schedule(self._start_queued_request, self.tenant)
 
     def _start_queued_request(self) -> None:
         request, self._queued_request = self._queued_request, None
@@ -427,11 +423,11 @@ class ClientConnection(asyncio.Protocol):
     def _start_request(self, request: HttpRequest) -> None:
         self._is_busy = True
         self.has_response_started = False
-        self._is_head_request, self._path = request.method == "HEAD", request.path
+        self._request = request
         self.cors_headers = self._app.build_cors_headers(request)
         if not request.keep_alive:
             self._keep_alive = False
-        self._request_bytes = request.body_bytes + len(request.headers.raw)
+        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
         try:
             self._admit(request)
             self._charge_buffered_bytes()
@@ -447,15 +443,15 @@ class ClientConnection(asyncio.Protocol):
 
     def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode the body of a request, then hand the request over."""
-        encoded_bytes = self._request_bytes
+        encoded_bytes = self._charge.request_bytes
 
         def charge_decoded_bytes(decoded_bytes: int) -> None:
-            self._request_bytes = encoded_bytes + decoded_bytes
+            self._charge.request_bytes = encoded_bytes + decoded_bytes
             self._charge_buffered_bytes()
 
         def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
-            self._request_bytes = request.body_bytes + len(request.headers.raw)
+            self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
             try:
                 if decode_error is not None:
                     raise decode_error
@@ -467,7 +463,7 @@ class ClientConnection(asyncio.Protocol):
                 self.crash(error)
 
         self.responder = DecodingTask(
-            request, decoder, self._app.scheduler, self._tenant, charge_decoded_bytes, on_decoded
+            request, decoder, self._app.scheduler, self.tenant, charge_decoded_bytes, on_decoded
         )
 
     def _refuse(self, error: RequestError) -> None:
@@ -475,9 +471,6 @@ class ClientConnection(asyncio.Protocol):
         self._cancel_responder()
         self._app.record_rejection(error.status)
         self.respond_error(error)
-
-    def _continue_requests(self) -> None:
-        self._resume_requests()
 
     def _resume_discarding(self) -> None:
         """Read and drop the rest of a request that was answered with an error."""
@@ -488,56 +481,36 @@ class ClientConnection(asyncio.Protocol):
         """Check a request as soon as its head has come. Raises RequestError if it is refused."""
         if request.has_body:
             get_body_coding(request)
-        tenant = self._app.admit(self, request)
-        if tenant != self._tenant:
-            charged_bytes, self._charged_bytes = self._charged_bytes, 0
-            self._app.budget.change(self._tenant, charged_bytes, 0)
-            self._tenant = tenant
+        self._charge.move(self._app.admit(self, request))
 
     def _charge_buffered_bytes(self) -> None:
         """Charge the buffered bytes to the tenant. Raises RequestError if they are too many."""
-        charged_bytes = self._request_bytes + self._parser.buffered_bytes + self._unsent_response_bytes
-        if charged_bytes <= UNCOUNTED_BYTES:
-            if not self._charged_bytes:
-                return
-            charged_bytes = 0
-        if charged_bytes != self._charged_bytes:
-            self._app.budget.change(self._tenant, self._charged_bytes, charged_bytes)
-            self._charged_bytes = charged_bytes
+        self._charge.update(self._parser.buffered_bytes)
 
     def _charge_unsent_bytes(self) -> None:
         """Charge unsent bytes of answers to the tenant; without room, close the connection."""
         if self._transport is None or self._transport.is_closing():
             return
-        self._unsent_response_bytes = self._transport.get_write_buffer_size()
+        self._charge.unsent_response_bytes = self._transport.get_write_buffer_size()
         try:
             self._charge_buffered_bytes()
         except RequestError as error:
             self._app.record_rejection(error.status)
-            self._unsent_response_bytes = 0
+            self._charge.unsent_response_bytes = 0
             self._keep_alive = False
             self._transport.abort()
-
-    def _find_drained_at_s(self, now: float) -> float:
-        """Return when the client last took bytes of an answer; `now` if none wait."""
-        assert self._transport is not None
-        unsent_bytes = self._transport.get_write_buffer_size()
-        drained_bytes = self._written_bytes - unsent_bytes
-        if not unsent_bytes or drained_bytes != self._drained_bytes:
-            self._drained_bytes, self._drained_at_s = drained_bytes, now
-        return self._drained_at_s
 
     def _await_more_input(self, received_bytes: int) -> None:
         """Prepare to wait for the rest of a request. Raises RequestError if waiting is useless."""
         request = self._parser.pop_partial_request()
         if request is not None:
-            self._is_head_request, self._path = request.method == "HEAD", request.path
+            self._request = request
             self.cors_headers = self._app.build_cors_headers(request)
             self._admit(request)
         self._charge_buffered_bytes()
         transport = self._transport
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
-            self._app.scheduler.schedule(self._continue_requests)
+            self._app.scheduler.schedule(self._resume_requests)
             if not self._is_reading_paused:
                 self._is_reading_paused = True
                 transport.pause_reading()
@@ -585,9 +558,9 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self.is_tls or not (
-            self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
-        ):
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        has_input = self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
+        if is_tls or not has_input:
             transport.close()
             return
         self._is_lingering = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.budget import UNCOUNTED_BYTES, BufferBudget
+from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import HttpLimits
 from router.http.connection import Responder, cancel_responder
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
@@ -56,9 +56,7 @@ class PickerClient:
         self.cors_headers = b""
         self._pick: PickExchange | None = None
         self._path = ""
-        self._charged_bytes = 0
-        self._charged_tenant = ""
-        """Tenant to which the bytes are charged."""
+        self._charge = BufferCharge(app.budget)
         self._stream = ExtProcStream(self, app.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_abandoned = False
@@ -103,9 +101,7 @@ class PickerClient:
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("picker", error)
         self._cancel_responder()
-        if self._charged_bytes:
-            self._app.budget.change(self._charged_tenant, self._charged_bytes, 0)
-            self._charged_bytes = 0
+        self._charge.release()
 
     # What the ext_proc stream reports -------------------------------------------------------------------------------
 
@@ -151,7 +147,7 @@ class PickerClient:
             request,
             decoder,
             self._app.scheduler,
-            self._charged_tenant or self._client_address(),
+            self._charge.tenant or self._client_address(),
             charge_decoded_bytes,
             on_decoded,
         )
@@ -166,11 +162,9 @@ class PickerClient:
         self._pick = pick
 
     def charge_body_bytes(self, body_bytes: int) -> None:
-        charged_bytes = body_bytes if body_bytes > UNCOUNTED_BYTES else 0
-        if charged_bytes != self._charged_bytes:
-            self._charged_tenant = self._charged_tenant or self._client_address()
-            self._app.budget.change(self._charged_tenant, self._charged_bytes, charged_bytes)
-            self._charged_bytes = charged_bytes
+        self._charge.tenant = self._charge.tenant or self._client_address()
+        self._charge.request_bytes = body_bytes
+        self._charge.update()
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         if self._stream.phase is not Phase.CHOSEN or self._pick is None:
