@@ -29,6 +29,8 @@ SIM_TRANSFERS = TransferFacts("sim", frozenset({TransferKind.PULL}), bytes_per_t
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
 SHARE_DELAY_S = 0.02
+_CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
+"""Difference between the keys of two chunks of a block. Keys of blocks whose ids differ by one differ by one."""
 
 
 class BlockScaled:
@@ -43,7 +45,7 @@ class BlockScaled:
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
         keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
         chunks_of_block = range(max(self._block // chunk_tokens, 1))  # each chunk has a key of its own
-        return [key + chunk for key in keys for chunk in chunks_of_block]
+        return [(key + chunk * _CHUNK_KEY_STEP) % 2**64 for key in keys for chunk in chunks_of_block]
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
         matches = []

@@ -17,6 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, QueueConfig
+from router.index import make_index
+from router.index.protocol import Scope
+from router.shadow.core_router import BlockScaled
 from simulation.cluster import Placement, Placements, Router
 from simulation.steps import StepTimes
 
@@ -247,6 +250,13 @@ def attach_policy(sim: Any, policy: Any, workers: int = 2) -> Any:
     config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(StepTimes(), 1000)] * workers)
     sim.cluster.Cluster(config, sim.workload.Workload("t", [], ""), [policy])
     return policy
+
+
+def test_chunks_of_a_block_have_keys_that_no_other_block_has() -> None:
+    index = BlockScaled(make_index(seed=1), 512)
+    keys = [key for ids in ([1, 2, 9], [1, 3, 9], [1, 4, 9]) for key in index.chunk_keys(ids, Scope("sim"), 128)]
+    assert len(keys) == 3 * 8
+    assert len(set(keys)) == 4 + 3 * 4  # the chunks of block 1, and those of the blocks that follow it
 
 
 def test_dynamo_by_hand(sim: Any) -> None:
