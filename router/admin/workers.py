@@ -36,6 +36,7 @@ class _NewWorker(Struct, forbid_unknown_fields=True):
     topic: str | UnsetType = UNSET
     roles: str | UnsetType = UNSET
     kv: str | UnsetType = UNSET
+    bootstrap: str | UnsetType = UNSET
     cache_tokens: _Positive | UnsetType = UNSET
     max_num_seqs: _Positive | UnsetType = UNSET
     prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET

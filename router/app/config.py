@@ -48,12 +48,13 @@ class ProcessConfig:
         "A worker: its URL, or KEY=VALUE pairs (docs/reference/settings.md).",
         "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
         "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
-        "roles. kv=nixl means that it moves KV by NIXL (docs/concepts/moving-kv.md). cache_tokens=N and "
-        "max_num_seqs=N are the size of its cache and its largest batch, where it does not report them. "
-        "prefill_order=shortest means that it computes the shortest prompt first (our engine reports this). "
-        "reannounce=1 means that clients ask it for kv_cache_report_mode=full, so that a repeated store is not a "
-        "second copy. model=NAME,root=FOLDER,block_size=N without url= describes a worker that gets its requests "
-        "from another program, which asks POST /route."] = ()
+        "roles. kv=nixl or kv=mooncake means that it moves KV by this connector, and bootstrap=HOST:PORT is "
+        "Mooncake's server (docs/concepts/moving-kv.md). cache_tokens=N and max_num_seqs=N are the size of its cache "
+        "and its largest batch, where it does not report them. prefill_order=shortest means that it computes the "
+        "shortest prompt first (our engine reports this). reannounce=1 means that clients ask it for "
+        "kv_cache_report_mode=full, so that a repeated store is not a second copy. "
+        "model=NAME,root=FOLDER,block_size=N without url= describes a worker that gets its requests from another "
+        "program, which asks POST /route."] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
         "Read workers from FILE, one URL or SPEC a line; changes are followed."] = None
     worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),

@@ -53,8 +53,8 @@ class ServedModel:
     max_model_len: int | None = None
 
 
-NIXL = "nixl"
-KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL}
+NIXL, MOONCAKE = "nixl", "mooncake"
+KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL, MOONCAKE: TransferKind.PREFILL}
 """How a request names its transfer (docs/concepts/moving-kv.md) -> the kind of transfer."""
 
 
@@ -77,6 +77,8 @@ class TransferFacts:
     """How a request names its transfer: a key of `KIND_BY_DIALECT`."""
     address: str = ""
     """HOST:PORT where other workers ask for KV; empty if the dialect needs none."""
+    engine_id: str = ""
+    """Name of the engine's process in the dialect; empty if the dialect needs none."""
 
 
 NO_TRANSFERS = TransferFacts()

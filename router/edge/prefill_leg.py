@@ -1,19 +1,22 @@
-"""The prefill of a request at one worker, before another worker decodes: vLLM's NIXL connector.
+"""The prefill of a request at one worker, before another worker decodes: vLLM's connectors for NIXL and Mooncake.
 
-The worker computes the prompt and one token, keeps the KV for a while, and answers with parameters. The request to
-the decoding worker carries these parameters, unchanged.
+The worker computes the prompt and one token, and keeps the KV for a while. The request to the decoding worker carries
+parameters: with NIXL those of the prefill's answer, unchanged; with Mooncake the name that the router gave to the
+transfer.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Any, Final, Literal, Protocol
+from uuid import uuid4
 
 import msgspec
 
 from prompts.errors import RequestError
 from prompts.kv_source import KV_PARAMS_FIELD
 from router.decide.messages import Decision
+from router.decide.workers import MOONCAKE, NO_TRANSFERS, TransferFacts
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
@@ -32,8 +35,6 @@ SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
 LEASE_S: Final = 20.0
 """Seconds after a prefill in which its KV may be fetched. vLLM keeps the KV for 30 s (`kv_lease_duration`). Later it
 gives other KV without an error, so a third is left as a margin."""
-NIXL_PREFILL_PARAMS: Final = {"do_remote_decode": True, "do_remote_prefill": False}
-"""Have a worker keep the KV of the prompt for another one."""
 _OUTPUT_FIELDS: Final = (
     "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n",
 )  # fmt: skip
@@ -80,7 +81,10 @@ class PrefillLeg:
         self._context = context
         self._source = decision.transfer.source
         self._rank = decision.transfer.rank
-        self._params: msgspec.Raw | None = None
+        worker = proxy.core.workers.get(self._source)
+        self._facts = NO_TRANSFERS if worker is None else worker.spec.transfer
+        self._transfer_id = uuid4().hex
+        self._params: KVParams | None = None
         """Parameters for the decode; None until the prefill has ended."""
         self._lease_end_s = 0.0
         self._is_taken = False
@@ -94,7 +98,8 @@ class PrefillLeg:
     def start(self, body: Body, path: bytes | None) -> None:
         """Send the prefill of a request with this body. `path`: as in `build_request_head`."""
         try:
-            self._path, self._body = path, make_prefill_body(self._context.request.path, body, NIXL_PREFILL_PARAMS)
+            kv_params = make_prefill_params(self._facts, self._transfer_id)
+            self._path, self._body = path, make_prefill_body(self._context.request.path, body, kv_params)
         except RequestError as error:
             self._fail("refused", str(error))
         else:
@@ -118,7 +123,7 @@ class PrefillLeg:
         """Whether the worker keeps KV of which no decoding worker knows."""
         return self._params is not None and not self._is_taken
 
-    def take_params(self, now: float) -> msgspec.Raw | None:
+    def take_params(self, now: float) -> KVParams | None:
         """Return the parameters for the decode; None if the KV may be gone."""
         if now > self._lease_end_s:
             return None
@@ -178,7 +183,7 @@ class PrefillLeg:
             self._fail("refused" if is_refused else "error", head.status_and_reason.decode("latin-1"))
             return
         try:
-            self._params = read_prefill_answer(bytes(self._content))
+            self._params = make_decode_params(self._facts, self._transfer_id, bytes(self._content))
         except msgspec.DecodeError as error:
             self._fail("bad_answer", f"kv_transfer_params: {error}")
             return
@@ -227,11 +232,25 @@ def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
 
 
-def read_prefill_answer(content: bytes) -> msgspec.Raw:
-    """Return the parameters that a prefill's answer has for its decode, as they came.
+def make_prefill_params(source: TransferFacts, transfer_id: str) -> KVParams:
+    """Return the parameters of a prefill: have the source keep the KV for another worker."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    return params | {"transfer_id": transfer_id} if source.dialect == MOONCAKE else params
 
-    Raises msgspec.DecodeError where the answer has none, or lacks a part of them.
+
+def make_decode_params(source: TransferFacts, transfer_id: str, prefill_answer: bytes) -> KVParams:
+    """Return the parameters of a decode: where its worker fetches the KV.
+
+    Raises msgspec.DecodeError where the answer of a NIXL worker has no parameters, or lacks a part of them.
     """
-    params = msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
+    if source.dialect == MOONCAKE:
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_bootstrap_addr": f"http://{source.address}",
+            "remote_engine_id": source.engine_id,
+        }
+    params = msgspec.json.decode(prefill_answer, type=_PrefillAnswer).kv_transfer_params
     msgspec.json.decode(params, type=_NixlParams)
     return params

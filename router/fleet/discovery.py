@@ -8,8 +8,10 @@ requests that were sent to it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import difflib
 import ipaddress
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from router.decide.load import EngineLoad
 from router.decide.workers import (
     BLOCKCAST,
     KIND_BY_DIALECT,
+    MOONCAKE,
     NO_TRANSFERS,
     VLLM,
     CacheView,
@@ -37,6 +40,7 @@ from router.fleet.worker_responses import (
     list_endpoints,
     parse_number,
     read_block_size,
+    read_bootstrap,
     read_cache_capacity,
     read_engine,
     read_host_capacity,
@@ -49,6 +53,8 @@ from router.fleet.worker_responses import (
     select_metric_lines,
 )
 from router.http_client import FetchError, fetch
+
+log = logging.getLogger("router")
 
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
@@ -74,6 +80,8 @@ class WorkerFlag:
     roles: frozenset[str] = frozenset()
     kv: str = ""
     """Dialect in which the worker moves KV; empty: as the worker says."""
+    bootstrap: str = ""
+    """HOST:PORT where a worker of Mooncake names its engine; empty: at BOOTSTRAP_PORT."""
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
     """Sequences that the worker runs at once; engines do not publish it."""
@@ -117,10 +125,13 @@ _ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+"
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """Characters of a worker's id, which stands in headers and metrics."""
 _FLAG_KEYS = (
-    "url", "events", "replay", "topic", "id", "roles", "kv", "cache_tokens", "max_num_seqs", "prefill_order",
-    "reannounce", "send_key", "model", "root", "block_size",
+    "url", "events", "replay", "topic", "id", "roles", "kv", "bootstrap", "cache_tokens", "max_num_seqs",
+    "prefill_order", "reannounce", "send_key", "model", "root", "block_size",
 )  # fmt: skip
 """Keys of `--worker`. The last three replace `url`."""
+_BOOTSTRAP_PATTERN = re.compile(r"[!-~]{1,255}:\d{1,5}")
+BOOTSTRAP_PORT = 8998
+"""Port where Mooncake's prefill workers name their engines, unless VLLM_MOONCAKE_BOOTSTRAP_PORT says another."""
 KV_FLAG_VALUES = tuple(dialect for dialect in KIND_BY_DIALECT if dialect != BLOCKCAST)
 """Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
 PREFILL_ROLE, DECODE_ROLE = "prefill", "decode"
@@ -188,6 +199,7 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
         no_events=value_by_key.get("events") == "none",
         roles=frozenset(filter(None, value_by_key.get("roles", "").split(";"))),
         kv=value_by_key.get("kv", ""),
+        bootstrap=value_by_key.get("bootstrap", ""),
         cache_tokens=int(cache_tokens) if cache_tokens is not None else None,
         max_num_seqs=int(max_num_seqs) if max_num_seqs is not None else None,
         is_shortest_first=None if prefill_order is None else prefill_order == "shortest",
@@ -228,6 +240,9 @@ def _check_values(value_by_key: Mapping[str, str]) -> None:
     kv = value_by_key.get("kv")
     if kv not in (None, *KV_FLAG_VALUES):
         raise ConfigError(f"worker: kv={kv!r}, expected {' or '.join(KV_FLAG_VALUES)}")
+    bootstrap = value_by_key.get("bootstrap")
+    if bootstrap is not None and (kv != MOONCAKE or _BOOTSTRAP_PATTERN.fullmatch(bootstrap) is None):
+        raise ConfigError(f"worker: bootstrap={bootstrap!r}, expected HOST:PORT with kv={MOONCAKE}")
     prefill_order = value_by_key.get("prefill_order")
     if prefill_order not in (None, "arrival", "shortest"):
         raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
@@ -423,6 +438,8 @@ class Prober:
         is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         is_engine_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources)))) is True
         transfer = make_transfer_facts(flag, models, sources, block_size)
+        if transfer.dialect == MOONCAKE and transfer.can_give:
+            transfer = await self._find_bootstrap(flag, transfer)
         return WorkerFacts(
             True,
             "",
@@ -522,6 +539,19 @@ class Prober:
         return await fetch(
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
+
+    async def _find_bootstrap(self, flag: WorkerFlag, transfer: TransferFacts) -> TransferFacts:
+        """Return the facts of a Mooncake worker with its engine's name; it gives no KV where that is not told."""
+        address = flag.bootstrap or f"{urlsplit(flag.url).hostname}:{BOOTSTRAP_PORT}"
+        try:
+            status, body = await fetch(
+                self._session, f"http://{address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX
+            )
+            engine_id = read_bootstrap(status, body)
+        except (FetchError, DecodeError) as error:
+            log.warning("worker %s gives no KV: %s", flag.worker_id, error)
+            return dataclasses.replace(transfer, can_give=False)
+        return dataclasses.replace(transfer, address=address, engine_id=engine_id)
 
     async def _is_listening(self, host: str, port: int) -> bool:
         try:

@@ -160,6 +160,19 @@ def read_server_info(body: bytes) -> int | None:
     return _accept_token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
 
 
+def read_bootstrap(status: int, body: bytes) -> str:
+    """Return the name of the engine that Mooncake's `GET /query` lists, one for each data-parallel rank.
+
+    Raises DecodeError.
+    """
+    entries = _decode_object(body, "/query") if status == 200 else {}
+    entry = entries.get("0")
+    engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
+    if not _is_name(engine_id):
+        raise DecodeError(f"/query answers {status}, and names no engine of rank 0")
+    return engine_id
+
+
 def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:
     """Return the cache capacity in tokens from the labels of `cache_config_info`, summed over ranks.
 

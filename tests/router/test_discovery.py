@@ -284,6 +284,41 @@ def test_the_operator_says_that_a_worker_moves_kv(roles: str, can_give: bool, ca
     assert (transfer.can_give, transfer.can_take) == (can_give, can_take)
 
 
+@pytest.mark.parametrize(
+    ("answer", "engine_id"),
+    [
+        ((200, '{"0": {"engine_id": "f00d", "worker_addr": {}}}'), "f00d"),
+        ((200, "{}"), None),
+        ((200, '{"0": {"engine_id": 7}}'), None),
+        ((404, ""), None),
+    ],
+)
+def test_a_mooncake_worker_names_its_engine(answer: tuple[int, str], engine_id: str | None) -> None:
+    """The bootstrap server is at the worker's own address here."""
+    routes = {"/v1/models": MODELS, "/kv_event_sources": (404, ""), "/query": answer}
+
+    async def run() -> WorkerFacts:
+        runner, url = await serve(routes)
+        flag = f"url={url},events=none,kv=mooncake,roles=prefill,bootstrap={url.removeprefix('http://')}"
+        async with aiohttp.ClientSession() as session:
+            facts = await Prober(session, timeout_s=2, kv_dialects={"mooncake"}).probe(parse_worker_flag(flag))
+        await runner.cleanup()
+        return facts
+
+    facts = asyncio.run(run())
+    assert facts.is_alive
+    assert facts.transfer.dialect == "mooncake"
+    assert (facts.transfer.can_give, facts.transfer.engine_id) == (engine_id is not None, engine_id or "")
+
+
+@pytest.mark.parametrize(
+    "flag", ["kv=nixl,bootstrap=h:1", "kv=mooncake,bootstrap=h", "bootstrap=h:1", "kv=sglang", "kv=blockcast"]
+)
+def test_a_dialect_that_cannot_be_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"worker: (kv|bootstrap)="):
+        parse_worker_flag(f"url=http://a:1,{flag}")
+
+
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
 @pytest.mark.parametrize(
     ("endpoint", "is_own"),

@@ -99,6 +99,34 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
     edge.run(scenario())
 
 
+def test_mooncakes_workers_meet_by_the_name_of_the_transfer(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        prefill = await edge.worker(edge.reply(b'{"choices":[],"kv_transfer_params":null}'), "p", engine="vllm")
+        decode = await edge.worker(edge.reply(), "d", engine="vllm")
+        facts = TransferFacts(
+            "g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", address="h:8998", engine_id="f00d"
+        )
+        source_worker = edge.core.workers["p"]
+        source_worker.spec = dataclasses.replace(source_worker.spec, transfer=facts)
+        plan(edge, TransferKind.PREFILL)
+        for _ in range(2):
+            assert b"200 OK" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        params = [json.loads(request.body)["kv_transfer_params"] for request in prefill.received]
+        names = [value.pop("transfer_id") for value in params]
+        assert params == [{"do_remote_decode": True, "do_remote_prefill": False}] * 2
+        assert names[0] != names[1]
+        assert [json.loads(request.body)["kv_transfer_params"] for request in decode.received] == [
+            {
+                "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name,
+                "remote_bootstrap_addr": "http://h:8998", "remote_engine_id": "f00d",
+            }
+            for name in names
+        ]  # fmt: skip
+
+    edge.run(scenario())
+
+
 def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         facts = TransferFacts("g", frozenset((TransferKind.PULL,)), dialect="blockcast", address="[::1]:7001")
