@@ -75,6 +75,12 @@ class Attempt:
             self._connecting.cancel()
             self._connecting = None
 
+    def close_after_answer(self) -> None:
+        """Let the worker begin its answer before the connection is closed."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close_after_answer()
+
     def finish(self, now: float, *, reusable: bool) -> None:
         """Return the connection after the complete answer; close it unless it is `reusable`."""
         if self._connection is None:

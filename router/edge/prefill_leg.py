@@ -87,7 +87,8 @@ class PrefillLeg:
         self._params: KVParams | None = None
         """Parameters for the decode; None until the prefill has ended."""
         self._lease_end_s = 0.0
-        self._is_taken = False
+        self.is_taken = False
+        """Whether a decode was sent with the parameters."""
         self._path: bytes | None = None
         self._body: Body = ()
         self._content = bytearray()
@@ -121,13 +122,13 @@ class PrefillLeg:
     @property
     def holds_kv(self) -> bool:
         """Whether the worker keeps KV of which no decoding worker knows."""
-        return self._params is not None and not self._is_taken
+        return self._params is not None and not self.is_taken
 
     def take_params(self, now: float) -> KVParams | None:
         """Return the parameters for the decode; None if the KV may be gone."""
         if now > self._lease_end_s:
             return None
-        self._is_taken = True
+        self.is_taken = True
         return self._params
 
     def expire(self, now: float) -> None:

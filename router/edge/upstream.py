@@ -230,6 +230,11 @@ class UpstreamConnection(asyncio.Protocol):
         elif self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
+    def close_after_answer(self) -> None:
+        """Close the connection at the first byte of an answer that nobody reads, or after a while."""
+        self.user = None
+        asyncio.get_running_loop().call_later(UNANSWERED_S_MAX, self.close)
+
     def close(self) -> None:
         """Close the connection at once, which tells the worker to stop computing."""
         self.user = None
@@ -317,8 +322,7 @@ class UpstreamPool:
             return
         if connection.transport is not None:
             connection.transport.write(data)
-            # The first bytes of an answer close it sooner.
-            asyncio.get_running_loop().call_later(UNANSWERED_S_MAX, connection.close)
+            connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Make a connection idle after a complete answer."""

@@ -266,6 +266,31 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_kv_behind(
     edge.run(scenario())
 
 
+def test_a_client_that_leaves_during_the_fetch_does_not_cut_it_off(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        nixl = NixlWorkers(edge.now)
+
+        async def decode_late(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await gate.wait()
+            assert not reader.at_eof(), "the worker would stop in the middle"
+            await nixl.decode(request, reader, writer)
+
+        _, _, decode = await split_pair(edge, p=nixl.prefill, d=decode_late)
+        _, writer = await edge.connect()
+        writer.write(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        await edge.until(lambda: decode.received)
+        writer.close()
+        await edge.until(lambda: not edge.proxy.exchanges)
+        assert len(nixl.pinned) == 1
+        await edge.let_loop_read()
+        gate.set()
+        await edge.until(lambda: not nixl.pinned)
+        assert nixl.faults == []
+
+    edge.run(scenario())
+
+
 def test_no_decode_is_sent_after_its_lease(edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         nixl, _, decode = await split_pair(edge)
