@@ -6,6 +6,7 @@ and must be closed. Torch is imported only to load a real model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from events import Event
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo
 from prompts import Tokenizer
+
+log = logging.getLogger("engine")
 
 
 @dataclass(slots=True)
@@ -148,7 +151,15 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         target_prefill_tokens=executor.target_prefill_tokens,
         prefill_order=config.prefill_order,
     )
-    return Scheduler(scheduler_config, cache)
+    scheduler = Scheduler(scheduler_config, cache)
+    if config.max_model_len is not None and scheduler.token_limit < config.max_model_len:
+        log.warning(
+            "--max-model-len %d: the cache holds %d tokens of one sequence, and longer prompts are refused; give the "
+            "cache more memory (--kv-cache-memory-bytes)",
+            config.max_model_len,
+            scheduler.token_limit,
+        )
+    return scheduler
 
 
 def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executor: Executor) -> KVTransfers | None:

@@ -418,7 +418,7 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
 @_timeout_option
 @_add_fleet_options
 def down(now: bool, timeout: float, name: str, address: str) -> None:
-    """End the fleet: routers end what they have, then the workers stop."""
+    """End the fleet: routers complete their requests, then the workers stop."""
     with report_errors():
         _connect(address)
         directory = _get_directory(name)

@@ -169,6 +169,12 @@ WRONG_STARTS = {
     "engine: heads that cannot be split": WrongStart(
         "engine serve {model} --port 0 --tensor-parallel-size 3", "--tensor-parallel-size 3", "a divisor of"
     ),
+    "engine: cache shorter than the context": WrongStart(
+        "engine serve --simulate h100:llama-3.1-8b --port 0 --max-model-len 4096 --num-gpu-blocks-override 4",
+        "--max-model-len 4096",
+        "more memory",
+        None,
+    ),
     "engine: unknown command": WrongStart("engine run", "'run'", "serve", 2),
     "router: unknown command": WrongStart("router serve", "'serve'", "run", 2),
     "router: folder instead of TOML": WrongStart("router run --config {folder}", "--config", "a TOML file", 2),
