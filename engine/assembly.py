@@ -49,7 +49,7 @@ class AssembledEngine:
         if self.publisher is not None:
             self.publisher.close()
             self.publisher = None
-        self.executor.close()
+        self.executor.model.close()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -83,14 +83,14 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
     executor = load_executor(config, folder)
     with ExitStack() as close_on_error:
-        close_on_error.callback(executor.close)
+        close_on_error.callback(executor.model.close)
         grammars = None
         no_constraint_reason = find_unsupported_reason(tokenizer)
         if no_constraint_reason is None:
             grammars = GrammarCompiler(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
             close_on_error.callback(grammars.close)
         scheduler = _make_scheduler(config, executor, frozenset(tokenizer.eos_token_ids))
-        runner = executor.make_runner(tuple(tokenizer.eos_token_ids), grammars)
+        runner = executor.model.make_runner(tuple(tokenizer.eos_token_ids), grammars)
         transfers = _start_transfers(config, folder, scheduler.cache, executor)
         if transfers is not None:
             close_on_error.callback(transfers.close)
@@ -105,9 +105,8 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         _discard if publisher is None else publisher.publish,
         overlaps_steps=executor.overlaps_steps,
         grammars=grammars,
-        get_copy_s=executor.get_copy_s,
         transfers=transfers,
-        model_memory=executor.model_memory,
+        model=executor.model,
     )
     blocks_per_unit = executor.cache_spec.blocks_per_unit(0)
     info = CoreInfo(
@@ -170,7 +169,7 @@ def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executo
         config,
         folder,
         cache,
-        executor.get_block_memory,
+        executor.model.get_block_memory(),
         arithmetic=f"{executor.dtype} on {executor.device.partition(':')[0]}",
         simulated_link=executor.simulated_link,
     )

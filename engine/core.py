@@ -61,8 +61,29 @@ class OverlappingRunner(Protocol):
         ...
 
 
-class ModelMemory(Protocol):
-    """Weights and cache of a model, which are freed, allocated again, or replaced while nothing runs."""
+class Model(Protocol):
+    """A model, real or simulated. Its memory is given up, taken back and filled anew only while nothing runs."""
+
+    def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
+        """Make the runner, once. `eos_token_ids`: those that end an answer. `grammars`: of constrained answers."""
+        ...
+
+    def get_block_memory(self) -> BlockMemory | None:
+        """Return the contents of the cache's blocks, once there is a runner. None: blocks cannot leave this engine."""
+        ...
+
+    def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost`, on any thread, with the reason once no further step can be computed."""
+
+    def get_copy_s(self) -> float:
+        """Return the seconds for which steps have waited for copies to host memory and back."""
+        ...
+
+    def get_simulation_lag(self) -> SimulationLag | None:
+        """Return the lag of simulated steps; None if steps are real."""
+
+    def close(self) -> None:
+        """End the processes and threads that compute steps. Idempotent."""
 
     def sleep(self, level: int) -> None:
         """Free the cache and the weights on the device; with level 2, free all weights.
@@ -85,7 +106,9 @@ class ModelMemory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
-    """A loaded model, real or simulated: the sizes of its cache, and the operations on it."""
+    """A loaded model, and the sizes of its cache and of its steps."""
+
+    model: Model
 
     cache_spec: CacheSpec
     unit_count: int
@@ -94,15 +117,6 @@ class Executor:
     vocab_size: int
     dtype: str
     device: str
-    make_runner: Callable[[tuple[int, ...], GrammarCompiler | None], Runner]
-    """Makes the runner, from the token ids that end an answer and the grammars of constrained answers. Called once."""
-    close: Callable[[], None]
-    """Ends the processes and threads that compute steps. Idempotent."""
-    watch_for_loss: Callable[[Callable[[str], None]], None]
-    """Makes a call, on any thread, with the reason once no further step can be computed."""
-    get_simulation_lag: Callable[[], SimulationLag | None]
-    """Returns the lag of simulated steps; None if steps are real."""
-    model_memory: ModelMemory
     step_tokens_max: int
     """Most tokens of one step."""
     overlaps_steps: bool = False
@@ -111,16 +125,12 @@ class Executor:
     """Units of the cache in host memory."""
     load_bytes_max: int | None = None
     """Most bytes that a step with decodes loads from host memory; None: no limit."""
-    get_copy_s: Callable[[], float] = lambda: 0.0
-    """Returns the seconds for which steps have waited for copies to host memory and back."""
     target_prefill_tokens: int | None = None
     """See `SchedulerConfig`."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
     simulated_link: SimulatedLinkSpec | None = None
     """The network over which simulated blocks would move."""
-    get_block_memory: Callable[[], BlockMemory] | None = None
-    """Contents of the cache's blocks, once there is a runner. None: blocks cannot move between engines."""
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,14 +193,13 @@ class EngineCore:
         *,
         overlaps_steps: bool = False,
         grammars: GrammarCompiler | None = None,
-        get_copy_s: Callable[[], float] = lambda: 0.0,
         transfers: Transfers | None = None,
-        model_memory: ModelMemory | None = None,
+        model: Model | None = None,
     ) -> None:
         """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
-        `grammars`: those of constrained answers; None: no request may have a constraint. `get_copy_s`: see Executor.
-        `transfers`: moves blocks from and to peers; None: there are none. `model_memory`: None: never changed.
+        `grammars`: those of constrained answers; None: no request may have a constraint.
+        `transfers`: moves blocks from and to peers; None: there are none. `model`: None: it never sleeps or changes.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -202,9 +211,8 @@ class EngineCore:
         """(plan, function that waits for the result) of each step that was begun, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
-        self._get_copy_s = get_copy_s
         self.transfers: Transfers = NoTransfers() if transfers is None else transfers
-        self._model_memory = model_memory
+        self._model = model
         self._is_asleep = False
         self._preparing_requests: dict[str, _PreparingRequest] = {}
         """Request id -> request that waits for its grammar or for blocks of a peer."""
@@ -349,40 +357,40 @@ class EngineCore:
         self._publish_events()
 
     def sleep(self, level: int) -> None:
-        """Give memory up until `wake`: that of the cache, and of weights as `ModelMemory.sleep` says.
+        """Give memory up until `wake`: that of the cache, and of weights as `Model.sleep` says.
 
         All cached prefixes are lost, and that is published. Nothing here refuses a request meanwhile: the HTTP process
         does. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
         """
-        self._get_model_memory(asleep=False).sleep(level)
+        self._get_idle_model(asleep=False).sleep(level)
         self._is_asleep = True
         self.reset_prefix_cache()
 
     def wake(self) -> None:
-        """End the sleep with an empty cache. Raises as `ModelMemory.wake` does, and ValueError unless asleep."""
-        self._get_model_memory(asleep=True).wake()
+        """End the sleep with an empty cache. Raises as `Model.wake` does, and ValueError unless asleep."""
+        self._get_idle_model(asleep=True).wake()
         self._is_asleep = False
         self._forget_old_weights(None)
 
     def reload_weights(self, path: str | None) -> None:
-        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `ModelMemory.reload` does.
+        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `Model.reload` does.
 
         All cached prefixes are lost. Raises ValueError while there are requests, or while asleep.
         """
-        self._get_model_memory(asleep=False).reload(path)
+        self._get_idle_model(asleep=False).reload(path)
         self._forget_old_weights(path)
 
-    def _get_model_memory(self, *, asleep: bool) -> ModelMemory:
-        """Return the model's memory for an operation that needs the engine to be idle, and asleep or awake.
+    def _get_idle_model(self, *, asleep: bool) -> Model:
+        """Return the model for an operation that needs the engine to be idle, and asleep or awake.
 
         `asleep`: which of these two. Raises ValueError if the engine is in another state.
         """
-        assert self._model_memory is not None
+        assert self._model is not None
         if self.has_requests:
             raise ValueError("sequences are running")
         if self._is_asleep != asleep:
             raise ValueError(f"the engine is {'asleep' if self._is_asleep else 'awake'}")
-        return self._model_memory
+        return self._model
 
     def _forget_old_weights(self, path: str | None) -> None:
         """Drop all KV that other weights computed. `path`: folder of the present ones; None: the last one."""
@@ -403,7 +411,7 @@ class EngineCore:
             host_cache_usage=usage.host.used_share,
             host_stored_bytes=usage.host.stored_bytes,
             host_loaded_bytes=usage.host.loaded_bytes,
-            host_copy_s=self._get_copy_s(),
+            host_copy_s=0.0 if self._model is None else self._model.get_copy_s(),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,

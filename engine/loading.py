@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,59 +87,73 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         leader.await_loaded(device)
         all_reduce_min = leader.all_reduce_min
     host_unit_count = count_host_units(config, rank.spec)
-    unit_count = size_cache(config, rank, all_reduce_min)
-    runners: list[ModelRunner] = []
-
-    def make_executor_runner(eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        rank_runner = make_runner(config, rank, unit_count, eos_token_ids, grammars)
-        leading_runner: Runner = rank_runner if leader is None else leader.make_leading_runner(rank_runner, unit_count)
-        rank_runner.record_decode_steps(count_sequences_max(config))
-        runners.append(rank_runner)
-        return leading_runner
-
-    def close() -> None:
-        while runners:
-            runners.pop().close()
-        if leader is not None:
-            leader.close()
-
-    def get_block_memory() -> BlockMemory:
-        copier = runners[0].pool.block_copier
-        if leader is None:
-            return copier
-        from engine.parallel.block_memory import RankedBlockMemory
-
-        return RankedBlockMemory(leader, copier)
-
+    loaded_model = LoadedModel(config, rank, folder, size_cache(config, rank, all_reduce_min), leader)
     return Executor(
+        model=loaded_model,
         cache_spec=rank.spec,
-        model_memory=LoadedModel(config, rank, folder, runners),
-        unit_count=unit_count,
+        unit_count=loaded_model.unit_count,
         max_model_len=rank.max_model_len,
         vocab_size=model.config.vocab_size,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        make_runner=make_executor_runner,
-        close=close,
-        watch_for_loss=lambda on_lost: None if leader is None else leader.watch(on_lost),
-        get_simulation_lag=lambda: None,
         step_tokens_max=config.step_tokens_max,
         host_unit_count=host_unit_count,
         load_bytes_max=compute_load_bytes_max(config, rank),
-        get_copy_s=lambda: runners[0].pool.block_copier.copy_s if runners else 0.0,
         overlaps_steps=should_overlap(config, device),
-        get_block_memory=get_block_memory,
         target_prefill_tokens=_choose_target_prefill_tokens(device, dtype),
     )
 
 
 class LoadedModel:
-    """Implements `engine.core.ModelMemory` for the weights and the pool of one device."""
+    """A model on all ranks: its runner, its weights and its blocks. Implements `engine.core.Model`."""
 
-    def __init__(self, config: EngineConfig, rank: RankModel, folder: Path, runners: list[ModelRunner]) -> None:
-        """`folder`: that of the weights. `runners`: holds the runner once it is made."""
-        self._config, self._rank, self._folder, self._runners = config, rank, folder, runners
+    def __init__(
+        self, config: EngineConfig, rank: RankModel, folder: Path, unit_count: int, leader: Leader | None
+    ) -> None:
+        """`rank`: the part of rank 0. `folder`: that of the weights. `leader`: None if there is no other rank."""
+        self.unit_count = unit_count
+        self._config, self._rank, self._folder, self._leader = config, rank, folder, leader
+        self._runner: ModelRunner | None = None
+        """Runner of rank 0; None before `make_runner` and after `close`."""
         self._sleep_level = 0
+
+    def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
+        runner = make_runner(self._config, self._rank, self.unit_count, eos_token_ids, grammars)
+        leading_runner: Runner = runner
+        if self._leader is not None:
+            leading_runner = self._leader.make_leading_runner(runner, self.unit_count)
+        runner.record_decode_steps(count_sequences_max(self._config))
+        self._runner = runner
+        return leading_runner
+
+    def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+        if self._leader is not None:
+            self._leader.close()
+
+    def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
+        if self._leader is not None:
+            self._leader.watch(on_lost)
+
+    def get_copy_s(self) -> float:
+        return 0.0 if self._runner is None else self._runner.pool.block_copier.copy_s
+
+    def get_simulation_lag(self) -> None:
+        return None
+
+    def get_block_memory(self) -> BlockMemory:
+        copier = self._get_runner().pool.block_copier
+        if self._leader is None:
+            return copier
+        from engine.parallel.block_memory import RankedBlockMemory
+
+        return RankedBlockMemory(self._leader, copier)
+
+    def _get_runner(self) -> ModelRunner:
+        assert self._runner is not None
+        return self._runner
 
     def _check_possible(self) -> None:
         """Raise ConfigError if this engine cannot sleep, or reload weights."""
@@ -146,9 +161,9 @@ class LoadedModel:
             raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
 
     def sleep(self, level: int) -> None:
-        """See `ModelMemory`. Raises ConfigError."""
+        """See `Model`. Raises ConfigError."""
         self._check_possible()
-        self._runners[0].release_pool()
+        self._get_runner().release_pool()
         for weight in self._rank.model.weights:
             if level == 2:
                 weight.release()
@@ -162,18 +177,18 @@ class LoadedModel:
         self._sleep_level = level
 
     def wake(self) -> None:
-        """See `ModelMemory`. Raises ModelError, OSError, RuntimeError."""
+        """See `Model`. Raises ModelError, OSError, RuntimeError."""
         if self._sleep_level == 2:
             load_weights(self._rank.model, self._folder, self._rank.dtype, self._rank.device)
         else:
             for weight in self._rank.model.weights:
                 weight.move_to(self._rank.device)
-        self._runners[0].allocate_pool()
-        self._runners[0].record_decode_steps(count_sequences_max(self._config))
+        self._get_runner().allocate_pool()
+        self._get_runner().record_decode_steps(count_sequences_max(self._config))
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
-        """See `ModelMemory`. Raises ConfigError, ModelError, OSError, RuntimeError."""
+        """See `Model`. Raises ConfigError, ModelError, OSError, RuntimeError."""
         self._check_possible()
         folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)

@@ -124,7 +124,7 @@ class CoreLoop:
 
     def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = engine.core
-        self._get_simulation_lag = engine.executor.get_simulation_lag
+        self._get_simulation_lag = engine.executor.model.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
@@ -236,7 +236,7 @@ def main(fd: int) -> int:
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
-        engine.executor.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
+        engine.executor.model.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
         core_socket.send(CoreReady(engine.info))
         CoreLoop(engine, core_socket, check_invariants=config.check_invariants).run()
     except RunnerLostError as error:

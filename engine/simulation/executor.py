@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
-from engine.core import Executor, Runner
+from engine.core import Executor, Runner, SimulationLag
 from engine.grammars import GrammarCompiler, find_unsupported_reason
 from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
@@ -42,64 +43,66 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
     tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
     if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
-    word_ids, script = sample_words(tokenizer), _encode_script(spec, tokenizer)
-    runners: list[SimulatedRunner] = []
-
-    def make_simulated_runner(eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        if not eos_token_ids and (script or spec.answer_tokens):
-            raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
-        answers = SimulatedAnswers(word_ids, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        step_times = spec.make_step_times(config.step_tokens_max, config.time_scale)
-        constrained_answers = None
-        if grammars is not None:
-            constrained_answers = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
-        runners.append(
-            SimulatedRunner(step_times, answers, block_size=config.block_size, constrained_answers=constrained_answers)
-        )
-        return runners[0]
-
-    def close() -> None:
-        while runners:
-            runners.pop().close()
-
-    block_count = config.num_gpu_blocks_override or spec.kv_tokens // config.block_size
-    if block_count < 1:
-        raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
-    if block_count > BLOCKS_MAX:
-        override = config.num_gpu_blocks_override
-        flag = (
-            f"--simulate: kv_tokens {spec.kv_tokens}" if override is None else f"--num-gpu-blocks-override {override}"
-        )
-        raise ConfigError(f"{flag}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation")
+    model = SimulatedModel(config, spec, tokenizer)
     # The blocks have no content, so that any head size will do. With this one a unit is a block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
+        model=model,
         cache_spec=CacheSpec(config.block_size, (cache_group,)),
-        unit_count=block_count,
+        unit_count=_count_blocks(config, spec),
         host_unit_count=_count_host_blocks(config, spec),
         max_model_len=config.max_model_len or spec.max_model_len,
         vocab_size=tokenizer.vocab_size,
         dtype="simulated",
         device=spec.source,
-        make_runner=make_simulated_runner,
-        close=close,
-        watch_for_loss=lambda lost: None,
-        get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
-        model_memory=SimulatedMemory(),
-        get_block_memory=None if spec.kv_bytes_per_token is None else SimulatedBlockMemory,
         simulated_link=_make_link_spec(config, spec),
         script_turns=spec.script_turns,
     )
 
 
-def _make_link_spec(config: EngineConfig, spec: SimulationSpec) -> SimulatedLinkSpec:
-    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
-    return SimulatedLinkSpec(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
+class SimulatedModel:
+    """A model of words and step times. Implements `engine.core.Model` without any memory."""
 
+    def __init__(self, config: EngineConfig, spec: SimulationSpec, tokenizer: Tokenizer) -> None:
+        self._config, self._spec, self._tokenizer = config, spec, tokenizer
+        self._word_ids, self._script = sample_words(tokenizer), _encode_script(spec, tokenizer)
+        self._runner: SimulatedRunner | None = None
+        """None before `make_runner` and after `close`."""
 
-class SimulatedMemory:
-    """Implements `engine.core.ModelMemory` without any memory."""
+    def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
+        """See `Model`. Raises ConfigError."""
+        spec = self._spec
+        if not eos_token_ids and (self._script or spec.answer_tokens):
+            raise ConfigError("--simulate: the tokenizer names no token that ends an answer")
+        eos_token_id = eos_token_ids[0] if eos_token_ids else 0
+        constrained_answers = None
+        if grammars is not None:
+            constrained_answers = ConstrainedAnswers(grammars, self._tokenizer, eos_token_id, spec.answer_tokens)
+        self._runner = SimulatedRunner(
+            spec.make_step_times(self._config.step_tokens_max, self._config.time_scale),
+            SimulatedAnswers(self._word_ids, eos_token_id, spec.answer_tokens, self._script),
+            block_size=self._config.block_size,
+            constrained_answers=constrained_answers,
+        )
+        return self._runner
+
+    def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def get_block_memory(self) -> SimulatedBlockMemory | None:
+        return None if self._spec.kv_bytes_per_token is None else SimulatedBlockMemory()
+
+    def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
+        pass
+
+    def get_copy_s(self) -> float:
+        return 0.0
+
+    def get_simulation_lag(self) -> SimulationLag | None:
+        return None if self._runner is None else self._runner.simulation_lag
 
     def sleep(self, level: int) -> None:
         pass
@@ -113,20 +116,40 @@ class SimulatedMemory:
             locate_model(path, weights=False)
 
 
+def _make_link_spec(config: EngineConfig, spec: SimulationSpec) -> SimulatedLinkSpec:
+    block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
+    return SimulatedLinkSpec(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
+
+
+def _count_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
+    """Return the blocks that the cache has on the device. Raises ConfigError."""
+    if config.num_gpu_blocks_override is not None:
+        flag = f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+        return _check_block_count(flag, config.num_gpu_blocks_override)
+    block_count = spec.kv_tokens // config.block_size
+    if block_count < 1:
+        raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
+    return _check_block_count(f"--simulate: kv_tokens {spec.kv_tokens}", block_count)
+
+
 def _count_host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
     """Return the blocks of host memory that the cache has. Raises ConfigError."""
     memory_bytes = config.host_cache_memory
     if memory_bytes is None:
         return 0
+    flag = f"--host-cache-memory {memory_bytes}"
     if spec.kv_bytes_per_token is None:
-        raise ConfigError(f"--host-cache-memory {memory_bytes}: with --simulate SPEC must have kv_bytes_per_token")
+        raise ConfigError(f"{flag}: with --simulate SPEC must have kv_bytes_per_token")
     block_count = memory_bytes // (spec.kv_bytes_per_token * config.block_size)
     if block_count < 1:
-        raise ConfigError(f"--host-cache-memory {memory_bytes}: holds no block of {config.block_size} tokens of KV")
+        raise ConfigError(f"{flag}: holds no block of {config.block_size} tokens of KV")
+    return _check_block_count(flag, block_count)
+
+
+def _check_block_count(flag: str, block_count: int) -> int:
+    """Return the number of blocks that a flag asks for. Raises ConfigError if it is too large."""
     if block_count > BLOCKS_MAX:
-        raise ConfigError(
-            f"--host-cache-memory {memory_bytes}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation"
-        )
+        raise ConfigError(f"{flag}: {block_count} blocks; expected at most {BLOCKS_MAX} in a simulation")
     return block_count
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.cache.kv_cache import KVCache
@@ -36,21 +35,21 @@ def start_transfers(
     config: EngineConfig,
     folder: Path,
     cache: KVCache,
-    get_block_memory: Callable[[], BlockMemory] | None,
+    block_memory: BlockMemory | None,
     *,
     arithmetic: str,
     simulated_link: SimulatedLinkSpec | None,
 ) -> KVTransfers:
     """Listen for peers. `folder`: of the model that was loaded. `arithmetic`: type and device it is computed with.
 
-    `get_block_memory`: an Executor's. Raises ConfigError.
+    `block_memory`: the model's. Raises ConfigError.
     """
     transfer_config = config.kv_transfer
     if not config.enable_prefix_caching:
         raise ConfigError("--kv-transfer means nothing with --no-enable-prefix-caching")
-    if get_block_memory is None:
+    if block_memory is None:
         raise ConfigError("--kv-transfer: with --simulate SPEC must have kv_bytes_per_token")
-    exchange = BlockExchange(cache, get_block_memory())
+    exchange = BlockExchange(cache, block_memory)
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
     model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.tensor_parallel_size, config.simulate))
