@@ -36,25 +36,30 @@ from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings, RandomRows
 from kernels.transfer import copy_to_device
 
-_GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MIX_ROUNDS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), np.uint64(1)),
+)
+"""(shift, factor) of each round of splitmix64."""
+_FRACTION_SHIFT = np.uint64(11)
+"""Bits of 64 that are more than a float has."""
 
 
 def compute_uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each pair of a mixed seed, which is a request's own, and an output position."""
-    z = _mix(mixed + positions * _GOLDEN)
-    z >>= _11
-    return np.multiply(z, 2.0**-53, dtype=np.float64)
+    values = _mix(mixed + positions * _INCREMENT)
+    values >>= _FRACTION_SHIFT
+    return np.multiply(values, 2.0**-53, dtype=np.float64)
 
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Mix the bits of each number, in place (splitmix64)."""
-    z ^= z >> _30
-    z *= _FIRST
-    z ^= z >> _27
-    z *= _SECOND
-    z ^= z >> _31
-    return z
+    for shift, factor in _MIX_ROUNDS:
+        values ^= values >> shift
+        values *= factor
+    return values
 
 
 class MinTokensBan(NamedTuple):
@@ -280,7 +285,7 @@ class Sampler:
             self._device) if needs_selection else None,
             random_rows=np.array(random_rows, np.int64),
             mixed_seeds=_mix(
-                np.array([self._row_seed(sequences[i].request) for i in random_rows], np.uint64) + _GOLDEN
+                np.array([self._row_seed(sequences[i].request) for i in random_rows], np.uint64) + _INCREMENT
             ),
             settings=self._build_draw_settings(params),
         )  # fmt: skip

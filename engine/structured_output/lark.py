@@ -59,7 +59,7 @@ def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> st
 
 
 class _LarkWriter:
-    """Writes one grammar. A method named like a type of formats returns the body of the format's rule."""
+    """Writes one grammar. `write_x` returns the body of the rule of a format of type x."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -103,13 +103,13 @@ class _LarkWriter:
         parts.append(_quote(text[text_start:]))
         return " ".join(part for part in parts if part != '""') or '""'
 
-    def const_string(self, path: str, format: Format, depth: int) -> str:
+    def write_const_string(self, path: str, format: Format, depth: int) -> str:
         return self._write_text(_get_text(path, format, "value"))
 
-    def regex(self, path: str, format: Format, depth: int) -> str:
+    def write_regex(self, path: str, format: Format, depth: int) -> str:
         return _slash_regex(_get_text(path, format, "pattern"))
 
-    def any_text(self, path: str, format: Format, depth: int) -> str:
+    def write_any_text(self, path: str, format: Format, depth: int) -> str:
         return self._write_free_text(path, format)
 
     def _write_free_text(self, path: str, format: Format) -> str:
@@ -122,14 +122,14 @@ class _LarkWriter:
         ]
         return self._add_terminal(" & ".join([_ANY, *exclusions])) if exclusions else _ANY
 
-    def escaped_lark(self, path: str, format: Format, depth: int) -> str:
+    def write_escaped_lark(self, path: str, format: Format, depth: int) -> str:
         try:
             return f"%lark {{\n{escape_grammar(_get_text(path, format, 'definition'))}\n}}"
         except UnsupportedGrammar as error:
             message = f"{path}: the grammar of the tool {format.get('tool')!r} cannot be matched: {error}"
             raise RequestError(message, param=path) from None
 
-    def json_schema(self, path: str, format: Format, depth: int) -> str:
+    def write_json_schema(self, path: str, format: Format, depth: int) -> str:
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise bad_value(f"{path}.json_schema", schema, "a JSON schema")
@@ -148,10 +148,10 @@ class _LarkWriter:
             return self._write_python(param, schema, options | _PYTHON)
         raise bad_value(f"{path}.style", style, '"json" or "qwen_xml"')
 
-    def sequence(self, path: str, format: Format, depth: int) -> str:
+    def write_sequence(self, path: str, format: Format, depth: int) -> str:
         return " ".join(self._write_elements(path, format, "elements", depth))
 
-    def or_(self, path: str, format: Format, depth: int) -> str:
+    def write_or(self, path: str, format: Format, depth: int) -> str:
         elements = _get_list(path, format, "elements")
         if len(elements) > 1 and all(
             _is_plain(element, self._tokens) for element in elements
@@ -163,16 +163,7 @@ class _LarkWriter:
         items = _get_list(path, format, name)
         return [self._write_format(f"{path}.{name}[{i}]", item, depth) for i, item in enumerate(items)]
 
-    def optional(self, path: str, format: Format, depth: int) -> str:
-        return self._write_content(path, format, depth) + "?"
-
-    def star(self, path: str, format: Format, depth: int) -> str:
-        return self._write_content(path, format, depth) + "*"
-
-    def plus(self, path: str, format: Format, depth: int) -> str:
-        return self._write_content(path, format, depth) + "+"
-
-    def repeat(self, path: str, format: Format, depth: int) -> str:
+    def write_repeat(self, path: str, format: Format, depth: int) -> str:
         min_count, max_count = format.get("min"), format.get("max")
         for name, value in (("min", min_count), ("max", max_count)):
             if type(value) is not int or not -1 <= value < 2**31:
@@ -181,12 +172,12 @@ class _LarkWriter:
         assert isinstance(max_count, int)
         if min_count < 0 or (max_count != -1 and max_count < max(min_count, 1)):
             raise bad_value(f"{path}.max", max_count, "at least min, and 1")
-        return f"{self._write_content(path, format, depth)}{{{min_count},{'' if max_count == -1 else max_count}}}"
+        return f"{self.write_content(path, format, depth)}{{{min_count},{'' if max_count == -1 else max_count}}}"
 
-    def _write_content(self, path: str, format: Format, depth: int) -> str:
+    def write_content(self, path: str, format: Format, depth: int) -> str:
         return self._write_format(f"{path}.content", format.get("content"), depth)
 
-    def tag(self, path: str, format: Format, depth: int) -> str:
+    def write_tag(self, path: str, format: Format, depth: int) -> str:
         return f"{self._write_text(_get_text(path, format, 'begin'))} {self._write_tag_tail(path, format, depth)}"
 
     def _write_tag_tail(self, path: str, format: Format, depth: int) -> str:
@@ -210,7 +201,7 @@ class _LarkWriter:
             alternatives.append(self._add_rule(f"{free} ({' | '.join(map(_quote, texts))})", "[lazy]"))
         return f"({' | '.join(alternatives)})"
 
-    def triggered_tags(self, path: str, format: Format, depth: int) -> str:
+    def write_triggered_tags(self, path: str, format: Format, depth: int) -> str:
         """Return the rule of free text in which a trigger begins a tag, such as a tool call between <tool_call> marks.
 
         The text is free until a trigger comes. Then one of the tags that begin with that trigger must follow.
@@ -244,7 +235,7 @@ class _LarkWriter:
         expression = f"{free_text} {trigger_expression}"
         return self._add_rule(expression, "[lazy]") if is_plain_text else expression
 
-    def tags_with_separator(self, path: str, format: Format, depth: int) -> str:
+    def write_tags_with_separator(self, path: str, format: Format, depth: int) -> str:
         tags = self._write_elements(path, format, "tags", depth)
         tag = self._add_rule(" | ".join(tags))
         separator = self._write_text(_get_text(path, format, "separator"))
@@ -371,20 +362,20 @@ class _LarkWriter:
 
 
 _WRITERS: dict[str, Callable[[_LarkWriter, str, Format, int], str]] = {
-    "const_string": _LarkWriter.const_string,
-    "json_schema": _LarkWriter.json_schema,
-    "escaped_lark": _LarkWriter.escaped_lark,
-    "regex": _LarkWriter.regex,
-    "any_text": _LarkWriter.any_text,
-    "sequence": _LarkWriter.sequence,
-    "or": _LarkWriter.or_,
-    "optional": _LarkWriter.optional,
-    "star": _LarkWriter.star,
-    "plus": _LarkWriter.plus,
-    "repeat": _LarkWriter.repeat,
-    "tag": _LarkWriter.tag,
-    "triggered_tags": _LarkWriter.triggered_tags,
-    "tags_with_separator": _LarkWriter.tags_with_separator,
+    "const_string": _LarkWriter.write_const_string,
+    "json_schema": _LarkWriter.write_json_schema,
+    "escaped_lark": _LarkWriter.write_escaped_lark,
+    "regex": _LarkWriter.write_regex,
+    "any_text": _LarkWriter.write_any_text,
+    "sequence": _LarkWriter.write_sequence,
+    "or": _LarkWriter.write_or,
+    "optional": lambda writer, path, format, depth: writer.write_content(path, format, depth) + "?",
+    "star": lambda writer, path, format, depth: writer.write_content(path, format, depth) + "*",
+    "plus": lambda writer, path, format, depth: writer.write_content(path, format, depth) + "+",
+    "repeat": _LarkWriter.write_repeat,
+    "tag": _LarkWriter.write_tag,
+    "triggered_tags": _LarkWriter.write_triggered_tags,
+    "tags_with_separator": _LarkWriter.write_tags_with_separator,
 }
 
 

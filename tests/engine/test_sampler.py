@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.execution.block_tables import RowAllocator
 from engine.execution.logprobs import compute_token_logprobs, read_logprobs
-from engine.execution.sampler import _GOLDEN, Sampler, SamplingBatch, _mix, compute_uniforms
+from engine.execution.sampler import _INCREMENT, Sampler, SamplingBatch, _mix, compute_uniforms
 from engine.types import Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
@@ -172,7 +172,7 @@ def test_unseeded_requests_differ():
 
 
 def test_uniforms_are_uniform():
-    seeds = _mix(np.repeat(np.arange(200, dtype=np.uint64), 500) + _GOLDEN)
+    seeds = _mix(np.repeat(np.arange(200, dtype=np.uint64), 500) + _INCREMENT)
     u = compute_uniforms(seeds, np.tile(np.arange(500, dtype=np.uint64), 200))
     assert u.min() >= 0
     assert u.max() < 1
