@@ -555,7 +555,8 @@ class Exchange:
     def close(self) -> None:
         """Close the connections to workers, or stop opening them."""
         prefill, self._prefill = self._prefill, None
-        if prefill is not None and prefill.is_taken and self._attempt is not None and self._attempt.head is None:
+        is_fetching = prefill is not None and prefill.is_taken and self._response_head is None
+        if is_fetching and self.context.is_done and self._attempt is not None:
             self._attempt.close_after_answer()  # a fetch of KV that is cut off leaves some of it kept
         self._close_attempt()
         if prefill is not None:
