@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from nixl_workers import NixlWorkers, text_for
 
-from router.decide.messages import Forward, Instruction, Transfer, TransferKind
+from router.decide.messages import Decision, Forward, Instruction, Transfer, TransferKind
 from router.decide.workers import TransferFacts
 
 FLEET_KEY = b"a key of sixteen or more"
@@ -28,12 +28,14 @@ def plan(edge: Any, kind: TransferKind, source: str = "p", worker: str = "d") ->
         instruction = route(request, *args, **kwargs)
         request.worker = None
         if isinstance(instruction, Forward):
-            decision, transfer = instruction.decision, Transfer(kind, source, None, 128, 0.01)
-            decision.terms = msgspec.structs.replace(decision.terms, transfer=transfer)
-            decision.predicted_cached_tokens = 128
+            add_transfer(instruction.decision, kind, source)
         return instruction
 
     edge.core.route = route_with_transfer
+
+
+def add_transfer(decision: Decision, kind: TransferKind, source: str) -> None:
+    decision.terms = msgspec.structs.replace(decision.terms, transfer=Transfer(kind, source, None, 128, 0.01))
 
 
 async def split_pair(edge: Any, **workers: Any) -> tuple[NixlWorkers, Any, Any]:
@@ -146,6 +148,59 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
         assert source["signature"] == hmac.new(FLEET_KEY, text.encode(), "sha256").hexdigest()
         assert request.body.endswith(raw[1:])
         assert outcomes(edge) == {"started": 1}
+
+    edge.run(scenario())
+
+
+def test_a_clients_own_parameters_never_reach_a_worker(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        nixl, prefill, decode = await split_pair(edge)
+        raw = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}} | PROMPT).encode()
+        assert text_for(PROMPT).encode() in await edge.exchange(make_post(raw, b"/v1/completions"))
+        for request in (*prefill.received, *decode.received):
+            assert request.body.count(b"kv_transfer_params") == 1
+            assert b"evil" not in request.body
+        assert (nixl.transfers, nixl.faults) == (1, [])
+
+    edge.run(scenario())
+
+
+def test_the_rest_of_a_stream_is_split_too(edge: Any, make_post: Any) -> None:
+    """The first worker dies in the middle of an answer; of what follows, one worker computes the prompt."""
+
+    async def die_in_the_middle(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        choice = {"index": 0, "text": "on", "token_ids": [100], "prompt_token_ids": [5, 6, 7], "finish_reason": None}
+        event = b"data: " + json.dumps({"id": "a", "choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        nixl = NixlWorkers(edge.now)
+        await edge.start()
+        await edge.worker(die_in_the_middle, "first", engine="vllm")
+        prefill = await edge.worker(nixl.prefill, "p", engine="vllm")
+        decode = await edge.worker(nixl.decode, "d", engine="vllm")
+        for name in ("p", "d"):
+            edge.core.set_draining(name, edge.now(), is_draining=True)
+        fail_attempt = edge.core.fail_attempt
+
+        def fail_with_transfer(*args: Any, **kwargs: Any) -> list[Instruction]:
+            edge.core.set_draining("d", edge.now(), is_draining=False)
+            instructions: list[Instruction] = fail_attempt(*args, **kwargs)
+            (forward,) = instructions
+            assert isinstance(forward, Forward)
+            add_transfer(forward.decision, TransferKind.PREFILL, "p")
+            return instructions
+
+        edge.core.fail_attempt = fail_with_transfer
+        raw = json.dumps(PROMPT | {"stream": True, "temperature": 0}).encode()
+        await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert [json.loads(request.body)["prompt"] for request in prefill.received + decode.received] == [
+            [5, 6, 7, 100]
+        ] * 2
+        assert (nixl.transfers, nixl.faults) == (1, [])
 
     edge.run(scenario())
 
