@@ -84,15 +84,13 @@ class WorkerListRoutes:
         """Return the figures of one rank, with the state of its event streams and of its models' tokenizers."""
         worker = self._core.workers.get(row.worker_id)
         base_models = sorted({model.base for model in worker.models.values()}) if worker is not None else []
-        reader = self._prompt_reader
-        tokenized_models = [model for model in base_models if reader.tokenizer_of(model) is not None]
+        conversations, tokenizers = self._prompt_reader.conversations, self._prompt_reader.tokenizers
+        tokenized_models = [model for model in base_models if tokenizers.get(model) is not None]
         return dataclasses.asdict(row) | {
             "events": self._fleet.describe_events(row.worker_id),
-            "conversation_cache": {
-                model: reader.conversations.problems.get(model, "used") for model in tokenized_models
-            },
+            "conversation_cache": {model: conversations.problems.get(model, "used") for model in tokenized_models},
             "tokenizer": {
-                model: "loaded" if model in tokenized_models else reader.problems.get(model, "none")
+                model: "loaded" if model in tokenized_models else tokenizers.problems.get(model, "none")
                 for model in base_models
             },
         }

@@ -30,7 +30,7 @@ from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.http_client import make_key_headers
 from router.index.protocol import PrefixIndex
-from router.prompting.remote_tokenizer import RemoteTokenizer
+from router.prompting.model_tokenizers import RemoteTokenizer
 
 log = logging.getLogger("router")
 
@@ -73,13 +73,13 @@ class Cluster:
                 kv_dialects=config.kv_dialects,
             ),
             self.feed,
-            pipeline.prompt_reader,
+            pipeline.prompt_reader.tokenizers,
             proxy.perform,
             config.fleet,
             now=proxy.now,
             peers=peer_client,
         )
-        pipeline.prompt_reader.remote = RemoteTokenizer(session, headers)
+        pipeline.prompt_reader.tokenizers.remote = RemoteTokenizer(session, headers)
         proxy.core.registry.on_state_change = _log_state_change
         proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks
         proxy.workers.may_send_key = self.fleet.may_receive_api_key

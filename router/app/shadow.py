@@ -161,7 +161,7 @@ class ShadowProcess(RouterProcess):
         models = {
             model.base for worker in self.pipeline.proxy.core.workers.values() for model in worker.models.values()
         }
-        has_tokenizer = any(self.pipeline.prompt_reader.tokenizer_of(model) is not None for model in models)
+        has_tokenizer = any(self.pipeline.prompt_reader.tokenizers.get(model) is not None for model in models)
         no_tokenizer = None if has_tokenizer else "no tokenizer: give --tokenizer FOLDER"
         return self._health.find_unready_reason() or no_tokenizer
 

@@ -106,7 +106,7 @@ class WorkerCheck:
         if not self._facts.is_alive:
             return
         self._model = next(model for model in self._facts.models if model.lora is None)
-        await self._prompts.discover_tokenizer(self._model.base, self._facts.roots.get(self._model.base), self._flag)
+        await self._prompts.tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._compare_tokens(
             "tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"}
         )
@@ -160,12 +160,12 @@ class WorkerCheck:
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
         """Compare the tokens of a request, read here and by the worker."""
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
-        tokenizer = self._prompts.tokenizer_of(self._model.base)
+        tokenizer = self._prompts.tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
         assert tokenize_request is not None
         answer = await self._post("/tokenize", tokenize_request)
         if tokenizer is None:
-            reason = self._prompts.problems.get(self._model.base, "there is none here")
+            reason = self._prompts.tokenizers.problems.get(self._model.base, "there is none here")
             return Finding(step, None if "tokens" in answer else False, reason)
         token_ids = self._prompts.read(request, tokenizer).token_ids
         if "tokens" not in answer:
@@ -202,7 +202,7 @@ class WorkerCheck:
         random_source = random.SystemRandom()
         text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))
         request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        prompt_ids = self._prompts.read(request, self._prompts.tokenizer_of(self._model.base)).token_ids
+        prompt_ids = self._prompts.read(request, self._prompts.tokenizers.get(self._model.base)).token_ids
         if prompt_ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]

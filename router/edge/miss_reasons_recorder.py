@@ -60,7 +60,7 @@ class MissReasonsRecorder:
             metrics.reused_tokens,
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = FactsAdapter(core, prompt_reader.tokenizer_of)
+        self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
         self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         self._operator_watches = WatchedConversations(config.ttl_s)

@@ -42,7 +42,7 @@ from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_name
 from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
-from router.prompting.reader import PromptReader
+from router.prompting.model_tokenizers import ModelTokenizers
 
 log = logging.getLogger("router")
 
@@ -153,7 +153,7 @@ class Fleet:
         core: RouterCore,
         prober: Prober,
         feed: IndexFeed,
-        prompts: PromptReader,
+        tokenizers: ModelTokenizers,
         perform: Callable[[Iterable[Instruction]], None],
         config: FleetConfig,
         *,
@@ -165,7 +165,7 @@ class Fleet:
         self._peers = peers
         self._prober = prober
         self._feed = feed
-        self._prompts = prompts
+        self._tokenizers = tokenizers
         self._perform = perform
         self._config = config
         self._now = now
@@ -226,7 +226,7 @@ class Fleet:
             return
         member.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._prompts.remove_worker(member.flag.url)
+        self._tokenizers.remove_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
@@ -526,7 +526,7 @@ class Fleet:
         """Load the tokenizers of the worker's models before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
             await _run_with_timeout(
-                TOKENIZER_S_MAX, self._prompts.discover_tokenizer(base, facts.roots.get(base), member.flag)
+                TOKENIZER_S_MAX, self._tokenizers.discover(base, facts.roots.get(base), member.flag)
             )
 
     async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:

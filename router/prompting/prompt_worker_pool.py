@@ -84,8 +84,8 @@ class ReadResult(NamedTuple):
     """Whether reading took too long."""
 
 
-class BodyRead(NamedTuple):
-    """Request, field spans and prompt of a body that a worker process has read."""
+class TaskOutcome(NamedTuple):
+    """A body that a worker process has read: the request, the spans of its fields, and the result of the task."""
 
     request: RoutingRequest
     spans: FieldSpans
@@ -113,7 +113,7 @@ class PromptWorkerPool:
         make_task: Callable[[RoutingRequest], ReadTask],
         is_wanted: Callable[[], bool],
         tenant: str = "",
-    ) -> BodyRead:
+    ) -> TaskOutcome:
         """Read a body, given in pieces.
 
         `kind` is the API of the body's path, None if the body decides. `make_task` says how to read the prompt of a
@@ -142,7 +142,7 @@ class PromptWorkerPool:
             result = ReadResult(is_overdue=True)
         finally:
             self._add_waiting(tenant, -size)
-        return BodyRead(*inspections[0], result)
+        return TaskOutcome(*inspections[0], result)
 
     def _check_capacity(self, tenant: str, size: int) -> None:
         """Raise RequestError if a body has no room. A tenant's bodies after its first leave as much room to others."""

@@ -1,26 +1,21 @@
 """The prompt of a request as token ids, by the tokenizer of its model.
 
-Owns loading tokenizers (in threads, as a large vocabulary takes a second) and the choice between reading a body at
-once, in a thread, in a worker process, or by an engine, which `begin_read` hides.
+`begin_read` hides whether a body is read at once, in a thread, in a worker process, or by an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from prompts.chat_rendering import render_chat
-from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing, parse_routing_of_kind
-from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError, find_checkpoint_folder
+from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
+from prompts.tokenizer import ID_TYPE, Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
@@ -42,19 +37,12 @@ from router.prompting.encode import (
 )
 from router.prompting.fields import locate_raw_fields
 from router.prompting.media import read_media
+from router.prompting.model_tokenizers import RENDER_S_MAX, ModelTokenizers
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt
-from router.prompting.remote_tokenizer import RemoteTokenizer, RemoteWorker
-from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
 
-_PROBE_CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning":
-"c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
-{"role": "user", "content": "e"}]}"""
-"""A chat that versions of transformers render in two ways: 5.23 and later change messages, older ones keep them."""
-RENDER_S_MAX = 0.1
-"""CPU time of a chat template in this process, where other requests wait for it; most take a millisecond."""
 WORKER_RENDER_S_MAX = 1.0
 """CPU time of a chat template in a worker process, where no other request waits for it."""
 TIMEOUTS_MAX = 3
@@ -69,7 +57,7 @@ def _always() -> bool:
     return True
 
 
-class _BodyRead(NamedTuple, Generic[Target]):
+class _BodyToRead(NamedTuple, Generic[Target]):
     """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
 
     body: RequestBody
@@ -94,104 +82,24 @@ class PromptReader:
         """`override` is the folder of every model's tokenizer. `render_s_max` limits a chat template in this process.
         `conversation_bytes` is the memory for conversations that may return."""
         self.conversations = ConversationReader(conversation_bytes)
+        self.tokenizers = ModelTokenizers(
+            executor, self.conversations, override=override, chat_template=chat_template, render_s_max=render_s_max
+        )
         self._checks: set[asyncio.Task[None]] = set()
         self._executor = executor
-        self._render_s_max = render_s_max
-        self.remote: RemoteTokenizer | None = None
-        """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.worker_pool: PromptWorkerPool | None = None
         """Processes that read large bodies, and render templates that may take long."""
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
-        self._folder_override = override
-        self._chat_template = chat_template
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._reads = 0
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
         self.failure_count = 0
         """Prompts that raised an unexpected exception."""
-        self._folders: dict[str, str] = {}
-        """Model -> folder of its tokenizer."""
-        self._compared_models: set[str] = set()
-        """Models whose templates' `keeps_messages_as_sent` was set by the first worker that disagreed."""
-        self.problems: dict[str, str] = {}
-        """Model -> why there is no tokenizer for it; shown by `/workers`."""
-
-    def tokenizer_of(self, model: str) -> Tokenizer | None:
-        """Return the tokenizer of a base model, if it is loaded."""
-        return self._tokenizers.get(model)
-
-    async def discover_tokenizer(self, model: str, path: str | None, worker: RemoteWorker) -> None:
-        """Load the tokenizer of a base model, or find out whether a worker can be asked for token ids.
-
-        `path` is the folder in which the worker has it; the folder of the command line comes first.
-        """
-        folder = self._folder_override or path
-        if folder is not None and model not in self._tokenizers:
-            task = self._loading.get((model, folder))
-            if task is None:
-                task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
-                task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
-            await asyncio.shield(task)
-        if model in self._tokenizers:
-            await self._detect_render_mode(model, worker)
-            return
-        if folder is None:
-            self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-        if self.remote is not None and worker.url and await self.remote.probe(model, worker):
-            reason = self.problems[model].partition("; give")[0]
-            self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
-
-    async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
-        """Find out whether a worker's version of transformers changes messages before it renders them.
-
-        The answer of the first worker that differs from the newest version is taken for all workers of the model.
-        """
-        tokenizer = self._tokenizers[model]
-        template, request = tokenizer.chat_template, parse_routing("/v1/chat/completions", _PROBE_CHAT)
-        tokenize_request = build_tokenize_request(request, model)
-        if self.remote is None or template is None or tokenize_request is None or not worker.url:
-            return
-        changed_ids = await self._read_probe(model, tokenizer, template, as_sent=False)
-        unchanged_ids = await self._read_probe(model, tokenizer, template, as_sent=True)
-        if changed_ids is None or unchanged_ids is None or list(changed_ids) == list(unchanged_ids):
-            return
-        worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
-        as_sent = {tuple(changed_ids): False, tuple(unchanged_ids): True}.get(tuple(worker_ids or ()))
-        if worker_ids is None or as_sent == template.keeps_messages_as_sent:
-            return
-        if as_sent is None or model in self._compared_models:
-            log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
-            return
-        template.keeps_messages_as_sent = as_sent
-        self._compared_models.add(model)
-        log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
-
-    async def _read_probe(
-        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, *, as_sent: bool
-    ) -> Sequence[int] | None:
-        """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
-        if not template.is_bounded:
-            task = self.make_task(model, "chat", None)
-            task.as_sent = as_sent
-            return (await self.read_in_worker((_PROBE_CHAT,), model, task)).token_ids
-        template_copy = copy.copy(template)
-        template_copy.keeps_messages_as_sent = as_sent
-        try:
-            return tokenizer.encode(
-                render_chat(template_copy, parse_routing("/v1/chat/completions", _PROBE_CHAT)), add_special_tokens=False
-            )
-        except RequestError:
-            return None
-        finally:
-            template.is_bounded = template_copy.is_bounded
 
     def needs_worker_process(self, model: str, request: RoutingRequest) -> bool:
         """Whether this prompt must be rendered by a chat template that may take long."""
-        tokenizer = self._tokenizers.get(model)
-        template = None if tokenizer is None else tokenizer.chat_template
+        template = self.tokenizers.get_template(model)
         is_chat = request.kind == "chat" or request.source is not None
         return is_chat and template is not None and not template.is_bounded
 
@@ -215,63 +123,22 @@ class PromptReader:
             return TokenizedPrompt(None, time.perf_counter() - started_s)
         self._timeouts[model] = timeouts = timeouts + 1 if result.is_overdue else 0
         if timeouts == TIMEOUTS_MAX:
-            self.problems[model] = "its chat template takes too long; chats are routed by load alone"
-            log.warning("model %s: %s", model, self.problems[model])
+            problem = "its chat template takes too long; chats are routed by load alone"
+            self.tokenizers.problems[model] = problem
+            log.warning("model %s: %s", model, problem)
         ids = None if isinstance(result.result, bytes) else result.result
         return TokenizedPrompt(ids, time.perf_counter() - started_s, size=result.size)
 
-    def remove_worker(self, url: str) -> None:
-        """Ask a worker that has left for no more token ids."""
-        if self.remote is not None:
-            self.remote.remove_worker(url)
-
-    def uses_remote_tokenizer(self, model: str) -> bool:
-        """Whether prompts of a base model are tokenised by workers (`read_remotely`) and not by this process."""
-        return self.remote is not None and model not in self._tokenizers and self.remote.has_worker(model)
-
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
         """Have a worker tokenise a prompt, unless the request has token ids already."""
-        read = self.read(request, None, tokens_max)
-        if read.token_ids is not None or self.remote is None:
+        read, remote = self.read(request, None, tokens_max), self.tokenizers.remote
+        if read.token_ids is not None or remote is None:
             return read
         started_s = time.perf_counter()
-        ids = await self.remote.tokenize(build_tokenize_request(request, model), model)
+        ids = await remote.tokenize(build_tokenize_request(request, model), model)
         read_s = time.perf_counter() - started_s
         size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
         return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), read_s, size=size)
-
-    async def _load(self, model: str, name: str) -> None:
-        """Load the tokenizer of a base model from a folder, or a name in the Hugging Face cache."""
-        folder = find_checkpoint_folder(name)
-        if folder is None:
-            self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
-            return
-        try:
-            tokenizer = await self.run_in_thread(lambda: self._read_folder(folder))
-        except TokenizerError as error:
-            self.problems[model] = str(error)
-            log.warning("no tokenizer for %s: %s", model, error)
-            return
-        if self.conversations.can_cache(tokenizer):
-            renderer = BoundaryRenderer(tokenizer)
-            problem = await self.run_in_thread(lambda: find_trial_problem(renderer))
-            if problem is None:
-                self.conversations.allow(model, renderer)
-            else:
-                self.conversations.forbid(model, problem)
-                log.info("conversations of %s are read whole: %s", model, problem)
-        self._tokenizers[model], self._folders[model] = tokenizer, str(folder)
-        self._timeouts.pop(model, None)
-        self.problems.pop(model, None)
-        log.info("tokenizer of %s read from %s", model, folder)
-        if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
-            log.info("chats of %s are rendered by worker processes: its template might take long", model)
-
-    def _read_folder(self, folder: Path) -> Tokenizer:
-        tokenizer = Tokenizer.load(folder, self._chat_template)
-        if self._render_s_max is not None and tokenizer.chat_template is not None:
-            tokenizer.chat_template.set_time_limit(self._render_s_max)
-        return tokenizer
 
     def read(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
@@ -303,16 +170,16 @@ class PromptReader:
         `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
         `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
         """
-        body_read = _BodyRead(body, kind, make_target, is_wanted, tenant)
+        body_to_read = _BodyToRead(body, kind, make_target, is_wanted, tenant)
         if may_continue and self.conversations.may_have(kind, body.body_bytes):
             assert kind is not None
             matches = self.conversations.find(kind, body.body)
             if matches and body.body_bytes - matches[0][1].body_end > INLINE_BYTES_MAX:
-                return self._continue_in_thread(matches, body_read)
-            read = self._continue(matches, body_read) if matches else None
+                return self._continue_in_thread(matches, body_to_read)
+            read = self._continue(matches, body_to_read) if matches else None
             if read is not None:
                 return read
-        return self._begin_whole_read(body_read)
+        return self._begin_whole_read(body_to_read)
 
     async def read_body(
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
@@ -323,29 +190,29 @@ class PromptReader:
         return read if isinstance(read, ReadBody) else await read
 
     def _begin_whole_read(
-        self, body_read: _BodyRead[Target]
+        self, body_to_read: _BodyToRead[Target]
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:
         """Read a body without the conversation cache, at once if that is quick."""
-        pieces = body_read.body.pieces
+        pieces = body_to_read.body.pieces
         if len(pieces) > 1 or not is_light(pieces[0]):
-            return self._read_large(body_read)
+            return self._read_large(body_to_read)
         data = pieces[0]
-        request, fields = parse_body(body_read.kind or "other", data)
-        if body_read.kind is None:
+        request, fields = parse_body(body_to_read.kind or "other", data)
+        if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
-        target = body_read.make_target(request)
+        target = body_to_read.make_target(request)
         read = ReadBody(request, target, TokenizedPrompt(None, 0.0), fields=fields)
         if request.kind == "other":
             return read
         read.media = read_media(request, data)
         model, tokens_max = target.base_model, target.tokens_max
-        if self.uses_remote_tokenizer(model):
+        if self.tokenizers.is_remote(model):
             return self._await_prompt(read, self.read_remotely(request, model, tokens_max))
         if self.needs_worker_process(model, request):
             task = self.make_task(model, request.kind, tokens_max)
-            prompt = self.read_in_worker(pieces, model, task, body_read.is_wanted, body_read.tenant)
+            prompt = self.read_in_worker(pieces, model, task, body_to_read.is_wanted, body_to_read.tenant)
             return self._await_prompt(read, prompt)
-        tokenizer = self._tokenizers.get(model)
+        tokenizer = self.tokenizers.get(model)
         renderer = self.conversations.renderer_of(model)
         if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data
@@ -361,10 +228,10 @@ class PromptReader:
         read.prompt = await prompt
         return read
 
-    async def _read_large(self, body_read: _BodyRead[Target]) -> ReadBody[Target]:
+    async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
         """Read a large body in a worker process."""
         assert self.worker_pool is not None
-        body, kind, make_target, is_wanted, tenant = body_read
+        body, kind, make_target, is_wanted, tenant = body_to_read
         targets: list[Target] = []
 
         def make_task(request: RoutingRequest) -> ReadTask:
@@ -380,7 +247,8 @@ class PromptReader:
         ids: Sequence[int] | None
         size, conversation = result.size, result.conversation
         if isinstance(result.result, bytes):
-            ids = None if self.remote is None else await self.remote.tokenize(result.result, target.base_model)
+            remote = self.tokenizers.remote
+            ids = None if remote is None else await remote.tokenize(result.result, target.base_model)
             size = measure_prompts(ids, request, target.tokens_max, result.further_tokens)
             ids = truncate_prompt(ids, request, target.tokens_max)
         else:
@@ -400,23 +268,25 @@ class PromptReader:
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
-    async def _continue_in_thread(self, matches: list[Match], body_read: _BodyRead[Target]) -> ReadBody[Target]:
+    async def _continue_in_thread(self, matches: list[Match], body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
         """Continue a cached conversation in a thread, else read the body whole."""
-        data = body_read.body.body
+        data = body_to_read.body.body
         continuation = await self.run_in_thread(lambda: self._read_after_boundary(matches, data))
         read = None
         if continuation is not None:
-            read = self._finish_continuation(*continuation, data, body_read.make_target)
+            read = self._finish_continuation(*continuation, data, body_to_read.make_target)
         if read is not None:
             return read
-        whole = self._begin_whole_read(body_read)
+        whole = self._begin_whole_read(body_to_read)
         return whole if isinstance(whole, ReadBody) else await whole
 
-    def _continue(self, matches: list[Match], body_read: _BodyRead[Target]) -> ReadBody[Target] | None:
+    def _continue(self, matches: list[Match], body_to_read: _BodyToRead[Target]) -> ReadBody[Target] | None:
         """Continue a cached conversation; None if none of the matches can be used."""
-        data = body_read.body.body
+        data = body_to_read.body.body
         continuation = self._read_after_boundary(matches, data)
-        return None if continuation is None else self._finish_continuation(*continuation, data, body_read.make_target)
+        return (
+            None if continuation is None else self._finish_continuation(*continuation, data, body_to_read.make_target)
+        )
 
     def _read_after_boundary(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
         """Continue a cached conversation; return the continuation and the seconds that it took. Thread-safe."""
@@ -455,7 +325,7 @@ class PromptReader:
     async def _check(self, continuation: Continuation, body: bytes) -> None:
         """Compare a continued prompt with the ids of the whole body, read in a thread or a worker process."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
-        tokenizer, ids = self._tokenizers.get(model), None
+        tokenizer, ids = self.tokenizers.get(model), None
         if is_light(body):
             ids = (await self.run_in_thread(lambda: self.read(parse_routing_of_kind(kind, body), tokenizer))).token_ids
         elif self.worker_pool is not None:
@@ -494,11 +364,10 @@ class PromptReader:
 
     def make_task(self, model: str, kind: ApiKind, tokens_max: int | None) -> ReadTask:
         """Return the task by which a worker process reads a body for a base model."""
-        remote_model = model if self.uses_remote_tokenizer(model) else None
-        tokenizer = self._tokenizers.get(model)
-        template = tokenizer.chat_template if tokenizer is not None else None
+        remote_model = model if self.tokenizers.is_remote(model) else None
+        template = self.tokenizers.get_template(model)
         as_sent = template is not None and template.keeps_messages_as_sent
-        folder = self._folders.get(model)
+        folder = self.tokenizers.folder_by_model.get(model)
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
         return ReadTask(kind, folder, tokens_max, remote_model, as_sent)

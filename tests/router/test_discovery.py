@@ -32,7 +32,7 @@ from router.fleet.worker_responses import (
     read_server_info,
     read_sources,
 )
-from router.prompting.remote_tokenizer import RemoteTokenizer
+from router.prompting.model_tokenizers import RemoteTokenizer
 
 
 def test_a_plain_url_is_enough() -> None:

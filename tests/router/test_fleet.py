@@ -230,7 +230,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         prober: Any = SlowProber()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = feed_of()
-        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 
@@ -294,7 +294,7 @@ async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[
     await site.start()
     async with aiohttp.ClientSession() as session:
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         now = asyncio.get_running_loop().time
         fleet = Fleet(core, Prober(session), feed, prompts, lambda _: None, config, now=now)
         name = await fleet.add({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "events": "none"})
@@ -327,7 +327,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         follow_calls: list[tuple[int, int]] = []
         prober = ManyStreamsProber()
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         feed = feed_of(
             count_free_streams=lambda _: 2,
             follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),

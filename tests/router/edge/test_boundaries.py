@@ -370,7 +370,7 @@ def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, na
                 answers = await edge.exchange(make_post(body, path, close=False) + make_post(body, path))
                 assert answers.count(b"HTTP/1.1 ") == 2
                 assert set(re.findall(rb"HTTP/1.1 (\d+)", answers)) <= {b"200", b"400"}
-            edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+            edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
         assert not edge.metrics.crashes
 
     edge.run(scenario())

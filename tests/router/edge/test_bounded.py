@@ -76,7 +76,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.start(policy="kv", core={"session_affinity": True, "sessions_max": 100})
         await edge.worker(edge.reply(b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'))
         await edge.worker(edge.reply(status=b"500 Oops"))
-        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
         dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
         dashboard.register(edge.routes)
         edge.proxy.on_end.append(RequestAccounting(edge.proxy).record_ended_request)

@@ -19,8 +19,8 @@ async def load(edge: Any, folder: Path) -> ConversationReader:
     """A router before one worker, which has read the tokenizer, and tried out its template."""
     write_tokenizer(folder, 1024, 1 << 20)
     await edge.start()
-    edge.prompts.conversations = ConversationReader(8 << 20)
-    await edge.prompts._load("tiny", str(folder))
+    edge.prompts.conversations.cache.max_bytes = 8 << 20
+    await edge.prompts.tokenizers._load("tiny", str(folder))
     await edge.worker(edge.reply(), max_model_len=10_000_000)
     conversations: ConversationReader = edge.prompts.conversations
     assert conversations.renderer_of("tiny") is not None
@@ -92,9 +92,10 @@ def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> No
     async def scenario() -> None:
         write_tokenizer(tmp_path, 1024, 1 << 20)
         await edge.start()
-        edge.prompts.conversations = ConversationReader(8 << 20)
-        edge.prompts._chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-        await edge.prompts._load("tiny", str(tmp_path))
+        edge.prompts.conversations.cache.max_bytes = 8 << 20
+        template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        edge.prompts.tokenizers._chat_template = template
+        await edge.prompts.tokenizers._load("tiny", str(tmp_path))
         await edge.worker(edge.reply())
         assert edge.prompts.conversations.renderer_of("tiny") is None
         (row,) = edge.worker_list.describe_workers()["workers"]

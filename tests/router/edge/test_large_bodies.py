@@ -77,8 +77,8 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
 
     async def scenario() -> None:
         await edge.start(policy="kv")
-        edge.prompts._tokenizers["tiny"] = tokenizer
-        edge.prompts._folders["tiny"] = str(tmp_path)
+        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = tokenizer
+        edge.prompts.tokenizers.folder_by_model["tiny"] = str(tmp_path)
         worker = await edge.worker(edge.reply(), max_model_len=1_000_000)
         routed = []
         edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route))

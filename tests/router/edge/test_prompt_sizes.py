@@ -33,7 +33,10 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 async def start(edge: Any, tokenizer: Tokenizer, folder: Path, **settings: Any) -> Any:
     await edge.start(policy="kv", **settings)
-    edge.prompts._tokenizers["tiny"], edge.prompts._folders["tiny"] = tokenizer, str(folder)
+    edge.prompts.tokenizers.tokenizer_by_model["tiny"], edge.prompts.tokenizers.folder_by_model["tiny"] = (
+        tokenizer,
+        str(folder),
+    )
     return await edge.worker(edge.reply(), max_model_len=LIMIT)
 
 

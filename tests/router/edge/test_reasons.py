@@ -90,8 +90,8 @@ def router(edge: Any, tmp_path: Path) -> Any:
         (worker,) = edge.core.workers.values()
         models = (ServedModel("tiny", "tiny", max_model_len=100_000),)
         edge.core.add_worker(replace(worker.spec, models=models), 0.0)
-        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
-        edge.prompts._folders["tiny"] = str(tmp_path)
+        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts.tokenizers.folder_by_model["tiny"] = str(tmp_path)
         reasons = MissReasonsRecorder(
             MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.proxy,
@@ -439,7 +439,7 @@ def test_a_body_that_returns_is_explained_like_another(
         for max_bytes in (0, 8 << 20):
             edge.prompts.conversations = known = ConversationReader(max_bytes)
             if max_bytes:
-                known.allow("tiny", BoundaryRenderer(edge.prompts._tokenizers["tiny"]))
+                known.allow("tiny", BoundaryRenderer(edge.prompts.tokenizers.tokenizer_by_model["tiny"]))
             reasons.analyzer = MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.count_common_tokens)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
+from router.prompting.model_tokenizers import RemoteTokenizer
 from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task
-from router.prompting.remote_tokenizer import RemoteTokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
 
@@ -43,7 +43,7 @@ ANSWERS = {
 )
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
     if how == "endless":
-        monkeypatch.setattr("router.prompting.remote_tokenizer.RESPONSE_BYTES_MAX", 10_000)
+        monkeypatch.setattr("router.prompting.model_tokenizers.RESPONSE_BYTES_MAX", 10_000)
     able = True
 
     async def script(request: Any, reader: Any, writer: Any) -> None:
@@ -66,15 +66,15 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
         await edge.start(policy="kv")
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
-            edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.discover_tokenizer("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
-            assert edge.prompts.uses_remote_tokenizer("tiny")
-            assert "workers are asked" in edge.prompts.problems["tiny"]
+            edge.prompts.tokenizers.remote = RemoteTokenizer(session)
+            await edge.prompts.tokenizers.discover("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
+            assert edge.prompts.tokenizers.is_remote("tiny")
+            assert "workers are asked" in edge.prompts.tokenizers.problems["tiny"]
             routed = []
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
             able = False
             if how == "hangs":
-                monkeypatch.setattr("router.prompting.remote_tokenizer.RESPONSE_S_MAX", 0.05)
+                monkeypatch.setattr("router.prompting.model_tokenizers.RESPONSE_S_MAX", 0.05)
             other = await edge.worker(script)
             edge.core.set_draining("w1", 0.0)
             answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
@@ -88,8 +88,8 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             await edge.exchange(make_post(b'{"model":"tiny","prompt":[5,6,7]}', b"/v1/completions"))
             assert len(worker.received) == count + 1
             assert list(routed[-1]) == [5, 6, 7]
-            edge.prompts.remove_worker(f"http://127.0.0.1:{worker.port}")
-            assert not edge.prompts.uses_remote_tokenizer("tiny")
+            edge.prompts.tokenizers.remove_worker(f"http://127.0.0.1:{worker.port}")
+            assert not edge.prompts.tokenizers.is_remote("tiny")
 
     edge.run(scenario())
 
@@ -107,8 +107,8 @@ def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) 
         await edge.start(policy="kv")
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
-            edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.discover_tokenizer("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
+            edge.prompts.tokenizers.remote = RemoteTokenizer(session)
+            await edge.prompts.tokenizers.discover("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
             _, writer = await edge.connect()
             writer.write(make_post(json.dumps(CHAT).encode()))
             await edge.until(lambda: len(worker.received) == 2)
@@ -160,13 +160,13 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         worker = await edge.worker(edge.reply(json.dumps({"tokens": told}).encode()))
         other = await edge.worker(edge.reply(b'{"tokens": [1, 3, 2, 4]}'))
         async with aiohttp.ClientSession() as session:
-            edge.prompts.remote = RemoteTokenizer(session)
+            edge.prompts.tokenizers.remote = RemoteTokenizer(session)
             for joined in (worker, other):
-                await edge.prompts.discover_tokenizer(
+                await edge.prompts.tokenizers.discover(
                     "m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}")
                 )
         parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
-        ids = edge.prompts.read(parsed, edge.prompts.tokenizer_of("m")).token_ids
+        ids = edge.prompts.read(parsed, edge.prompts.tokenizers.get("m")).token_ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.make_task("m", "chat", None)
         assert order.as_sent is older

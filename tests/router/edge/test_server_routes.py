@@ -341,7 +341,7 @@ def test_a_clients_own_template_is_never_run(edge: Any, make_post: Any, tmp_path
 
     async def scenario() -> None:
         await edge.start(policy="kv")
-        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
         worker = await edge.worker(edge.reply(b"{}", status=b"400 No"))
         status, headers, _ = parts(await edge.exchange(make_post(json.dumps(body).encode())))
         assert (status, headers["x-blockcast-predicted-cached-tokens"]) == (400, "0")

@@ -37,7 +37,7 @@ async def start(edge: Any, folder: str) -> list[Any]:
     await edge.start(policy="kv")
     await edge.worker(edge.reply())
     await edge.worker(edge.reply(), model="bad")
-    await edge.prompts.discover_tokenizer("bad", folder, SimpleNamespace(url="", sends_api_key=False))
+    await edge.prompts.tokenizers.discover("bad", folder, SimpleNamespace(url="", sends_api_key=False))
     routes: list[Any] = []
     edge.proxy.on_end.append(lambda exchange: routes.append(exchange.route))
     return routes
@@ -79,35 +79,27 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
             assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
         assert all(route.token_ids is None for route in routes)
         assert edge.worker_pool.counts["failed"] == TIMEOUTS_MAX
-        assert "too long" in edge.prompts.problems["bad"]
+        assert "too long" in edge.prompts.tokenizers.problems["bad"]
         assert edge.prompts.make_task("bad", "chat", None).tokenizer_folder is None
         assert edge.prompts.make_task("bad", "completion", None).tokenizer_folder == folder
 
     edge.run(scenario(), 60.0)
 
 
-def test_the_first_look_at_a_worker_s_template_ends_too(
-    edge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which version of transformers a worker has is found out by rendering."""
-    monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 0.2)
+def test_a_worker_is_not_asked_how_it_renders_a_template_that_may_take_long(edge: Any, tmp_path: Path) -> None:
+    """Which version of transformers a worker has is found out by rendering here."""
 
     class Remote:
-        asked: list[bytes] = []
-
         async def tokenize_at(self, worker: Any, request_body: bytes) -> list[int]:
-            self.asked.append(request_body)
-            return Tokenizer.load(tmp_path / "b").encode("aabce", add_special_tokens=False)
+            raise AssertionError("asked")
 
     async def scenario() -> None:
         await edge.start()
-        edge.prompts.remote = Remote()
+        edge.prompts.tokenizers.remote = Remote()
         worker = SimpleNamespace(url="http://w", sends_api_key=False)
-        await edge.prompts.discover_tokenizer("endless", write_model(tmp_path / "a", "{{ 'a' * 2 }}" + ENDLESS), worker)
-        assert not Remote.asked
-        monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 60.0)
-        await edge.prompts.discover_tokenizer("slow", write_model(tmp_path / "b", UNPROVEN), worker)
-        assert len(Remote.asked) == 1
+        for name, template in (("endless", ENDLESS), ("slow", UNPROVEN)):
+            await edge.prompts.tokenizers.discover(name, write_model(tmp_path / name, template), worker)
+            assert edge.prompts.tokenizers.get(name) is not None
 
     edge.run(scenario(), 60.0)
 

@@ -1,0 +1,266 @@
+"""The tokenizers of the models that workers serve: loaded from folders on this machine, or asked of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import aiohttp
+import msgspec
+
+from prompts.chat_rendering import render_chat
+from prompts.chat_template import ChatTemplate
+from prompts.errors import RequestError
+from prompts.routing import parse_routing
+from prompts.tokenizer import Tokenizer, TokenizerError, find_checkpoint_folder
+from router.http_client import FetchError, fetch
+from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.conversation_reader import ConversationReader
+from router.prompting.encode import build_tokenize_request
+from router.prompting.template_trial import find_trial_problem
+
+log = logging.getLogger("router")
+
+RENDER_S_MAX: Final = 0.1
+"""CPU time of a chat template in this process, where other requests wait for it; most take a millisecond."""
+_PROBE_CHAT: Final = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b",
+"reasoning": "c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
+{"role": "user", "content": "e"}]}"""
+"""A chat that versions of transformers render in two ways: 5.23 and later change messages, older ones keep them."""
+
+
+RESPONSE_S_MAX = 2.0
+RESPONSE_BYTES_MAX = 16 << 20
+"""A million ids of ten digits and more."""
+RESPONSE_BYTES_PER_BYTE = 16
+"""Bytes of a response for each byte of a request: a prompt has no more tokens than bytes, besides its template's."""
+TEMPLATE_BYTES = 1 << 16
+"""Bytes of a prompt that a template may add."""
+
+
+class _TokenizeResponse(msgspec.Struct):
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+
+
+class RemoteWorker(Protocol):
+    """A worker that may be asked for token ids."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def sends_api_key(self) -> bool:
+        """Whether requests to this worker may have the workers' API key."""
+
+
+class RemoteTokenizer:
+    """Has prompts tokenised by workers: `POST /tokenize`, as vLLM and our engine answer it.
+
+    That costs a round trip with the whole prompt, and the worker tokenises the prompt twice. It is the last resort
+    before routing by load alone. It is bounded in time and memory, and a fault of a worker never raises.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, headers: dict[str, str] | None = None) -> None:
+        """`headers` are sent to workers that may have the workers' API key."""
+        self._session = session
+        self._headers = headers or {}
+        self._urls_by_model: dict[str, list[str]] = {}
+        """Base model -> URLs of the workers that tokenised the text of `probe`."""
+        self._urls_without_key: set[str] = set()
+        """URLs of workers that must not have the workers' API key."""
+        self._round_robin = count()
+
+    def has_worker(self, model: str) -> bool:
+        """Whether a worker tokenises for a base model."""
+        return bool(self._urls_by_model.get(model))
+
+    async def probe(self, model: str, worker: RemoteWorker) -> bool:
+        """Find out whether a worker tokenises for a base model."""
+        request_body = msgspec.json.encode({"model": model, "prompt": "a"})
+        token_ids = await self.tokenize_at(worker, request_body)
+        urls = self._urls_by_model.setdefault(model, [])
+        if token_ids and worker.url not in urls:
+            urls.append(worker.url)
+        return bool(token_ids)
+
+    async def tokenize_at(self, worker: RemoteWorker, request_body: bytes) -> list[int] | None:
+        """Return the token ids from one worker; None if it has none."""
+        if worker.sends_api_key:
+            self._urls_without_key.discard(worker.url)
+        else:
+            self._urls_without_key.add(worker.url)
+        return await self._post(worker.url, request_body)
+
+    async def tokenize(self, request_body: bytes | None, model: str) -> Sequence[int] | None:
+        """Return the token ids for a body of `build_tokenize_request` from the next worker of a base model."""
+        urls = self._urls_by_model.get(model)
+        if not urls or request_body is None:
+            return None
+        return await self._post(urls[next(self._round_robin) % len(urls)], request_body)
+
+    def remove_worker(self, url: str) -> None:
+        """Ask this worker no more."""
+        self._urls_without_key.discard(url)
+        for urls in self._urls_by_model.values():
+            if url in urls:
+                urls.remove(url)
+
+    async def _post(self, url: str, request_body: bytes) -> list[int] | None:
+        key_headers = {} if url in self._urls_without_key else self._headers
+        expected_bytes = RESPONSE_BYTES_PER_BYTE * (len(request_body) + TEMPLATE_BYTES)
+        try:
+            status, response_body = await fetch(
+                self._session,
+                f"{url}/tokenize",
+                method="POST",
+                headers={**key_headers, "Content-Type": "application/json"},
+                data=request_body,
+                seconds=RESPONSE_S_MAX,
+                bytes_max=min(RESPONSE_BYTES_MAX, expected_bytes),
+            )
+            return msgspec.json.decode(response_body, type=_TokenizeResponse).tokens if status == 200 else None
+        except (FetchError, ValueError, RecursionError) as error:
+            log.debug("%s/tokenize: %s", url, error)
+            return None
+
+
+class ModelTokenizers:
+    """Tokenizers by base model. Loads them in threads, as a large vocabulary takes a second."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        conversations: ConversationReader,
+        *,
+        override: str | None = None,
+        chat_template: str | None = None,
+        render_s_max: float | None = RENDER_S_MAX,
+    ) -> None:
+        """`override` is the folder of every model's tokenizer. `conversations` is told which templates it may use."""
+        self._executor = executor
+        self._conversations = conversations
+        self._folder_override = override
+        self._chat_template = chat_template
+        self._render_s_max = render_s_max
+        self.remote: RemoteTokenizer | None = None
+        """Asks workers for token ids if the tokenizer of a model is not on this machine."""
+        self.tokenizer_by_model: dict[str, Tokenizer] = {}
+        self.folder_by_model: dict[str, str] = {}
+        self.problems: dict[str, str] = {}
+        """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
+        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._compared_models: set[str] = set()
+        """Models whose templates' `keeps_messages_as_sent` was set by the first worker that disagreed."""
+
+    def get(self, model: str) -> Tokenizer | None:
+        """Return the tokenizer of a base model, if it is loaded."""
+        return self.tokenizer_by_model.get(model)
+
+    def get_template(self, model: str) -> ChatTemplate | None:
+        """Return the chat template of a base model, if its tokenizer is loaded and has one."""
+        tokenizer = self.tokenizer_by_model.get(model)
+        return None if tokenizer is None else tokenizer.chat_template
+
+    def is_remote(self, model: str) -> bool:
+        """Whether prompts of a base model are tokenised by workers and not by this process."""
+        return self.remote is not None and model not in self.tokenizer_by_model and self.remote.has_worker(model)
+
+    def remove_worker(self, url: str) -> None:
+        """Ask a worker that has left for no more token ids."""
+        if self.remote is not None:
+            self.remote.remove_worker(url)
+
+    async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
+        """Load the tokenizer of a base model, or find out whether a worker can be asked for token ids.
+
+        `path` is the folder in which the worker has it; the folder of the command line comes first.
+        """
+        folder = self._folder_override or path
+        if folder is not None and model not in self.tokenizer_by_model:
+            task = self._loading.get((model, folder))
+            if task is None:
+                task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
+                task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
+            await asyncio.shield(task)
+        if model in self.tokenizer_by_model:
+            await self._detect_render_mode(model, worker)
+            return
+        if folder is None:
+            self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
+        if self.remote is not None and worker.url and await self.remote.probe(model, worker):
+            reason = self.problems[model].partition("; give")[0]
+            self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
+
+    async def _load(self, model: str, name: str) -> None:
+        """Load the tokenizer of a base model from a folder, or a name in the Hugging Face cache."""
+        folder = find_checkpoint_folder(name)
+        if folder is None:
+            self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            tokenizer = await loop.run_in_executor(self._executor, self._read_folder, folder)
+        except TokenizerError as error:
+            self.problems[model] = str(error)
+            log.warning("no tokenizer for %s: %s", model, error)
+            return
+        if self._conversations.can_cache(tokenizer):
+            renderer = BoundaryRenderer(tokenizer)
+            problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
+            if problem is None:
+                self._conversations.allow(model, renderer)
+            else:
+                self._conversations.forbid(model, problem)
+                log.info("conversations of %s are read whole: %s", model, problem)
+        self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
+        self.problems.pop(model, None)
+        log.info("tokenizer of %s read from %s", model, folder)
+        if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
+            log.info("chats of %s are rendered by worker processes: its template might take long", model)
+
+    def _read_folder(self, folder: Path) -> Tokenizer:
+        tokenizer = Tokenizer.load(folder, self._chat_template)
+        if self._render_s_max is not None and tokenizer.chat_template is not None:
+            tokenizer.chat_template.set_time_limit(self._render_s_max)
+        return tokenizer
+
+    async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
+        """Find out whether a worker's version of transformers changes messages before it renders them.
+
+        The answer of the first worker that differs from the newest version is taken for all workers of the model.
+        """
+        template, request = self.get_template(model), parse_routing("/v1/chat/completions", _PROBE_CHAT)
+        tokenize_request = build_tokenize_request(request, model)
+        if self.remote is None or template is None or tokenize_request is None or not worker.url:
+            return
+        changed_ids = self._read_probe(model, template, as_sent=False)
+        unchanged_ids = self._read_probe(model, template, as_sent=True)
+        if changed_ids is None or unchanged_ids is None or list(changed_ids) == list(unchanged_ids):
+            return
+        worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
+        as_sent = {tuple(changed_ids): False, tuple(unchanged_ids): True}.get(tuple(worker_ids or ()))
+        if worker_ids is None or as_sent == template.keeps_messages_as_sent:
+            return
+        if as_sent is None or model in self._compared_models:
+            log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
+            return
+        template.keeps_messages_as_sent = as_sent
+        self._compared_models.add(model)
+        log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
+
+    def _read_probe(self, model: str, template: ChatTemplate, *, as_sent: bool) -> Sequence[int] | None:
+        """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
+        template_copy = copy.copy(template)
+        template_copy.keeps_messages_as_sent = as_sent
+        try:
+            text = render_chat(template_copy, parse_routing("/v1/chat/completions", _PROBE_CHAT))
+            return self.tokenizer_by_model[model].encode(text, add_special_tokens=False)
+        except RequestError:
+            return None
+        finally:
+            template.is_bounded = template_copy.is_bounded
