@@ -131,7 +131,7 @@ class Proxy:
         self.on_failure: list[Callable[..., None]] = []
         """Called with (Decision | None, FailureKind, reason) after each failed attempt."""
         self.on_transfer_failed: list[Callable[..., None]] = []
-        """Called with the id of a worker whose KV did not reach another one."""
+        """Called with the id of a worker that did not give its KV to another one."""
         self._count = 0
 
     def open(self, exchange: Exchange) -> None:

@@ -309,7 +309,7 @@ class UpstreamPool:
         return connection
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Send a request whose answer nobody reads. Failures are ignored."""
+        """Send a request, and read no answer. Failures are ignored."""
         task = asyncio.get_running_loop().create_task(self._send_unanswered(target, head + b"".join(body)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

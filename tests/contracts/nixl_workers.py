@@ -24,16 +24,16 @@ class NixlWorkers:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.lease_ends: dict[str, float] = {}
-        """Request of a prefill whose KV is kept -> end of its lease."""
+        """Name of a prefill -> time until which its KV is kept."""
         self.params_by_request: dict[str, dict[str, Any]] = {}
         self.faults: list[str] = []
-        """What real workers would have died of, or answered wrongly."""
+        """Requests of which real workers would have died, or that they would have answered wrongly."""
         self.transfers = 0
         self.computed_alone = 0
 
     @property
     def pinned(self) -> list[str]:
-        """Requests whose KV is kept now."""
+        """Names of the prefills of which the KV is kept now."""
         return [name for name, end_s in self.lease_ends.items() if end_s > self._now()]
 
     async def prefill(self, request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ class NixlWorkers:
 
 
 def text_for(body: dict[str, Any]) -> str:
-    """What the model answers: the same whoever computes the prompt."""
+    """Return the text of the model, which does not depend on the worker that computes the prompt."""
     prompt = body.get("messages") or body.get("prompt") or body.get("input")
     return f"text {zlib.crc32(json.dumps(prompt).encode())}"
 

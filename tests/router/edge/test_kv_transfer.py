@@ -1,4 +1,4 @@
-"""Requests whose KV moves between workers: the bodies of both, and every way in which a prefill for another fails."""
+"""KV that moves between workers: the bodies that both get, and every way in which a prefill for another one fails."""
 
 from __future__ import annotations
 
