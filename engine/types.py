@@ -231,8 +231,6 @@ class StepPlan:
     """(state of a sequence, checkpoint) units: the first is copied to the second after the forward pass."""
     block_copies: list[BlockCopy] = field(default_factory=list)
     """Copies of compactions, and to and from host memory, done in this order before everything else."""
-    table_version: int | None = None
-    """Sum of all increments of `Sequence.table_version` so far; None: unknown."""
 
 
 @dataclass(slots=True)

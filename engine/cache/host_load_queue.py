@@ -80,10 +80,6 @@ class HostLoadQueue:
         """Return whether loads for `seq` are left to plan."""
         return seq in self._unplanned_loads_by_sequence
 
-    def __bool__(self) -> bool:
-        """Return whether any loads are left to plan."""
-        return bool(self._unplanned_loads_by_sequence)
-
     def has_unplanned(self, nodes: Iterable[Node]) -> bool:
         """Return whether the load of any of these nodes' blocks is not planned yet."""
         return bool(self.unplanned_blocks) and any(

@@ -65,10 +65,6 @@ class HostTier:
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
         """Copies that were planned since the start, by kind."""
 
-    @property
-    def free_units(self) -> int:
-        return self._pool.free_units
-
     def measure_usage(self) -> HostUsage:
         copied_bytes = (
             sum(map(mul, counts, self._block_bytes_by_kind))

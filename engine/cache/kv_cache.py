@@ -33,7 +33,7 @@ from engine.cache.pool import UnitPool
 from engine.cache.prefix_matcher import PrefixMatcher
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.pulled_blocks import PulledBlocks
-from engine.cache.sequence_blocks import SequenceBlocks, TableVersion
+from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
@@ -102,7 +102,6 @@ class KVCache:
             self.pool, self.tree, self._states, self.host_tier, self._matcher, self._hasher, self._block_copies
         )
         self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier, self._loads)
-        self._table_version = TableVersion()
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
 
     # ------------------------------------------------------------------ questions
@@ -173,9 +172,7 @@ class KVCache:
         if not self.pool.can_allocate(block_counts):
             return False
         state_source = self._states.find_source(nodes, block_counts)
-        seq_blocks = SequenceBlocks(
-            seq, len(self._groups), self._table_version, is_detached=not self._hasher.names_blocks
-        )
+        seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._hasher.names_blocks)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         state_loads = self._states.create_state(seq, state_source)  # holds its source before blocks are allocated
         self._loads.add(seq, [*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
@@ -303,11 +300,6 @@ class KVCache:
 
     # ------------------------------------------------------------------ loads from host memory
 
-    @property
-    def has_unplanned_loads(self) -> bool:
-        """Whether any admitted sequence waits for loads that no step plans yet."""
-        return bool(self._loads)
-
     def is_loading(self, seq: Sequence) -> bool:
         """Return whether `seq` waits for loads that no step plans yet: until then it computes nothing."""
         return seq in self._loads
@@ -332,7 +324,6 @@ class KVCache:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan with its copies, and advance its sequences. Its step is in flight from now on."""
-        plan.table_version = self._table_version.count
         self.host_tier.plan_copies(self._loads.unplanned_blocks)
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -25,18 +24,10 @@ class PendingMerge(NamedTuple):
     """Block that replaces it, held until then."""
 
 
-@dataclass(slots=True)
-class TableVersion:
-    """Sum of all increments of `Sequence.table_version`, over all sequences."""
-
-    count: int = 0
-
-
 class SequenceBlocks:
     """The blocks that a sequence holds. Keeps `seq.block_tables` equal to their ids."""
 
     __slots__ = (
-        "_version",
         "blocks_by_group",
         "committed_block_count",
         "is_detached",
@@ -46,9 +37,8 @@ class SequenceBlocks:
         "window_starts",
     )
 
-    def __init__(self, seq: Sequence, group_count: int, version: TableVersion, *, is_detached: bool) -> None:
+    def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
         self.seq = seq
-        self._version = version
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
         """Blocks held, by group and position; None if a sliding window has passed."""
         self.nodes: list[Node] = []
@@ -69,7 +59,6 @@ class SequenceBlocks:
     def mark_replaced(self) -> None:
         """Record a change besides appended blocks: the runner writes this sequence's whole tables again."""
         self.seq.table_version += 1
-        self._version.count += 1
 
     def append(self, new_blocks: list[tuple[int, Block]]) -> None:
         """Append (group, block) pairs to the tables."""

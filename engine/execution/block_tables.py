@@ -66,7 +66,6 @@ class BlockTables:
         )
         self._table_states = np.zeros((2, INITIAL_ROWS), np.int64)
         """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was last written."""
-        self._last_table_version: int | None = None
 
     def update(
         self,
@@ -75,22 +74,18 @@ class BlockTables:
         rows: IntArray,
         new_rows: list[int],
         row_count: int,
-        table_version: int | None = None,
     ) -> None:
         """Write the blocks that the tables of a step's sequences gained; in `new_rows`, the whole tables.
 
         chunks, ends, rows: a sequence's chunk, the end of its context and its row, for each sequence of the step.
-        `table_version`: as in StepPlan; as long as it stays the same, tables have only gained blocks.
         """
         self._extend(row_count)
         if new_rows:
             self._table_states[1, new_rows] = 0
         lengths = self._table_states[1, rows]
-        if new_rows or table_version is None or table_version != self._last_table_version:
-            versions = np.array([chunk.seq.table_version for chunk in chunks])
-            lengths[self._table_states[0, rows] != versions] = 0
-            self._table_states[0, rows] = versions
-            self._last_table_version = table_version
+        versions = np.array([chunk.seq.table_version for chunk in chunks])
+        lengths[self._table_states[0, rows] != versions] = 0
+        self._table_states[0, rows] = versions
         outdated_indices = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(outdated_indices):
             return

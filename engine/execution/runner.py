@@ -185,7 +185,7 @@ class ModelRunner:
         assert state is not None
         ends, rows, row_count = batch.context_lens, state.rows, self._row_allocator.row_count
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new_rows, row_count, plan.table_version)
+            tables.update(chunks, ends, rows, new_rows, row_count)
         prompt_logprob_chunks: list[int] = []
         if state.has_prompt_logprobs:
             prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]

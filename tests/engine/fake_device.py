@@ -115,7 +115,7 @@ class FakeDevice:
         rows, new = self._row_allocator.assign([chunk.seq for chunk in plan.chunks])
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count, plan.table_version)
+            table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count)
             tables.append(table.host_table(ends, rows).tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)

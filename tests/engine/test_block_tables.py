@@ -34,7 +34,6 @@ def test_tables_are_those_of_this_step() -> None:
     rng = random.Random(seed)
     row_allocator, groups = RowAllocator(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
     seqs = [sequence(rng) for _ in range(INITIAL_ROWS + 9)]
-    changes = 0
     for _ in range(300):
         calm = rng.random() < 0.5  # tables only grow
         for seq in seqs:
@@ -47,11 +46,9 @@ def test_tables_are_those_of_this_step() -> None:
                 table = rng.choice(seq.block_tables)
                 table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
                 seq.table_version += 1
-                changes += 1
             elif event_draw < 0.35:
                 seq.block_tables = [blocks(rng, 5) for _ in range(2)]
                 seq.table_version += 1
-                changes += 1
         if rng.random() < 0.2:  # gone, and its memory with it
             seqs[rng.randrange(len(seqs))] = sequence(rng)
         if rng.random() < 0.05:
@@ -61,11 +58,8 @@ def test_tables_are_those_of_this_step() -> None:
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(step_seqs, ends)]
         rows, new = row_allocator.assign(step_seqs)
         assert len(set(rows.tolist())) == len(chunks)
-        passes_orders = rng.random() < 0.8
         for group, tables in enumerate(groups):
-            tables.update(
-                chunks, np.array(ends), rows, new, row_allocator.row_count, changes if passes_orders else None
-            )
+            tables.update(chunks, np.array(ends), rows, new, row_allocator.row_count)
             kept_tables, table_rows = tables.device_table(rows), tables.host_table(np.array(ends), rows)
             assert len(table_rows) == len(chunks)
             for row, row_table, chunk in zip(rows, table_rows, chunks, strict=True):
