@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ class Placement(NamedTuple):
     worker: int
     source: int | None = None
     """Worker from which the cached prefix is pulled first."""
+    is_prefill: bool = False
+    """Whether the source computes the whole prompt first."""
 
 
 Placements = Sequence[tuple[int, int] | Placement]
@@ -44,6 +46,10 @@ class Router:
 
     def route(self, request: SimRequest, now: float) -> Placements:
         raise NotImplementedError
+
+    def on_prefill_end(self, request: SimRequest, now: float) -> Placements:
+        """Handle that the source of a request has computed its prompt, whose KV moves now."""
+        return []
 
     def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
         return []
@@ -77,6 +83,8 @@ class WorkerConfig:
     """Blocks of the KV cache; None: infinite."""
     host_blocks: int = 0
     """Blocks of host memory for evicted KV."""
+    roles: frozenset[str] = frozenset()
+    """Roles that routers know: "prefill", "decode"; none: the worker does both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,8 @@ class Cluster:
                 worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
         self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
         self._link_end_s = math.inf
+        self._source_hit_blocks_by_request: dict[int, int] = {}
+        """Cached blocks of prompts at the sources that computed them."""
         for router in routers:
             router.attach(self)
 
@@ -209,17 +219,36 @@ class Cluster:
 
     def _forward(self, forwards: Placements) -> None:
         for placement in forwards:
-            request_index, worker_number, source_number = Placement(*placement)
+            request_index, worker_number, source_number, is_prefill = Placement(*placement)
             self.result.worker_by_request[request_index] = worker_number
-            if source_number is None:
+            if source_number is not None and is_prefill:
+                self._prefill_at_source(request_index, worker_number, source_number)
+            elif source_number is None:
                 self._submit(request_index, worker_number)
             else:
                 self._pull(request_index, worker_number, source_number)
 
+    def _prefill_at_source(self, request_index: int, worker_number: int, source_number: int) -> None:
+        """Have a source compute a prompt, move the KV that a worker lacks, then submit the request there."""
+        request = self.workload.requests[request_index]
+        full_blocks = request.block_ids[: request.full_block_count]
+        leg = SimSequence(replace(request, output_tokens=1, final_block_ids=full_blocks), self.now)
+
+        def end() -> None:
+            self._source_hit_blocks_by_request[request_index] = leg.hit_blocks
+            self._notify_router(request_index, lambda router: router.on_prefill_end(request, self.now))
+            cache = self.workers[worker_number].cache
+            cached_tokens = cache.count_cached_prefix(full_blocks, len(full_blocks)) * request.block_size
+            moved_tokens = request.prompt_tokens - cached_tokens
+            self._move(request_index, worker_number, source_number, full_blocks, moved_tokens)
+
+        leg.on_prefilled = end
+        self.workers[source_number].submit(leg, self.now)
+        self._schedule_wake(self.workers[source_number])
+
     def _pull(self, request_index: int, worker_number: int, source_number: int) -> None:
         """Move the blocks that a source has and a worker lacks, then submit the request."""
-        request, link_times = self.workload.requests[request_index], self.config.link_times
-        assert link_times is not None, "the workers move no KV"
+        request = self.workload.requests[request_index]
         max_blocks = (request.prompt_tokens - 1) // request.block_size
         cached_blocks = self.workers[worker_number].cache.count_cached_prefix(request.block_ids, max_blocks)
         source_blocks = self.workers[source_number].cache.count_cached_prefix(request.block_ids, max_blocks)
@@ -227,10 +256,18 @@ class Cluster:
         if moved_tokens <= 0:
             self._submit(request_index, worker_number)
             return
+        self._move(request_index, worker_number, source_number, request.block_ids[:source_blocks], moved_tokens)
+
+    def _move(
+        self, request_index: int, worker_number: int, source_number: int, block_ids: list[int], moved_tokens: int
+    ) -> None:
+        """Move tokens, store the blocks of which they are a part, and submit the request."""
+        link_times = self.config.link_times
+        assert link_times is not None, "the workers move no KV"
         self.result.moved_tokens += moved_tokens
 
         def end() -> None:
-            self.workers[worker_number].cache.store_moved(request.block_ids[:source_blocks])
+            self.workers[worker_number].cache.store_moved(block_ids)
             self._submit(request_index, worker_number)
 
         def start() -> None:
@@ -253,6 +290,8 @@ class Cluster:
     def _submit(self, request_index: int, worker_number: int) -> None:
         worker = self.workers[worker_number]
         sequence = SimSequence(self.workload.requests[request_index], self.now)
+        if request_index in self._source_hit_blocks_by_request:
+            sequence.moved_tokens = sequence.request.prompt_tokens - 1
         if worker.occupied_slot_count >= self.config.limits.max_sequences:
             sequence.best_alternative_s = min(
                 (
@@ -279,22 +318,31 @@ class Cluster:
         step_result = worker.advance(self.now)
         self._schedule_wake(worker)
         for sequence in step_result.first_token_sequences:
-            self._record_first_token(worker, sequence)
+            if sequence.on_prefilled is None:
+                self._record_first_token(worker, sequence)
         for sequence in step_result.finished_sequences:
-            self._record_finished(worker, sequence)
+            if sequence.on_prefilled is None:
+                self._record_finished(worker, sequence)
+            else:
+                sequence.on_prefilled()
 
     def _record_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
         request_index = sequence.request.index
         self.result.ttft_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
-        self.result.hit_tokens_by_request[request_index] = sequence.hit_blocks * sequence.request.block_size
+        self.result.hit_tokens_by_request[request_index] = self._count_hit_tokens(sequence)
         self._notify_router(
             request_index, lambda router: router.on_first_token(sequence.request, worker.number, self.now)
         )
 
+    def _count_hit_tokens(self, sequence: SimSequence) -> int:
+        """Count the tokens of a prompt that no worker computed."""
+        hit_blocks = self._source_hit_blocks_by_request.get(sequence.request.index, sequence.hit_blocks)
+        return hit_blocks * sequence.request.block_size
+
     def _record_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
         request_index = sequence.request.index
         self.result.e2e_s_by_request[request_index] = self.now - self.result.arrived_s_by_request[request_index]
-        cached_tokens = sequence.hit_blocks * sequence.request.block_size
+        cached_tokens = self._count_hit_tokens(sequence)
         self._notify_router(
             request_index, lambda router: router.on_finished(sequence.request, worker.number, cached_tokens, self.now)
         )

@@ -203,6 +203,10 @@ class SimSequence:
     computed_before_arrival: int = 0
     """Prompt tokens that the engine had computed, or could have computed, when the request came."""
     hit_blocks: int = 0
+    moved_tokens: int = 0
+    """Tokens of the prompt whose KV came from the worker that computed it."""
+    on_prefilled: Callable[[], None] | None = None
+    """Called instead of reporting the sequence, where another worker computes the answer."""
     registered_blocks: int = 0
     reserved_blocks: int = 0
     blocks_to_load: int = 0
@@ -498,7 +502,7 @@ class SimWorker:
         sequence.registered_blocks = hit_blocks
         if not sequence.has_first_token:
             sequence.hit_blocks = hit_blocks
-        sequence.computed_tokens = hit_blocks * self.block_size
+        sequence.computed_tokens = max(hit_blocks * self.block_size, sequence.moved_tokens)
         sequence.reserved_blocks = needed_blocks
         sequence.is_prefilled = False
         return True

@@ -40,7 +40,15 @@ from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
-from router.decide.transfers.plans import Plan, PricedTarget, compute_pull_share, find_best_sources, plan_pulls
+from router.decide.transfers.plans import (
+    Plan,
+    PricedTarget,
+    TransferPlanner,
+    can_prefill,
+    compute_pull_share,
+    find_best_sources,
+    find_least_busy,
+)
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
@@ -147,21 +155,22 @@ class Chooser:
             load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
         prompt_query = self._prepare_query(request)
         shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
-        sources = self._find_sources(request)
+        sources, best_sources = self._find_sources(request), []
         if sources and prompt_query is not None:
             matches = self._cache_state.match(prompt_query) if matches is None else matches
-            sources = find_best_sources(sources, matches)
+            best_sources = find_best_sources(sources, matches)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
         request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
-        if sources and matches:
-            best_tokens = matches[sources[0].holder].tokens
+        if best_sources and matches:
+            best_tokens = matches[best_sources[0].holder].tokens
             request_facts.copy_reuse_share *= compute_pull_share(
-                request_facts.shared_tokens, best_tokens, sources[0], self._links
+                request_facts.shared_tokens, best_tokens, best_sources[0], self._links
             )
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
-        plans = self._plan_transfers(choice, sources, matches)
+        plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
+        self._add_plans(choice, plans)
         choice.winner_index = self._pick_winner(request, choice)
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner_terms.cached_tokens
@@ -188,24 +197,39 @@ class Chooser:
         return self._registry.find_sources(request)
 
     def _plan_transfers(
-        self, choice: RoutingChoice, sources: list[Target], matches: dict[HolderId, Match] | None
+        self,
+        choice: RoutingChoice,
+        sources: list[Target],
+        best_sources: list[Target],
+        matches: dict[HolderId, Match],
     ) -> list[Plan]:
-        """Add the prices of plans in which KV moves to a choice; return the plans."""
-        if not sources or not matches:
-            return []
+        """Return the plans in which KV moves. `best_sources`: those with the longest cached prefix."""
         request_facts = choice.request_facts
-        plans = plan_pulls(
-            [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)],
-            sources,
-            matches,
-            self._links,
-            request_facts.congestion,
-            request_facts.now,
-        )
-        self._add_plans(choice, plans)
+        planner = TransferPlanner(self._links, request_facts.prompt_tokens, request_facts.congestion, request_facts.now)
+        priced_targets = [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)]
+        plans = planner.plan_pulls(priced_targets, best_sources, matches)
+        least_busy = find_least_busy(sources, request_facts.now)
+        if least_busy:
+            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
+            plans += planner.plan_prefills(priced_targets, self._price_prefills(choice, prefillers, matches))
         return plans
 
+    def _price_prefills(
+        self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
+    ) -> list[PricedTarget]:
+        """Return the prices of targets for the prefill of a request alone."""
+        assert choice.prompt_query is not None
+        candidate_facts = self._cache_state.find_cache_hits(choice.prompt_query, targets, matches)
+        request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
+        return [
+            PricedTarget(target, facts, price_worker(target, request_facts, facts, self._cost_config))
+            for target, facts in zip(targets, candidate_facts)
+        ]
+
     def _add_plans(self, choice: RoutingChoice, plans: list[Plan]) -> None:
+        """Add the plans and their prices to a choice."""
+        if not plans:
+            return
         choice.targets = [*choice.targets, *(plan.target for plan in plans)]
         for plan in plans:
             choice.candidate_facts.append(plan.facts)

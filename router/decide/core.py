@@ -129,7 +129,7 @@ class RouterCore:
         """Forget what a worker, or one rank of it, had cached at `at_s`. The feed clears the index by itself."""
         targets = self.registry.get_targets(worker_id)
         earlier_attempts = [attempt for attempt in self.get_attempts().values() if attempt.decision.decided_s <= at_s]
-        prompts = [attempt.running_prompt for attempt in earlier_attempts if attempt.running_prompt is not None]
+        prompts = [prompt for attempt in earlier_attempts for prompt in attempt.list_running_prompts()]
         for target in targets if rank is None else targets[rank : rank + 1]:
             self.cache_state.clear_target(target, [prompt for prompt in prompts if prompt.target is target], at_s)
 
@@ -214,6 +214,7 @@ class RouterCore:
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
+        self._placer.end_prefill_leg(attempt, now, is_computed=True)
         if attempt.decision.transfer is not None and not attempt.has_first_token:
             self._placer.observe_transfer(attempt, now)
         attempt.has_first_token = True
@@ -234,17 +235,21 @@ class RouterCore:
 
     def record_prefill_end(self, request_id: str, now: float) -> list[Instruction]:
         """Record that the source of a request's prefill has computed it: the KV moves from now on."""
-        return []
+        attempt = self._get_attempt(request_id)
+        if attempt is None or attempt.prefill_leg is None:
+            return []
+        self._placer.end_prefill_leg(attempt, now, is_computed=True)
+        return self._place_queued(now)
 
-    def fail_transfer(self, request_id: str, now: float) -> list[Instruction]:
+    def fail_transfer(self, request_id: str, now: float, *, is_pair_fault: bool = True) -> list[Instruction]:
         """Record that no KV came for a request in flight: its worker computes the prompt itself.
 
-        No transfer between the two workers is planned for a while. The attempt goes on.
+        The attempt goes on. `is_pair_fault`: no transfer between the two workers is planned for a while.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        self._placer.fail_transfer(attempt, now)
+        self._placer.fail_transfer(attempt, now, is_pair_fault=is_pair_fault)
         return self._place_queued(now)
 
     def finish_request(
@@ -466,7 +471,7 @@ class RouterCore:
     def check_invariants(self) -> None:
         """Assert that all parts agree on what is queued and in flight; tests call it after every stimulus."""
         attempts, background_counts = self.get_attempts().values(), Counter[str]()
-        self.tracker.check_invariants([attempt.in_flight for attempt in attempts])
+        self.tracker.check_invariants([in_flight for attempt in attempts for in_flight in attempt.list_in_flight()])
         self._placer.queue.check_invariants()
         for request_id, active_request in self._active_requests.items():
             is_queued, attempt = request_id in self._placer.queue, active_request.attempt
@@ -475,7 +480,7 @@ class RouterCore:
                 background_counts[attempt.in_flight.target.name] += 1
         for target in self.tracker.targets.values():
             assert target.load.background_request_count <= background_counts[target.name]
-        prompts = [attempt.running_prompt for attempt in attempts if attempt.running_prompt is not None]
+        prompts = [prompt for attempt in attempts for prompt in attempt.list_running_prompts()]
         self.cache_state.check_invariants(prompts)
 
 

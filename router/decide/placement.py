@@ -18,7 +18,7 @@ import msgspec
 from router.decide.cache_state import CacheState, RunningPrompt
 from router.decide.chooser import Chooser, Placement, RoutingChoice
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest
+from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
@@ -33,6 +33,13 @@ QUEUED_TRIES_MAX: Final = 24
 QUEUED_TRY_INTERVAL_S: Final = 0.05
 
 
+class PrefillLeg(msgspec.Struct, eq=False):
+    """Prefill of a request at a worker that hands the KV over to another one."""
+
+    in_flight: InFlightRequest
+    running_prompt: RunningPrompt | None
+
+
 class Attempt(msgspec.Struct, eq=False):
     """One try of a request at a worker."""
 
@@ -42,8 +49,20 @@ class Attempt(msgspec.Struct, eq=False):
     running_prompt: RunningPrompt | None = None
     """The attempt's prompt as the cache state counts it; None if the prompt was not read."""
     has_first_token: bool = False
+    prefill_leg: PrefillLeg | None = None
+    """The prefill at another worker, until it ends."""
     transfer_bytes: float = 0.0
     """Bytes that move for the attempt, with those that move beside them at the same time."""
+    transfer_started_s: float = 0.0
+
+    def list_in_flight(self) -> list[InFlightRequest]:
+        """Return what the load tracker counts for the attempt."""
+        return [self.in_flight] if self.prefill_leg is None else [self.in_flight, self.prefill_leg.in_flight]
+
+    def list_running_prompts(self) -> list[RunningPrompt]:
+        """Return what the cache state counts for the attempt."""
+        prompts = [self.running_prompt, self.prefill_leg.running_prompt if self.prefill_leg is not None else None]
+        return [prompt for prompt in prompts if prompt is not None]
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
@@ -225,19 +244,19 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.advance_tie_rotation()
-        transfer, transfer_bytes = self._find_transfer(choice)
+        transfer_source = self._find_transfer_source(choice)
         in_flight = self._tracker.add_request(
             target,
             prompt_tokens=request.prompt_tokens,
-            cached_tokens=decision.predicted_cached_tokens,
+            cached_tokens=max(decision.predicted_cached_tokens, choice.winner_facts.arriving_tokens),
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
             tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
-            transfer=transfer,
+            transfer=None if transfer_source is None else (transfer_source, choice.winner_facts.arrival_s),
         )
         # Set before the following steps, so that `end_attempt` can undo them if one of them raises.
-        attempt = active_request.attempt = Attempt(decision, in_flight, transfer_bytes=transfer_bytes)
+        attempt = active_request.attempt = Attempt(decision, in_flight)
         if self.is_background(request):
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
@@ -246,10 +265,12 @@ class RequestPlacer:
                 choice.prompt_query,
                 now,
                 session=request.session,
-                is_pinned=transfer is None,
+                is_pinned=transfer_source is None,
             )
-            if transfer is not None:  # until its KV has come, others would not find it there
+            if transfer_source is not None:  # until its KV has come, others would not find it there
                 in_flight.on_arrival = partial(self._cache_state.pin, attempt.running_prompt)
+        if transfer_source is not None:
+            self._start_source(attempt, choice, transfer_source, now)
         placement = Placement(target.name, request.prompt_tokens, now)
         if request.session is not None and self._config.session_affinity:
             self.chooser.session_placements.put(request.session, placement)
@@ -263,33 +284,79 @@ class RequestPlacer:
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
 
-    def _find_transfer(self, choice: RoutingChoice) -> tuple[tuple[Target, float] | None, float]:
-        """Return the source of a choice with the time until its KV has come, and the bytes that move until then."""
-        facts = choice.winner_facts
-        if facts.transfer is None:
-            return None, 0.0
-        source = self._registry.get_target(facts.transfer.source, facts.transfer.rank)
+    def _find_transfer_source(self, choice: RoutingChoice) -> Target | None:
+        """Return the target that the KV of a choice comes from; None where none moves."""
+        transfer = choice.winner_facts.transfer
+        if transfer is None:
+            return None
+        source = self._registry.get_target(transfer.source, transfer.rank)
         assert source is not None, "the source was found for this choice"
-        active_count = max(source.load.outgoing_transfers, choice.target.load.incoming_transfers)
-        byte_count = facts.transfer.tokens * source.transfer_facts.bytes_per_token
-        return (source, facts.arrival_s), (1 + active_count) * byte_count
+        return source
+
+    def _start_source(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
+        """Count what the source of an attempt's KV does: it sends the KV, or computes it first."""
+        decision, prompt_query = attempt.decision, choice.prompt_query
+        if decision.transfer is None or decision.transfer.kind is TransferKind.PULL:
+            self._start_transfer(attempt, now)
+            return
+        in_flight = self._tracker.add_request(
+            source,
+            prompt_tokens=decision.prompt_tokens,
+            cached_tokens=decision.predicted_cached_tokens,
+            is_streaming=True,
+            now=now,
+        )
+        attempt.prefill_leg = PrefillLeg(in_flight, None)
+        if prompt_query is not None:
+            attempt.prefill_leg.running_prompt = self._cache_state.add_request(source, prompt_query, now)
+        source.load.routed_requests += 1
+
+    def _start_transfer(self, attempt: Attempt, now: float) -> None:
+        """Count the transfer of an attempt's KV from now on."""
+        in_flight, transfer, source = attempt.in_flight, attempt.decision.transfer, attempt.in_flight.source
+        assert transfer is not None
+        assert source is not None
+        active_count = max(source.load.outgoing_transfers, in_flight.target.load.incoming_transfers)
+        attempt.transfer_bytes = (1 + active_count) * transfer.tokens * source.transfer_facts.bytes_per_token
+        attempt.transfer_started_s = now
+        self._tracker.start_transfer(in_flight, transfer.transfer_s, now)
+
+    def end_prefill_leg(self, attempt: Attempt, now: float, *, is_computed: bool) -> None:
+        """End the prefill of an attempt at another worker, if it has one. If it was computed, its KV moves now."""
+        leg, attempt.prefill_leg = attempt.prefill_leg, None
+        if leg is None:
+            return
+        if is_computed:
+            self._tracker.record_first_token(leg.in_flight, now)
+        self._tracker.end_request(leg.in_flight, now, is_computed=is_computed)
+        if leg.running_prompt is not None:
+            self._cache_state.end_request(leg.running_prompt, now, is_computed=is_computed)
+        if is_computed:
+            self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn how long a transfer took from a first token that waited for nothing else."""
-        source, terms = attempt.in_flight.source, attempt.decision.terms
-        if source is None or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
+        in_flight, terms = attempt.in_flight, attempt.decision.terms
+        is_known = in_flight.source is not None and attempt.transfer_bytes > 0.0
+        if not is_known or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
             return
-        target = attempt.in_flight.target
-        compute_s = max(terms.slowdown * terms.prefill_s, terms.prefill_s + target.step_s)
-        transfer_s = now - attempt.decision.decided_s - compute_s
-        self._links.record_transfer(source.name, target.name, attempt.transfer_bytes, transfer_s)
+        target = in_flight.target
+        compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
+        transfer_s = now - attempt.transfer_started_s - compute_s
+        assert in_flight.source is not None
+        self._links.record_transfer(in_flight.source.name, target.name, attempt.transfer_bytes, transfer_s)
 
-    def fail_transfer(self, attempt: Attempt, now: float) -> None:
-        """Avoid the pair of an attempt whose KV did not come, and count that its target computes the prompt."""
+    def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
+        """Count that the target of an attempt computes its prompt itself.
+
+        `is_pair_fault`: avoid the pair for a while.
+        """
         in_flight, decision = attempt.in_flight, attempt.decision
         if in_flight.source is None:
             return
-        self._links.record_failure(in_flight.source.name, in_flight.target.name, now)
+        if is_pair_fault:
+            self._links.record_failure(in_flight.source.name, in_flight.target.name, now)
+        self.end_prefill_leg(attempt, now, is_computed=False)
         self._counters["failed_transfers"] += 1
         decision.predicted_cached_tokens = decision.terms.resident_tokens
         self._tracker.end_transfer(in_flight, now, decision.predicted_cached_tokens)
@@ -312,6 +379,7 @@ class RequestPlacer:
         request, attempt = active_request.request, active_request.attempt
         assert attempt is not None
         active_request.attempt = None
+        self.end_prefill_leg(attempt, now, is_computed=False)
         in_flight = attempt.in_flight
         self._tracker.end_request(
             in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens

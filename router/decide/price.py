@@ -57,9 +57,13 @@ class CandidateFacts(msgspec.Struct, eq=False):
     queued_ahead_s: float = 0.0
     """Prefill that the router has queued for the worker and will send before this request."""
     transfer: Transfer | None = None
-    """KV that moves to the worker first; it is included in `cached_tokens`."""
+    """KV that moves to the worker first."""
+    arriving_tokens: int = 0
+    """Prefix that is here when that KV has come. `cached_tokens` are those of it that nobody has to compute."""
     arrival_s: float = 0.0
     """Time until that KV is here. Meanwhile the worker computes the requests before."""
+    source_prefill_s: float = 0.0
+    """Time that the source computes for the request, beside what it decodes."""
 
 
 def price_worker(target: Target, request: RequestFacts, candidate: CandidateFacts, config: CostConfig) -> Terms:
@@ -70,6 +74,8 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
     hit_tokens = candidate.cached_tokens
     if candidate.media_cached_tokens > hit_tokens:
         hit_tokens = candidate.media_cached_tokens
+    if candidate.arriving_tokens > hit_tokens:
+        hit_tokens = candidate.arriving_tokens
 
     # ttft: the wait for a sequence slot, the prefill that goes first and its own, and loads from slower tiers.
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
@@ -98,6 +104,8 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
 
     decode_s *= config.decode_weight
     congestion_s = congestion * slowdown * prefill_s
+    if candidate.source_prefill_s:
+        congestion_s += congestion * candidate.source_prefill_s
     utilisation = load.utilisation_scaled * request.utilisation_decay + peer_load.utilisation
     tie_break_s = config.utilisation_weight * utilisation
     external_load = target.external_load
@@ -113,7 +121,7 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         cached_tokens=candidate.cached_tokens,
         resident_tokens=candidate.resident_tokens,
         media_cached_tokens=candidate.media_cached_tokens,
-        prefill_s=prefill_s,
+        prefill_s=prefill_s + candidate.source_prefill_s,
         queue_s=queue_s,
         slowdown=slowdown,
         slot_wait_s=target.slot_wait_s,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from router.decide.cache_state import CacheState
 from router.decide.load import EngineLoad
-from router.decide.messages import Refuse, RouteRequest
+from router.decide.messages import Refuse, RouteRequest, TransferKind
 from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -29,6 +29,9 @@ from router.decide.workers import (
     merge_models,
 )
 from router.index.protocol import PrefixIndex
+
+PREFILL_ROLE: Final = frozenset({"prefill"})
+"""Roles of a worker that only computes prefills for others, if it can hand them over."""
 
 
 class _Pool(NamedTuple):
@@ -88,6 +91,7 @@ class WorkerRegistry:
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
             target.transfer_facts = spec.transfer
+            target.can_prefill_for_others = not spec.roles or spec.roles >= PREFILL_ROLE
             self._cache_state.add_target(target, spec)
         self.apply_worker_changes()
         return worker
@@ -189,8 +193,9 @@ class WorkerRegistry:
         if sources is None:
             sources = [
                 target
-                for target in self._get_pool((request.model, None)).targets
-                if target.transfer_facts.group and target.transfer_facts.can_give
+                for worker in self._workers_serving(request.model)
+                if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
+                for target in self._targets[worker.worker_id]
             ]
             self._sources[request.model] = sources
         allowed_workers = request.allowed_workers
@@ -224,6 +229,8 @@ class WorkerRegistry:
                 worker.worker_id, request.model, _count_needed_tokens(request)
             ):
                 reason = "context too short"
+            elif reason is None and request.role is None and _computes_prefills_only(worker):
+                reason = "computes prefills only"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
             elif (
@@ -249,12 +256,14 @@ class WorkerRegistry:
         model, role = key
         pool: list[Target] = []
         context_limits: list[int] = []
-        for worker in self.workers.values():
-            if _find_ineligibility_reason(worker, model, role) is None:
-                pool += self._targets[worker.worker_id]
-                context_limit = worker.models[model].max_model_len
-                if context_limit is not None:
-                    context_limits.append(context_limit)
+        workers = [w for w in self.workers.values() if _find_ineligibility_reason(w, model, role) is None]
+        if role is None:
+            workers = [worker for worker in workers if not _computes_prefills_only(worker)] or workers
+        for worker in workers:
+            pool += self._targets[worker.worker_id]
+            context_limit = worker.models[model].max_model_len
+            if context_limit is not None:
+                context_limits.append(context_limit)
         new_pool = _Pool(pool, min(context_limits, default=None))
         if pool:  # clients choose names: pools of unserved ones are not stored
             self._pools[key] = new_pool
@@ -332,6 +341,11 @@ def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> 
     if role is not None and role not in worker.spec.roles:
         return f"has no role {role}"
     return find_unusable_reason(worker)
+
+
+def _computes_prefills_only(worker: Worker) -> bool:
+    """Return whether a worker hands the KV of its prefills over, so that it gets no request without this role."""
+    return worker.spec.roles == PREFILL_ROLE and TransferKind.PREFILL in worker.spec.transfer.kinds
 
 
 def _get_base_model(spec: WorkerSpec) -> str | None:

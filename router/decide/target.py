@@ -62,8 +62,10 @@ class InFlightRequest:
     """When it was sent, or when its KV had come."""
     source: Target | None = None
     """Target that its KV comes from."""
-    transfer_s: float = 0.0
+    arrival_s: float = 0.0
     """Predicted time from its sending until its KV is here."""
+    is_kv_moving: bool = False
+    """Whether its KV moves now; while its source computes it, it does not."""
     on_arrival: Callable[[], None] | None = None
     """Called when its KV has come, or is no longer expected, while its target is known."""
     prefill_s: float = field(init=False)
@@ -89,8 +91,8 @@ class InFlightRequest:
         self.prefill_s = target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
         wait_s = target.estimate_wait_before_s(self.prefill_s, now)
         self.expected_ttft_s = target.slowdown * (wait_s + self.prefill_s)
-        if self.transfer_s > target.slowdown * wait_s:
-            self.expected_ttft_s += self.transfer_s - target.slowdown * wait_s
+        if self.arrival_s > target.slowdown * wait_s:
+            self.expected_ttft_s += self.arrival_s - target.slowdown * wait_s
         self.send_index = target.prefill_queue.next_send_index
 
     @property
@@ -253,6 +255,8 @@ class Target:
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
         self.speed = Speed(pool)
         self.transfer_facts = TransferFacts()
+        self.can_prefill_for_others = True
+        """Whether the roles of its worker allow to compute prompts whose answers others compute."""
         self.peer_load = NO_PEER_LOAD
         """Sum of the loads of other routers and of `external_load`."""
         self.external_load = NO_EXTERNAL_LOAD

@@ -109,10 +109,10 @@ class LoadTracker:
         """Count a request that is sent to `target`. The object that is returned is passed to the other methods.
 
         `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates. `transfer`:
-        target that KV comes from, and the time until it has come.
+        target that KV comes from, and the time until it has come; `start_transfer` says when it begins to move.
         """
         target.record_queue_progress(now)
-        source, transfer_s = transfer or (None, 0.0)
+        source, arrival_s = transfer or (None, 0.0)
         request = InFlightRequest(
             target,
             prompt_tokens,
@@ -122,7 +122,7 @@ class LoadTracker:
             tier_load_s,
             now,
             source,
-            transfer_s,
+            arrival_s,
         )
         if not is_streaming:
             self._estimate_count += 1
@@ -133,7 +133,7 @@ class LoadTracker:
         if source is None:
             target.prefill_queue.add(request)
         else:
-            self._start_transfer(request, now)
+            request.phase = RequestPhase.TRANSFER
         load.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
         load.remaining_output_tokens += expected_output_tokens
@@ -218,14 +218,16 @@ class LoadTracker:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached_tokens
 
-    def _start_transfer(self, request: InFlightRequest, now: float) -> None:
-        """Count a transfer at both ends; meanwhile the request is not in its target's prefill queue."""
+    def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
+        """Count a transfer at both ends; until its end the request is not in its target's prefill queue."""
+        if request.phase is not RequestPhase.TRANSFER or request.is_kv_moving:
+            return
         assert request.source is not None
-        request.phase = RequestPhase.TRANSFER
+        request.is_kv_moving = True
         request.target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
         self._estimate_count += 1
-        heapq.heappush(self._estimated_arrivals, (now + request.transfer_s, self._estimate_count, request))
+        heapq.heappush(self._estimated_arrivals, (now + transfer_s, self._estimate_count, request))
 
     def end_transfer(self, request: InFlightRequest, now: float, cached_tokens: int | None = None) -> None:
         """Have a request join its target's prefill queue, if its KV was still to come.
@@ -234,10 +236,11 @@ class LoadTracker:
         """
         target = request.target
         if request.phase is RequestPhase.TRANSFER:
-            assert request.source is not None
             request.phase, request.sent_at_s = RequestPhase.PREFILL, now
-            target.load.incoming_transfers -= 1
-            request.source.load.outgoing_transfers -= 1
+            if request.is_kv_moving and request.source is not None:
+                request.is_kv_moving = False
+                target.load.incoming_transfers -= 1
+                request.source.load.outgoing_transfers -= 1
             target.record_queue_progress(now)
             request.send_index = target.prefill_queue.next_send_index
             target.prefill_queue.add(request)
@@ -525,10 +528,11 @@ class LoadTracker:
             requests = [request for request in in_flight_requests if request.target is target]
             decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
             prefilling_requests = [request for request in requests if request.phase is RequestPhase.PREFILL]
-            moving_requests = [request for request in in_flight_requests if request.phase is RequestPhase.TRANSFER]
+            moving_requests = [request for request in in_flight_requests if request.is_kv_moving]
             assert load.incoming_transfers == sum(request.target is target for request in moving_requests)
             assert load.outgoing_transfers == sum(request.source is target for request in moving_requests)
-            requests_before_answer = len(prefilling_requests) + load.incoming_transfers
+            awaiting_count = sum(request.phase is RequestPhase.TRANSFER for request in requests)
+            requests_before_answer = len(prefilling_requests) + awaiting_count
             assert load.request_count == len(requests) == len(decoding_requests) + requests_before_answer, (
                 f"{target.name}: {load.request_count} requests, {len(requests)} known"
             )

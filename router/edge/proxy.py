@@ -272,10 +272,9 @@ class Proxy:
         assert transfer is not None
         self.metrics.transfers.outcomes[transfer.kind.value, outcome] += 1
         log.info("no KV for %s at %s: %s: %s", context.name, context.decision.worker, outcome, reason)
-        if outcome == "refused":  # by the request's fault
-            self.perform(self.core.record_prefill_end(context.request_id, self.now()))
-        else:
-            self.perform(self.core.fail_transfer(context.request_id, self.now()))
+        is_pair_fault = outcome != "refused"  # else it is the request's fault
+        self.perform(self.core.fail_transfer(context.request_id, self.now(), is_pair_fault=is_pair_fault))
+        if is_pair_fault:
             self._notify(self.on_transfer_failed, transfer.source)
 
     def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:

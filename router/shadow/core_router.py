@@ -25,7 +25,7 @@ from simulation.workload import SimRequest
 MODEL = "sim"
 KV_BYTES_PER_TOKEN = 131_072
 """As Llama-3.1-8B has it."""
-SIM_TRANSFERS = TransferFacts("sim", frozenset({TransferKind.PULL}), bytes_per_token=KV_BYTES_PER_TOKEN)
+PULLS = frozenset({TransferKind.PULL})
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
 SHARE_DELAY_S = 0.02
@@ -64,10 +64,17 @@ class CoreRouter(Router):
     """Router with a `RouterCore`. Several of them share their load after `SHARE_DELAY_S`."""
 
     def __init__(
-        self, config: CoreConfig, *, seed: int = 0, knows_constants: bool = False, knows_order: bool = True
+        self,
+        config: CoreConfig,
+        *,
+        seed: int = 0,
+        knows_constants: bool = False,
+        knows_order: bool = True,
+        transfer_kinds: frozenset[TransferKind] = PULLS,
     ) -> None:
         """With `knows_constants`, the core is given the workers' true step times and learns nothing. `knows_order`
-        tells it which prompt the workers compute first."""
+        tells it which prompt the workers compute first. `transfer_kinds`: transfers that it plans where KV moves."""
+        self._transfer_kinds = transfer_kinds
         self._config = replace(config, learn=LearnConfig(enabled=False)) if knows_constants else config
         self._seed, self._knows_constants, self._knows_order = seed, knows_constants, knows_order
         self._are_loads_scheduled = False
@@ -76,6 +83,9 @@ class CoreRouter(Router):
         super().attach(cluster)
         inner, block_size = make_index(seed=self._seed + 1), cluster.workload.block_size
         self.core = RouterCore(BlockScaled(inner, block_size), self._config, seed=self._seed)
+        transfer_facts = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
+        if cluster.config.link_times is None:
+            transfer_facts = TransferFacts()
         for i, worker in enumerate(cluster.config.workers):
             spec = WorkerSpec(
                 worker_id=str(i),
@@ -84,7 +94,8 @@ class CoreRouter(Router):
                 cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
                 host_tokens=worker.host_blocks * block_size,
                 is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
-                transfer=SIM_TRANSFERS if cluster.config.link_times is not None else TransferFacts(),
+                roles=worker.roles,
+                transfer=transfer_facts,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(len(cluster.workers))]
@@ -109,6 +120,9 @@ class CoreRouter(Router):
             session=str(request.session),
         )
         return self._perform([self.core.route(route_request, now)])
+
+    def on_prefill_end(self, request: SimRequest, now: float) -> Placements:
+        return self._perform(self.core.record_prefill_end(str(request.index), now))
 
     def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
         return self._perform(self.core.record_first_token(str(request.index), now))
@@ -145,8 +159,11 @@ class CoreRouter(Router):
             assert not isinstance(instruction, Refuse), instruction
             if isinstance(instruction, Forward):
                 transfer = instruction.decision.transfer
-                source = None if transfer is None else int(transfer.source)
-                forwards.append(Placement(int(instruction.request_id), int(instruction.decision.worker), source))
+                placement = Placement(int(instruction.request_id), int(instruction.decision.worker))
+                if transfer is not None:
+                    is_prefill = transfer.kind is TransferKind.PREFILL
+                    placement = placement._replace(source=int(transfer.source), is_prefill=is_prefill)
+                forwards.append(placement)
         if self.siblings:
             self._schedule_loads()
         return forwards

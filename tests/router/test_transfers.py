@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from core_by_hand import make_core, request, spec
+from core_by_hand import NaiveIndex, make_core, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from router.decide.workers import TransferFacts
 
 BYTES_PER_TOKEN = 1e6
 PULLS = TransferFacts("g", frozenset({TransferKind.PULL}), bytes_per_token=BYTES_PER_TOKEN)
+PREFILLS = TransferFacts("g", frozenset({TransferKind.PREFILL}), bytes_per_token=BYTES_PER_TOKEN)
 CONFIG = CoreConfig(
     service=ServiceModel(prefill_s_per_token=1e-3),
     learn=LearnConfig(enabled=False),
@@ -27,7 +28,7 @@ CONFIG = CoreConfig(
 PROMPT = list(range(400))
 
 
-def make_fleet(names: str = "ab", **facts: TransferFacts) -> tuple[RouterCore, object]:
+def make_fleet(names: str = "ab", **facts: TransferFacts) -> tuple[RouterCore, NaiveIndex]:
     core, index = make_core(names, CONFIG)
     for name in names:
         core.add_worker(spec(name, transfer=facts.get(name, PULLS)), 0.0)
@@ -184,6 +185,120 @@ def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> No
     assert not index.pins
 
 
+def make_split_fleet() -> tuple[RouterCore, NaiveIndex]:
+    """Workers "p" and "q" compute prompts, "d" and "e" answers."""
+    core, index = make_core("", CONFIG)
+    for name in "pqde":
+        role = "prefill" if name in "pq" else "decode"
+        core.add_worker(spec(name, transfer=PREFILLS, roles=frozenset({role})), 0.0)
+    return core, index
+
+
+def test_one_worker_computes_the_prompt_and_another_the_answer() -> None:
+    core, index = make_split_fleet()
+    index.store(core.workers["q"].holders[0], PROMPT[:100])
+    index.store(core.workers["e"].holders[0], PROMPT[:50])
+    make_busy(core, "d", 0.0)
+    make_busy(core, "e", 0.0, count=1)
+    decision = route(core, "r", PROMPT, 0.0)
+    transfer_s = 0.01 + 350 * BYTES_PER_TOKEN / 10e9
+    assert decision.worker == "e"
+    assert decision.transfer == Transfer(TransferKind.PREFILL, "q", None, 350, pytest.approx(transfer_s))
+    assert decision.predicted_cached_tokens == 100, "what nobody has to compute"
+    source, target = (core.registry.get_targets(name)[0] for name in "qe")
+    prefill_s = source.estimate_prefill_s(400, 100)
+    busy_s = target.estimate_prefill_s(1000, 0)
+    assert decision.terms.queue_s == pytest.approx(busy_s)
+    rest_s = target.estimate_prefill_s(400, 399)
+    ttft_s = max(source.slowdown * prefill_s + transfer_s, target.slowdown * busy_s) + target.slowdown * rest_s
+    assert decision.predicted_ttft_s == pytest.approx(ttft_s)
+    assert decision.terms.prefill_s == pytest.approx(source.slowdown * prefill_s + rest_s)
+    # Both workers count it: the source its prefill, the other one a request that computes nothing yet.
+    assert source.prefill_queue.own_prefill_s == pytest.approx(prefill_s)
+    assert (target.load.request_count, len(target.prefill_queue.requests)) == (2, 1)
+    assert (source.load.outgoing_transfers, target.load.incoming_transfers) == (0, 0)
+    core.record_prefill_end("r", 0.4)
+    core.check_invariants()
+    assert (source.load.request_count, source.load.outgoing_transfers, target.load.incoming_transfers) == (0, 1, 1)
+    core.tick(0.4 + transfer_s + 0.001)
+    core.check_invariants()
+    assert (source.load.outgoing_transfers, len(target.prefill_queue.requests)) == (0, 2)
+    core.record_first_token("r", 1.5)
+    core.finish_request("r", ReportedUsage(400, 100, 5), 2.0)
+    core.check_invariants()
+    assert core.counters["failed_transfers"] == 0
+
+
+def test_workers_for_prefills_get_other_requests_where_no_other_worker_is_left() -> None:
+    core, _ = make_split_fleet()
+    explained = core.explain(request("r", PROMPT), 0.0)
+    assert isinstance(explained, Decision)
+    assert {terms.worker for terms in explained.candidates} == {"d", "e"}
+    assert explained.not_eligible == {"p": "computes prefills only", "q": "computes prefills only"}
+    for name in "de":
+        core.remove_worker(name, 1.0)
+    assert route(core, "r", PROMPT, 2.0).worker in "pq"
+    asked = core.explain(request("s", PROMPT, role="prefill"), 2.0)
+    assert isinstance(asked, Decision)
+    assert {terms.worker for terms in asked.candidates} == {"p", "q"}
+
+
+@pytest.mark.parametrize("end", ["finish", "abort", "fail", "first token", "lost source", "lost target"])
+@pytest.mark.parametrize("is_computed", [False, True])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_nothing_of_two_legs_stays_counted(end: str, is_computed: bool, has_failed: bool) -> None:
+    core, index = make_split_fleet()
+    for name in "de":
+        make_busy(core, name, 0.0, count=8)
+    decision = route(core, "r", PROMPT, 0.0, is_streaming=end != "finish")
+    assert decision.transfer is not None
+    assert decision.transfer.kind is TransferKind.PREFILL
+    targets = list(core.tracker.targets.values())
+    if is_computed:
+        core.record_prefill_end("r", 0.5)
+        core.check_invariants()
+    if has_failed:
+        core.fail_transfer("r", 0.6, is_pair_fault=False)
+        core.check_invariants()
+        assert core.get_attempts()["r"].in_flight.cached_tokens == 0
+    if end == "finish":
+        core.finish_request("r", ReportedUsage(400, 0, 1), 2.0)
+    elif end == "abort":
+        core.abort_request("r", 2.0)
+    elif end == "fail":
+        core.fail_attempt("r", FailureKind.SERVER_ERROR, 2.0)
+        core.check_invariants()
+        core.abort_request("r", 2.0)
+    elif end == "first token":
+        core.record_first_token("r", 2.0)
+        core.check_invariants()
+        core.finish_request("r", None, 3.0)
+    else:
+        core.remove_worker(decision.transfer.source if end == "lost source" else decision.worker, 1.5)
+        core.check_invariants()
+        core.abort_request("r", 2.0)
+    for number in range(8):
+        for name in "de":
+            core.abort_request(f"busy-{name}{number}", 3.0)
+    core.tick(20.0)
+    core.check_invariants()
+    assert not index.pins
+    for target in targets:
+        load = target.load
+        assert (load.request_count, load.incoming_transfers, load.outgoing_transfers) == (0, 0, 0)
+        assert (load.pending_prompt_tokens, target.prefill_queue.own_prefill_s) == (0, 0.0)
+
+
+def test_the_fault_of_a_request_pauses_no_pair() -> None:
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0, count=20)
+    assert route(core, "r", PROMPT, 0.0).transfer is not None
+    core.fail_transfer("r", 0.1, is_pair_fault=False)
+    core.abort_request("r", 0.1)
+    assert route(core, "s", PROMPT, 0.2).transfer is not None
+
+
 def test_a_pair_whose_transfer_failed_is_avoided_for_a_while() -> None:
     core, index = make_fleet()
     index.store(core.workers["a"].holders[0], PROMPT[:390])
@@ -293,11 +408,66 @@ def test_the_cheapest_plan_of_all_is_chosen(
     assert math.isclose(decision.terms.cost, min(costs.values()), abs_tol=2e-6)
 
 
+@given(
+    cached=st.lists(st.integers(0, 399), min_size=3, max_size=3),
+    busy=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    roles=st.lists(st.sampled_from(["", "", "prefill", "decode"]), min_size=3, max_size=3),
+)
+def test_every_pair_of_prefill_and_decode_is_priced(cached: list[int], busy: list[int], roles: list[str]) -> None:
+    """As a model does that takes each worker's own price, and the prefill at each other worker."""
+    names = "abc"
+    core, index = make_core("", CONFIG)
+    for name, role in zip(names, roles):
+        core.add_worker(spec(name, transfer=PREFILLS, roles=frozenset({role} - {""})), 0.0)
+    for name, tokens, count in zip(names, cached, busy):
+        index.store(core.workers[name].holders[0], PROMPT[:tokens])
+        make_busy(core, name, 0.0, count)
+    decision = core.explain(request("r", PROMPT), 0.0)
+    assert isinstance(decision, Decision)
+    own_terms = {terms.worker: terms for terms in decision.candidates if not terms.transfer}
+    decoders = [name for name, role in zip(names, roles) if role != "prefill"] or list(names)
+    assert sorted(own_terms) == sorted(decoders)
+    targets = {name: core.registry.get_targets(name)[0] for name in names}
+    congestion = own_terms[decoders[0]].congestion_s / own_terms[decoders[0]].prefill_s
+    congestion /= own_terms[decoders[0]].slowdown
+    prefills: dict[str, tuple[float, float, int]] = {}
+    for name, role, tokens in zip(names, roles, cached):
+        target, source_tokens = targets[name], min(tokens, 399)
+        prefill_s = target.slowdown * 1e-3 * ((400 - source_tokens) + (400**2 - source_tokens**2) / 100_000)
+        if role != "decode":
+            prefills[name] = (target.slowdown * target.estimate_queue_s(0.0) + prefill_s, prefill_s, source_tokens)
+    costs = {(name, ""): terms.cost for name, terms in own_terms.items()}
+    best_two = sorted(
+        prefills,
+        key=lambda name: (
+            prefills[name][0]
+            + congestion * prefills[name][1]
+            + 0.1 * core.tracker.compute_utilisation(targets[name], 0.0)
+        ),
+    )[:2]
+    for name, source in [(name, source) for name in decoders for source in best_two if source != name]:
+        own, rest_s = own_terms[name], 1e-3 * (1 + (400**2 - 399**2) / 100_000)
+        arrival_s = prefills[source][0] + 0.01 + (400 - own.resident_tokens) * BYTES_PER_TOKEN / 10e9
+        ttft_s = max(arrival_s, own.slowdown * own.queue_s) + own.slowdown * rest_s
+        congestion_s = congestion * (own.slowdown * rest_s + prefills[source][1])
+        costs[name, source] = own.cost - own.ttft_s + ttft_s - own.congestion_s + congestion_s
+    priced = {(t.worker, t.transfer.source if t.transfer else ""): t.cost for t in decision.candidates}
+    assert priced == {plan: pytest.approx(cost, abs=1e-9) for plan, cost in costs.items()}
+    assert math.isclose(decision.terms.cost, min(costs.values()), abs_tol=2e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_both_ends_are_counted_right_whatever_happens(seed: int) -> None:
+@pytest.mark.parametrize("kind", list(TransferKind))
+def test_both_ends_are_counted_right_whatever_happens(seed: int, kind: TransferKind) -> None:
     """A random history; `check_invariants` compares all counts with the requests in flight."""
     rng, now, transfer_count = random.Random(seed), 0.0, 0
-    core, index = make_fleet("abcd")
+    specs = {name: spec(name, transfer=replace(PULLS, kinds=frozenset({kind}))) for name in "abcd"}
+    if kind is TransferKind.PREFILL:
+        for name in "ab":
+            specs[name] = replace(specs[name], roles=frozenset({"prefill"}))
+    core, index = make_core("", CONFIG)
+    for worker_spec in specs.values():
+        core.add_worker(worker_spec, 0.0)
     sent: list[str] = []
     for number in range(300):
         now += rng.choice([0.0, 0.001, 0.02, 0.2])
@@ -313,7 +483,7 @@ def test_both_ends_are_counted_right_whatever_happens(seed: int) -> None:
         elif event < 0.55:
             worker_id = rng.choice("abcd")
             core.remove_worker(worker_id, now)
-            core.add_worker(spec(worker_id, transfer=PULLS), now)
+            core.add_worker(specs[worker_id], now)
         elif event < 0.65:
             index.store(core.workers[rng.choice("abcd")].holders[0], [rng.randrange(3)] * rng.randrange(1, 400))
         else:

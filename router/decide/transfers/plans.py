@@ -52,54 +52,114 @@ def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Matc
     )
 
 
+def can_prefill(target: Target) -> bool:
+    """Return whether a target may compute prompts for others."""
+    return target.can_prefill_for_others and TransferKind.PREFILL in target.transfer_facts.kinds
+
+
+def find_least_busy(sources: Sequence[Target], now: float) -> list[Target]:
+    """Return the targets that would begin with a prompt first and can compute it for another."""
+    return heapq.nsmallest(
+        DESTINATIONS_MAX,
+        (target for target in sources if can_prefill(target)),
+        key=lambda target: target.slot_wait_s + target.slowdown * target.estimate_queue_s(now),
+    )
+
+
 def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, links: TransferLinks) -> float:
     """Return the time to pull a prefix that requests share, as a share of its prefill, at most 1.
 
     What later requests can pull, they need not find computed: a further copy saves them the pull alone. `best_tokens`:
     cached prefix of the source.
     """
-    if not 0 < shared_tokens <= best_tokens:
+    if TransferKind.PULL not in source.transfer_facts.kinds or not 0 < shared_tokens <= best_tokens:
         return 1.0
     byte_count = shared_tokens * source.transfer_facts.bytes_per_token
     transfer_s = links.estimate_transfer_s(source.name, "", byte_count, source.load.outgoing_transfers)
     return min(1.0, transfer_s / source.estimate_prefill_s(shared_tokens, 0))
 
 
-def plan_pulls(
-    priced_targets: Sequence[PricedTarget],
-    best_sources: Sequence[Target],
-    matches: Mapping[HolderId, Match],
-    links: TransferLinks,
-    congestion: float,
-    now: float,
-) -> list[Plan]:
-    """Return the plans in which a target pulls blocks that another one has cached."""
-    longest_tokens = matches[best_sources[0].holder].tokens
-    destinations = heapq.nsmallest(
-        DESTINATIONS_MAX,
-        (priced for priced in priced_targets if priced.facts.cached_tokens < longest_tokens),
-        key=lambda priced: priced.terms.cost - (1.0 + congestion) * priced.terms.slowdown * priced.terms.prefill_s,
-    )
-    plans = []
-    for target, facts, _ in destinations:
-        for source in best_sources:
-            source_tokens = matches[source.holder].tokens
-            if source is target or source_tokens <= facts.cached_tokens:
-                continue
-            if not may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PULL):
-                continue
-            if links.is_paused(source.name, target.name, now):
-                continue
-            moved_tokens = source_tokens - facts.resident_tokens
-            transfer_s = links.estimate_transfer_s(
-                source.name,
-                target.name,
-                moved_tokens * source.transfer_facts.bytes_per_token,
-                max(source.load.outgoing_transfers, target.load.incoming_transfers),
-            )
-            transfer = Transfer(TransferKind.PULL, source.worker_id, source.rank, moved_tokens, transfer_s)
-            new_facts = msgspec.structs.replace(
-                facts, cached_tokens=source_tokens, transfer=transfer, arrival_s=transfer_s
-            )
-            plans.append(Plan(target, new_facts, source))
-    return plans
+class TransferPlanner:
+    """Makes the plans of one request."""
+
+    def __init__(self, links: TransferLinks, prompt_tokens: int, congestion: float, now: float) -> None:
+        self._links = links
+        self._prompt_tokens = prompt_tokens
+        self._congestion = congestion
+        self._now = now
+
+    def plan_pulls(
+        self, priced_targets: Sequence[PricedTarget], sources: Sequence[Target], matches: Mapping[HolderId, Match]
+    ) -> list[Plan]:
+        """Return the plans in which a target pulls blocks that another one has cached."""
+        longest_tokens = max((matches[source.holder].tokens for source in sources), default=0)
+        shorter_targets = [priced for priced in priced_targets if priced.facts.cached_tokens < longest_tokens]
+        plans = []
+        for target, facts, _ in self._find_destinations(shorter_targets):
+            for source in sources:
+                source_tokens = matches[source.holder].tokens
+                if source_tokens <= facts.cached_tokens:
+                    continue
+                transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - facts.resident_tokens)
+                if transfer is not None:
+                    new_facts = msgspec.structs.replace(
+                        facts,
+                        cached_tokens=source_tokens,
+                        transfer=transfer,
+                        arriving_tokens=source_tokens,
+                        arrival_s=transfer.transfer_s,
+                    )
+                    plans.append(Plan(target, new_facts, source))
+        return plans
+
+    def plan_prefills(
+        self, priced_targets: Sequence[PricedTarget], priced_sources: Sequence[PricedTarget]
+    ) -> list[Plan]:
+        """Return the plans in which one target computes the prompt and another one the answer."""
+        best_sources = heapq.nsmallest(
+            SOURCES_MAX,
+            priced_sources,
+            key=lambda priced: priced.terms.ttft_s + priced.terms.congestion_s + priced.terms.tie_break_s,
+        )
+        plans = []
+        for target, facts, _ in self._find_destinations(priced_targets):
+            for source, source_facts, source_terms in best_sources:
+                moved_tokens = self._prompt_tokens - facts.resident_tokens
+                transfer = self._make_transfer(TransferKind.PREFILL, source, target, moved_tokens)
+                if transfer is not None:
+                    new_facts = msgspec.structs.replace(
+                        facts,
+                        cached_tokens=source_facts.cached_tokens,
+                        tier_load_s=0.0,
+                        transfer=transfer,
+                        arriving_tokens=self._prompt_tokens - 1,
+                        arrival_s=source_terms.ttft_s + transfer.transfer_s,
+                        source_prefill_s=source_terms.slowdown * source_terms.prefill_s,
+                    )
+                    plans.append(Plan(target, new_facts, source))
+        return plans
+
+    def _find_destinations(self, priced_targets: Sequence[PricedTarget]) -> list[PricedTarget]:
+        """Return the targets with the lowest prices besides the prefill."""
+        return heapq.nsmallest(
+            DESTINATIONS_MAX,
+            (priced for priced in priced_targets if priced.target.transfer_facts.can_take),
+            key=lambda priced: (
+                priced.terms.cost - (1.0 + self._congestion) * priced.terms.slowdown * priced.terms.prefill_s
+            ),
+        )
+
+    def _make_transfer(self, kind: TransferKind, source: Target, target: Target, tokens: int) -> Transfer | None:
+        """Return the transfer of some tokens between two targets; None where they do not fit, or failed lately."""
+        facts, links = source.transfer_facts, self._links
+        if source is target or not may_transfer(facts, target.transfer_facts, kind):
+            return None
+        if links.is_paused(source.name, target.name, self._now):
+            return None
+        transfer_s = links.estimate_transfer_s(
+            source.name,
+            target.name,
+            tokens * facts.bytes_per_token,
+            max(source.load.outgoing_transfers, target.load.incoming_transfers),
+        )
+        return Transfer(kind, source.worker_id, source.rank, tokens, transfer_s)
