@@ -21,10 +21,10 @@ class PickerApp:
         self._dispatcher = dispatcher
         self._metrics = proxy.metrics
 
-    def pick(self, caller: PickerClient, request: HttpRequest) -> None:
+    def pick(self, client: PickerClient, request: HttpRequest) -> None:
         """Choose a worker for a request, at once or when its prompt is read. Raises RequestError."""
-        caller.tenant = self._keys.find_tenant(caller, request)
-        self._dispatcher.dispatch(caller, request, PickExchange)
+        client.tenant = self._keys.find_tenant(client, request)
+        self._dispatcher.dispatch(client, request, PickExchange)
 
     def record_rejection(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1

@@ -211,14 +211,16 @@ class RouterProcess:
 
         self.pipeline.request_reader.model_header = REWRITE
         picker_state = PickerState(config.picker, EndpointMap(self.pipeline.proxy.core.workers))
-        picker = PickerServer(PickerApp(self._dispatcher), picker_state, ready=self._health.find_unready_reason)
+        picker = PickerServer(
+            PickerApp(self._dispatcher), picker_state, find_unready_reason=self._health.find_unready_reason
+        )
         certificate = _read_picker_certificate(config)
         picker.bind(config.host, config.port, config.picker.health_port, certificate)
         return picker
 
     async def _start_picker(self, picker: PickerServer) -> None:
         await picker.start()
-        self._timers.add_sweep_step("picker", picker.beat)
+        self._timers.add_sweep_step("picker", picker.refresh)
         host = self._config.host
         log.info("endpoint picker on %s:%d", host, picker.port)
         print(f"picker listening on {host}:{picker.port}", flush=True)

@@ -36,7 +36,7 @@ class PickerApplication(Protocol):
     budget: BufferBudget
     scheduler: FairScheduler
 
-    def pick(self, caller: PickerClient, request: HttpRequest) -> None:
+    def pick(self, client: PickerClient, request: HttpRequest) -> None:
         """Place a request, now or later. Raises RequestError."""
 
     def record_rejection(self, status: int) -> None: ...
@@ -45,7 +45,8 @@ class PickerApplication(Protocol):
 
 
 class PickerClient:
-    """One request. Call `receive` with a message, await `decision_made` while `is_choosing`, send `pop_responses`."""
+    """Client of one request. Call `receive` with each message, await `decision_made` while `is_choosing`, and send
+    what `pop_responses` returns."""
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
         self._app = app
@@ -103,7 +104,7 @@ class PickerClient:
         self._cancel_responder()
         self._charge.release()
 
-    # What the ext_proc stream reports -------------------------------------------------------------------------------
+    # Callbacks of the ext_proc stream -------------------------------------------------------------------------------
 
     def _client_address(self) -> str:
         """Return the client's address in the gateway's header, as the peer is the gateway itself."""

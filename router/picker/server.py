@@ -25,24 +25,28 @@ log = logging.getLogger("router")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 ALIVE = ("liveness",)
 READY = ("", "readiness", "inference-extension", SERVICE)
-"""Names of the health checks that answer whether the picker is ready."""
+"""Names of the health checks that tell whether the picker is ready."""
 KEEPALIVE_MS = 20_000
 STREAMS_MAX = 100_000
 
 
 class PickerServer:
-    """The picker's gRPC server. Call `bind`, `start`, `beat` a few times a second, and `stop`."""
+    """The picker's gRPC server. Call `bind`, `start`, `refresh` a few times a second, and `stop`."""
 
-    def __init__(self, app: PickerApplication, picking: PickerState, *, ready: Callable[[], str | None]) -> None:
-        """`ready` returns why the router is not ready for requests; None if it is ready."""
+    def __init__(
+        self, app: PickerApplication, picker_state: PickerState, *, find_unready_reason: Callable[[], str | None]
+    ) -> None:
+        """`find_unready_reason` returns why the router is not ready for requests; None if it is ready."""
         self._app = app
-        self._picking = picking
-        self._ready = ready
+        self._picker_state = picker_state
+        self._find_unready_reason = find_unready_reason
         self._servers: list[grpc.aio.Server] = []
         self._health = health_aio.HealthServicer()
-        self._reported_ready: bool | None = None
+        self._is_reported_ready: bool | None = None
+        """State of the health checks; None before the first report."""
         self._health_updates: set[asyncio.Task[None]] = set()
         self._has_warned = False
+        """Whether an unexpected message was logged: only the first one is."""
         self.port = 0
         """Port of the picker, once it is bound."""
         self.streams = 0
@@ -51,17 +55,17 @@ class PickerServer:
     def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> None:
         """Bind both ports; no request is answered until `start`. Raises OSError.
 
-        `certificate`: chain and private key, PEM; None for no TLS.
+        `certificate` is a chain and its private key, both PEM; None for no TLS.
         """
         handlers = {
             "Process": grpc.stream_stream_rpc_method_handler(
                 self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
             )
         }
-        largest = self._app.limits.body_bytes_max + (1 << 20)
+        message_bytes_max = self._app.limits.body_bytes_max + (1 << 20)
         main = grpc.aio.server(
             options=(
-                ("grpc.max_receive_message_length", min(largest, 2**31 - 1)),
+                ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
                 ("grpc.http2.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.so_reuseport", 0),
@@ -82,58 +86,59 @@ class PickerServer:
             await server.start()
         for name in ALIVE:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self.beat(0.0)
+        self.refresh(0.0)
 
-    def beat(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Update the health checks and the resolved host names. Call often."""
-        self._picking.endpoints.refresh(now)
-        ready = self._ready() is None
-        if ready is not self._reported_ready:
-            self._reported_ready = ready
-            task = asyncio.get_running_loop().create_task(self._set_health(ready))
+        self._picker_state.endpoints.refresh(now)
+        is_ready = self._find_unready_reason() is None
+        if is_ready is not self._is_reported_ready:
+            self._is_reported_ready = is_ready
+            task = asyncio.get_running_loop().create_task(self._set_health(is_ready=is_ready))
             self._health_updates.add(task)
             task.add_done_callback(self._health_updates.discard)
 
     async def stop(self, grace_s: float) -> None:
         """Stop the server. Open streams have `grace_s` to end."""
-        await self._set_health(ready=False)
+        await self._set_health(is_ready=False)
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
-    async def _set_health(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def _set_health(self, *, is_ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in READY:
             await self._health.set(name, status)
 
     async def _process(self, _: Any, context: Any) -> None:
         """Serve one stream of Envoy. An error ends this stream alone."""
-        caller = PickerClient(self._app, self._picking, context.peer())
+        client = PickerClient(self._app, self._picker_state, context.peer())
         self.streams += 1
         try:
-            while not caller.is_over and not caller.is_abandoned:
+            while not client.is_over and not client.is_abandoned:
                 message = await context.read()
                 if message is grpc.aio.EOF:
                     break
-                caller.receive(message)
-                if caller.is_choosing:
-                    await caller.decision_made
-                for response in caller.pop_responses():
+                client.receive(message)
+                if client.is_choosing:
+                    await client.decision_made
+                for response in client.pop_responses():
                     await context.write(response)
         except (UnexpectedMessage, DecodeError) as error:
             self._app.record_rejection(400)
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("a gateway sends what does not follow: %s (told once)", error)
+                log.warning("the gateway sent an unexpected message: %s (only the first is logged)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
-        except Exception as unforeseen:  # noqa: BLE001  a boundary
-            self._app.record_crash("picker", unforeseen)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._app.record_crash("picker", error)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.streams -= 1
-            caller.close()
+            client.close()
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:
+    """Bind a server to an address and return the port. Raises OSError, which names the flag of the address."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if certificate is None:

@@ -1,6 +1,6 @@
 """Memo of the text that a template writes around new messages which are a role and a text.
 
-Rendering a few messages by Jinja takes 10 to 80 us; putting their texts into what was written before takes one. Only
+A turn of a conversation of 40 messages is read in 49 us with the memo and in 144 us without (Qwen3's template). Only
 texts are taken that a template has no reason to change: not empty, without white space at their edges, and without a
 marker for which the template searches. An entry is compared with the template's own text when it is made. That other
 texts are right too is tried out when a tokenizer is loaded (template_trial.py) and checked while serving

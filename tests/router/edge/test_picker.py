@@ -98,13 +98,13 @@ async def picker(
     for number in range(workers):
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
     picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
-    server = PickerServer(PickerApp(edge.dispatcher), picking, ready=edge.health.find_unready_reason)
+    server = PickerServer(PickerApp(edge.dispatcher), picking, find_unready_reason=edge.health.find_unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
     server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()
     envoy = Envoy(edge, server, picking, certificate[0] if certificate else None)
     try:
-        server.beat(edge.now())
+        server.refresh(edge.now())
         yield envoy
     finally:
         await envoy.channel.close()
@@ -224,7 +224,7 @@ def test_no_worker_is_503_and_health_says_so(edge: Any) -> None:
             assert [await state(name) for name in READY] == [2] * len(READY)
             await edge.worker(edge.reply(), "w0", port=9100)
             for _ in range(100):
-                envoy.server.beat(edge.now())
+                envoy.server.refresh(edge.now())
                 await asyncio.sleep(0.01)
                 if await state("") == 1:
                     break
@@ -337,7 +337,7 @@ def test_a_name_is_looked_up(edge: Any) -> None:
         async with picker(edge, workers=0) as envoy:
             models = (ServedModel("tiny", "tiny", max_model_len=4096),)
             edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), edge.now())
-            envoy.server.beat(edge.now() + 5)
+            envoy.server.refresh(edge.now() + 5)
             await edge.until(lambda: envoy.picker_state.endpoints.get_endpoint("named") is not None)
             stream, chosen = await envoy.ask()
             assert endpoints(chosen) == ["127.0.0.1:9100"]
