@@ -40,7 +40,7 @@ CONNECT_PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events to show. Empty: all of them."""
+    """Selects the events to show. An empty field selects all of them."""
 
     types: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
@@ -169,19 +169,19 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
 
 
 def encode_bytes(value: object) -> object:
-    """32-byte names, as the golden captures write them."""
+    """Return bytes as the JSON object that stands for them in the golden captures."""
     assert isinstance(value, bytes), value
     return {"__bytes__": value.hex()}
 
 
 def format_frames(item: Message) -> str:
-    """A line of the golden captures' frames.jsonl."""
+    """Return a batch as a line of frames.jsonl, as in the golden captures."""
     frames = [item.topic.hex(), pack_seq(item.seq or 0).hex(), item.payload.hex()]
     return json.dumps({"t": time.time(), "stream": item.stream_id, "frames": frames})
 
 
 def open_recording(path: Path | None) -> Any:
-    """A file to write lines to, or None."""
+    """Return a context manager with a file for lines, or with None if `path` is None."""
     if path is None:
         return nullcontext()
     return gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w")
@@ -190,7 +190,7 @@ def open_recording(path: Path | None) -> Any:
 def iter_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
-    """Raises ClickException for a worker that cannot be asked."""
+    """Yield the streams at these addresses. Raises ClickException for a worker that cannot be asked."""
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):
         raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
@@ -304,13 +304,13 @@ class ConnectionReport:
 
 
 def _handle_sigint(number: int, frame: object) -> None:
-    """Once: a terminal, or `timeout`, may tell twice, and the second time would cut off the end."""
+    """End the program, and ignore further signals: a terminal may send two, and the second would cut off the end."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(args: list[str] | None = None) -> None:
-    """Console script; `args` instead of those of the process."""
+    """Console script `kv_subscriber`. `args` replace those of the process."""
     if args is None:
         signal.signal(signal.SIGINT, _handle_sigint)
     try:

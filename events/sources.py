@@ -57,7 +57,7 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     reannounces: bool = False
     """Whether stores may repeat held blocks (vLLM's `kv_cache_report_mode=full`): such copies are not counted."""
     kv_transfer: KVTransferOffer | None = None
-    """Where peers get the blocks that this stream announces; None: nowhere."""
+    """Address at which peers get the blocks that this stream announces; None: they get none."""
 
 
 def encode_sources(sources: list[EventSource]) -> bytes:
