@@ -73,8 +73,8 @@ class TransferMetrics:
     def __init__(self) -> None:
         self.outcomes: Counter[tuple[str, TransferOutcome]] = Counter()
         """(kind, outcome) -> transfers."""
-        self.prefill_s = Histogram(LATENCY_BOUNDS_S)
-        """Seconds of prefills at one worker for answers that another worker decodes."""
+        self.prefill_s = Histograms(LATENCY_BOUNDS_S)
+        """Seconds of prefills for answers of other workers, by (worker,)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +151,7 @@ class Metrics:
             del self.decisions[worker_id]
         for key in [key for key in self.failures if key[0] and key[0] not in worker_ids]:
             del self.failures[key]
-        for histograms in (self.request_s, self.ttft_s):
+        for histograms in (self.request_s, self.ttft_s, self.transfers.prefill_s):
             for labels in [labels for labels in histograms.by_labels if labels[0] and labels[0] not in worker_ids]:
                 del histograms.by_labels[labels]
 

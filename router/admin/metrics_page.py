@@ -62,16 +62,17 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
         ),
     ):
         yield _build_histogram_family(name, help_text, histograms.by_labels, ["worker", "model", "stream"])
+    yield _build_histogram_family(
+        "prefill_leg_seconds",
+        "Seconds of prefills at one worker for answers that another worker decodes.",
+        metrics.transfers.prefill_s.by_labels,
+        ["worker"],
+    )
     for name, help_text, histogram in (
         (
             "routing_seconds",
             "Seconds that the router adds: from a complete request to its dispatch.",
             metrics.routing_s,
-        ),
-        (
-            "prefill_leg_seconds",
-            "Seconds of prefills at one worker for answers that another worker decodes.",
-            metrics.transfers.prefill_s,
         ),
         ("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
     ):

@@ -190,7 +190,7 @@ class PrefillLeg:
             return
         now = self._proxy.now()
         self._lease_end_s = now + LEASE_S
-        self._proxy.metrics.transfers.prefill_s.observe(now - self._started_at_s)
+        self._proxy.metrics.transfers.prefill_s.get((self._source,)).observe(now - self._started_at_s)
         self._owner.prefill_computed()
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:

@@ -96,7 +96,7 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
         assert decode_request.body.replace(field, b"").endswith(raw.partition(b"{")[2]), "else byte for byte"
         assert (nixl.transfers, nixl.faults, nixl.pinned) == (1, [], [])
         assert outcomes(edge) == {"started": 1}
-        assert edge.metrics.transfers.prefill_s.counts[0] == 1
+        assert edge.metrics.transfers.prefill_s.get(("p",)).counts[0] == 1
 
     edge.run(scenario())
 
