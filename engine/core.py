@@ -36,7 +36,7 @@ FAILURES_MAX = 10
 """Failed steps in a row after which the engine ends, because only a new process may help."""
 
 PREPARATION_WAIT_S = 0.01
-"""Longest wait of a step for a grammar or for blocks when there is no other work: commands are read between steps."""
+"""Longest wait of a step for a grammar or for blocks when there is no other work. It bounds the wait of commands."""
 
 PublishEvents = Callable[[Collection[Event]], None]
 """Takes the events of a step, which are made when they are iterated."""
@@ -53,23 +53,23 @@ class OverlappingRunner(Protocol):
     """A runner that computes one step while the next one is planned."""
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step, after those that were begun before. The function that is returned waits for its result.
+        """Begin a step after all earlier ones. Returns a function that waits for the step's result.
 
-        Both may raise, as `execute` does. Plan and sequences are read before this returns. If a step fails, the results
-        of the steps that were begun after it are never waited for.
+        Both may raise the errors of `execute`. The plan and its sequences are read before `submit` returns. If a step
+        fails, nobody waits for the results of later steps.
         """
         ...
 
 
 class Model(Protocol):
-    """A model, real or simulated. Its memory is given up, taken back and filled anew only while nothing runs."""
+    """A model, real or simulated. Its memory is freed, allocated again or filled anew only while no step runs."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        """Make the runner, once. `eos_token_ids`: those that end an answer. `grammars`: of constrained answers."""
+        """Make the runner. Called once. `eos_token_ids` end an answer; `grammars` constrain answers."""
         ...
 
     def get_block_memory(self) -> BlockMemory | None:
-        """Return the contents of the cache's blocks, once there is a runner. None: blocks cannot leave this engine."""
+        """Return the contents of the cache's blocks, after the runner was made; None if blocks cannot be transferred."""
         ...
 
     def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
@@ -86,21 +86,21 @@ class Model(Protocol):
         """End the processes and threads that compute steps. Idempotent."""
 
     def sleep(self, level: int) -> None:
-        """Free the cache and the weights on the device; with level 2, free all weights.
+        """Free the cache and the device's copy of the weights; level 2 also frees the copy in host memory.
 
-        The cache is lost. Raises ValueError if that is impossible.
+        The content of the cache is lost. Raises ValueError if the model cannot sleep.
         """
 
     def wake(self) -> None:
-        """Allocate the cache again, and load dropped weights. Raises ValueError, OSError, MemoryError, RuntimeError.
+        """Allocate the cache again, and restore the weights. Raises ValueError, OSError, MemoryError, RuntimeError.
 
         After an error the model stays asleep.
         """
 
     def reload(self, path: str | None) -> None:
-        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `wake` does.
+        """Load the weights from the checkpoint folder `path`, or again from the last folder if `path` is None.
 
-        After an error the model keeps its weights.
+        Raises the errors of `wake`. After an error the model keeps its weights.
         """
 
 

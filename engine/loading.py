@@ -73,7 +73,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
-    """Load the model on this rank. `leader`: has the other ranks load their parts; None: this is the only rank."""
+    """Load the model on this rank. `leader` makes the other ranks load their parts; None if there is only one rank."""
     torch.set_num_threads(config.num_threads)
     device = select_rank_device(config, 0)
     if leader is not None:
@@ -110,9 +110,12 @@ class LoadedModel:
     def __init__(
         self, config: EngineConfig, rank: RankModel, folder: Path, unit_count: int, leader: Leader | None
     ) -> None:
-        """`rank`: the part of rank 0. `folder`: that of the weights. `leader`: None if there is no other rank."""
+        """`rank`: the part of rank 0. `folder`: folder of the weights. `leader`: None if there is only one rank."""
         self.unit_count = unit_count
-        self._config, self._rank, self._folder, self._leader = config, rank, folder, leader
+        self._config = config
+        self._rank = rank
+        self._folder = folder
+        self._leader = leader
         self._runner: ModelRunner | None = None
         """Runner of rank 0; None before `make_runner` and after `close`."""
         self._sleep_level = 0
@@ -155,14 +158,13 @@ class LoadedModel:
         assert self._runner is not None
         return self._runner
 
-    def _check_possible(self) -> None:
-        """Raise ConfigError if this engine cannot sleep, or reload weights."""
+    def _check_single_rank(self) -> None:
         if self._config.tensor_parallel_size > 1:
             raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
 
     def sleep(self, level: int) -> None:
-        """See `Model`. Raises ConfigError."""
-        self._check_possible()
+        """Free the pool, and move the weights to the CPU; level 2 drops them. Raises ConfigError with several ranks."""
+        self._check_single_rank()
         self._get_runner().release_pool()
         for weight in self._rank.model.weights:
             if level == 2:
@@ -173,11 +175,11 @@ class LoadedModel:
             reserved_bytes = torch.cuda.memory_reserved(self._rank.device)
             torch.cuda.empty_cache()
             freed_bytes = reserved_bytes - torch.cuda.memory_reserved(self._rank.device)
-            log.info("asleep: %d MiB of GPU memory were given back", freed_bytes >> 20)
+            log.info("asleep: freed %d MiB of GPU memory", freed_bytes >> 20)
         self._sleep_level = level
 
     def wake(self) -> None:
-        """See `Model`. Raises ModelError, OSError, RuntimeError."""
+        """Restore the weights, allocate the pool, and record decode steps. Raises ModelError, OSError, RuntimeError."""
         if self._sleep_level == 2:
             load_weights(self._rank.model, self._folder, self._rank.dtype, self._rank.device)
         else:
@@ -188,8 +190,11 @@ class LoadedModel:
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
-        """See `Model`. Raises ConfigError, ModelError, OSError, RuntimeError."""
-        self._check_possible()
+        """Load the weights of a checkpoint, or the current one's again if `path` is None.
+
+        Raises ConfigError with several ranks; ModelError, OSError, RuntimeError.
+        """
+        self._check_single_rank()
         folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)
         self._folder = folder

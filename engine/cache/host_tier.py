@@ -232,7 +232,7 @@ class HostTier:
             self._free_if_unpinned(host_block)
 
     def _drop_subtree(self, root: Node) -> None:
-        """Drop what is here of a node and of its descendants, leaves first."""
+        """Drop the host blocks of a node and of its descendants, leaves first."""
         for node in reversed(list_subtree(root)):
             for host_block in reversed(node.host_blocks):
                 if host_block is not None:
@@ -247,23 +247,26 @@ class HostTier:
         self._tree.remove_if_empty(node)
 
     def _free_if_unpinned(self, host_block: Block) -> None:
-        """Free a block that has lost its name, unless a step reads it, and forget the copy that would fill it."""
+        """Free a block that no node names, unless a step reads the block. Cancel the copy that would fill it."""
         if not host_block.ref_count:
             self._unplanned_copy_by_block.pop(host_block, None)
             self._pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
-        """Check the pool and the plans. `pinned_blocks`: one entry for each reference of a load."""
+        """Assert that the pool, the tree and the unplanned copies agree.
+
+        `pinned_blocks`: host blocks that loads hold, once for each reference.
+        """
         self._pool.check_invariants()
         assert all(
             host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copy_by_block
-        ), "to be copied to memory that is free"
+        ), "a copy goes to a free block"
         unplanned_blocks = {
             host_block
             for host_blocks in (*self._unplanned_blocks_by_unit.values(), self._host_block_by_load_target.values())
             for host_block in host_blocks
         }
-        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "a copy that nothing would plan"
+        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "no unit and no load will plan a copy"
         named_blocks = {
             host_block for node in self._tree.nodes() for host_block in node.host_blocks if host_block is not None
         }
@@ -274,4 +277,4 @@ class HostTier:
         for node in self._tree.nodes():
             for kind, block in enumerate(node.host_blocks):
                 assert block is None or (block.node is node and block.kind == kind)
-                assert block is None or block.ref_count or not node.has_computed(kind), "kept twice"
+                assert block is None or block.ref_count or not node.has_computed(kind), "block on host and device"

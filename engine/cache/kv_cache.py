@@ -161,8 +161,8 @@ class KVCache:
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
         """Give a sequence the cached blocks of its longest prefix, and set `seq.computed_tokens` to their tokens.
 
-        False, and nothing changed, if all its known tokens and `reserve_blocks` more blocks do not fit beside the live
-        blocks. So an admitted sequence always finds memory for its known tokens.
+        Returns False and changes nothing if the sequence's known tokens and `reserve_blocks` more blocks do not fit
+        beside the live blocks. So an admitted sequence always finds memory for its known tokens.
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._matcher.match(seq)
@@ -188,9 +188,9 @@ class KVCache:
         return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Give a sequence the blocks of a cached prefix. Return the blocks that only host memory has, which are pinned.
+        """Give a sequence the blocks of a cached prefix. Pin and return the blocks that are only in host memory.
 
-        Blocks before a sliding window are left out: None stands for them.
+        In the sequence's tables, None stands for these blocks and for blocks before the sliding window.
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
@@ -209,7 +209,7 @@ class KVCache:
     def _allocate_for_loads(
         self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
     ) -> list[tuple[Block, Block]]:
-        """Allocate a pending block for each hit in host memory. Returns (device's block, host's block) pairs."""
+        """Allocate a pending device block for each host hit. Returns (device block, host block) pairs."""
         blocks: list[tuple[Block, Block]] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
@@ -245,11 +245,11 @@ class KVCache:
         return 0 if waiting_seq.request.params.prompt_logprobs is not None else block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk of `seq` that could go to `end` must stop for the next planned checkpoint."""
+        """Return the end of a chunk of `seq`: `end`, or the next planned checkpoint if that comes first."""
         return self._states.clip_chunk_end(seq, end)
 
     def grow(self, seq: Sequence, end: int) -> bool:
-        """Give `seq` blocks for the positions [0, end). False, and nothing changed, if there is no memory for them."""
+        """Give `seq` blocks for the positions [0, end). Without enough memory, return False and change nothing."""
         missing_count = -(-end // self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True

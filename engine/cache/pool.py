@@ -63,7 +63,7 @@ class UnitPool:
 
     @property
     def live_units(self) -> int:
-        """Units that the live blocks need if they are packed: no eviction and no compaction can free these."""
+        """Number of units that the live blocks fill when packed. No eviction and no compaction can free these units."""
         return self._live_units
 
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
@@ -76,9 +76,9 @@ class UnitPool:
     # ------------------------------------------------------------------ changes
 
     def allocate(self, kind: int) -> Block | None:
-        """Return a block of `kind` with one reference; None if at most a compaction could make room.
+        """Return a block of `kind` with one reference; None if no eviction makes room, so that only `compact` may.
 
-        Taken is a hole in the fullest unit of the kind, else a free unit, else the memory of evicted blocks.
+        A hole in the fullest unit of the kind is used first, then a free unit. Otherwise cached blocks are evicted.
         """
         block = self._take_hole(kind)
         while block is None and not self._free_units:
@@ -86,15 +86,7 @@ class UnitPool:
                 return None
             block = self._take_hole(kind)
         if block is None:
-            unit = self._free_units.pop()
-            blocks_per_unit = self.blocks_per_unit[kind]
-            unit.kind = kind
-            block_class = self._block_classes[kind]
-            unit.blocks = [block_class(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
-            unit.holes = unit.blocks[::-1]
-            block = unit.holes.pop()
-            if blocks_per_unit > 1:
-                self._units_by_holes[kind][blocks_per_unit - 1][unit] = None
+            block = self._divide_free_unit(kind)
         block.ref_count = 1
         self._add_live(block.unit, kind)
         return block
@@ -110,7 +102,7 @@ class UnitPool:
             self._add_live(unit, kind)
 
     def release(self, block: Block) -> None:
-        """Take one reference away. Without references a named block becomes cached, an unnamed one a hole."""
+        """Remove one reference. A block without references becomes cached if a tree node names it, else a hole."""
         assert block.ref_count > 0, f"{block!r} released more often than held"
         block.ref_count -= 1
         if block.ref_count:
@@ -139,7 +131,21 @@ class UnitPool:
 
     # ------------------------------------------------------------------ inside
 
+    def _divide_free_unit(self, kind: int) -> Block:
+        """Divide a free unit into blocks of `kind`, and return the first of them. The others are holes."""
+        unit = self._free_units.pop()
+        blocks_per_unit = self.blocks_per_unit[kind]
+        block_class = self._block_classes[kind]
+        unit.kind = kind
+        unit.blocks = [block_class(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
+        unit.holes = unit.blocks[::-1]
+        block = unit.holes.pop()
+        if blocks_per_unit > 1:
+            self._units_by_holes[kind][blocks_per_unit - 1][unit] = None
+        return block
+
     def _count_live(self, kind: int, change: int) -> None:
+        """Add `change` to the number of live blocks of a kind."""
         blocks_per_unit = self.blocks_per_unit[kind]
         live_before = self._live_blocks[kind]
         live_after = self._live_blocks[kind] = live_before + change
@@ -150,6 +156,7 @@ class UnitPool:
         unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block | None:
+        """Return a hole in the fullest unit of the kind, which is no hole from now on; None if there is no hole."""
         for hole_count, units in enumerate(self._units_by_holes[kind]):
             if units:
                 unit = next(reversed(units))
@@ -162,8 +169,10 @@ class UnitPool:
         return None
 
     def _make_hole(self, block: Block) -> None:
+        """Add a block to the holes of its unit. A unit that has only holes becomes free."""
         unit = block.unit
-        kind, hole_count = block.kind, len(unit.holes)
+        kind = block.kind
+        hole_count = len(unit.holes)
         if hole_count:
             del self._units_by_holes[kind][hole_count][unit]
         unit.holes.append(block)
@@ -178,28 +187,31 @@ class UnitPool:
         self._free_units.append(unit)
 
     def _evict_for(self, kind: int) -> bool:
-        """Evict the next block that makes room for a block of `kind`; False if there is none.
+        """Evict the next block that makes room for a block of `kind`; return False if there is none.
 
-        A block of another attention kind helps if its unit has no live block, and is free after some more evictions.
+        A block of another attention kind helps if its unit has no live block: more evictions can free that unit.
         """
-        victim = self._order.find_victim([k for k in self._attention_kinds if k == kind or self._idle_units[k]])
+        useful_kinds = [k for k in self._attention_kinds if k == kind or self._idle_units[k]]
+        victim = self._order.find_victim(useful_kinds)
         if victim is None:
             return False
         self._evict_block(victim)
         return True
 
     def compact(self, kind: int) -> list[tuple[int, Block, BlockId]]:
-        """Free a unit of another kind: move its live blocks to holes of that kind, evicting cached blocks if need be.
+        """Free a unit that is not of `kind`, so that `kind` can use it.
 
-        Returns the moves in their order: (kind, block, old id of the block); the block has its new id. A unit is free
-        afterwards if `can_allocate` was true before.
+        The unit's live blocks move to holes in other units of their own kind. Cached blocks may be evicted. If
+        `can_allocate` was true before, a unit is free afterwards.
+        Returns the moves in order, as (kind, block, old id); the block already has its new id.
         """
         source_units = []
         for other_kind, blocks_per_unit in enumerate(self.blocks_per_unit):
-            units = [
-                unit for unit in self.units if unit.kind == other_kind and other_kind != kind and blocks_per_unit > 1
-            ]
-            if len(units) > -(-self._live_blocks[other_kind] // blocks_per_unit):
+            if other_kind == kind or blocks_per_unit == 1:
+                continue
+            units = [unit for unit in self.units if unit.kind == other_kind]
+            fewest_units = -(-self._live_blocks[other_kind] // blocks_per_unit)
+            if len(units) > fewest_units:
                 source_units.append(min(units, key=lambda unit: unit.live_blocks))
         if not source_units:
             return []
@@ -210,7 +222,10 @@ class UnitPool:
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
     def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
-        """Move the live blocks of a unit to holes of other units of its kind, and free the unit."""
+        """Move the live blocks of a unit to holes of other units of its kind, and free the unit.
+
+        Stops early once an eviction has freed another unit. Returns the moves as `compact` does.
+        """
         kind = source_unit.kind
         assert kind is not None
         moves: list[tuple[int, Block, BlockId]] = []
@@ -223,7 +238,7 @@ class UnitPool:
             while hole is None and not self._free_units:
                 self._evict_block(self._order.find_oldest(kind))
                 hole = self._take_hole(kind)
-            if hole is None:  # the evictions have freed a unit, which is enough
+            if hole is None:  # an eviction has freed another unit, which is enough
                 if source_unit.holes:
                     self._units_by_holes[kind][len(source_unit.holes)][source_unit] = None
                 return moves

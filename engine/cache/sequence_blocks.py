@@ -40,15 +40,15 @@ class SequenceBlocks:
     def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
         self.seq = seq
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
-        """Blocks held, by group and position; None if a sliding window has passed."""
+        """Blocks held, by group and position. None stands for a block before the sliding window."""
         self.nodes: list[Node] = []
-        """Node of every named block, in order."""
+        """Tree node of each block that has one, in order of position."""
         self.committed_block_count = 0
-        """Number of leading `nodes` with computed blocks; the others belong to steps in flight."""
+        """Number of leading `nodes` with computed blocks. Running steps compute the later blocks."""
         self.pending_merges: list[PendingMerge] = []
-        """Ordered by position."""
+        """Merges to do when their steps are committed, in order of position."""
         self.is_detached = is_detached
-        """Whether further blocks stay unnamed: prefix caching is off, the cache was reset, or a hash collided."""
+        """Whether further blocks get no tree node: prefix caching is off, the cache was reset, or a hash collided."""
         self.window_starts = [0] * group_count
         """Index of the first block that is still held, by group."""
         seq.block_tables = [[] for _ in range(group_count)]
@@ -57,7 +57,10 @@ class SequenceBlocks:
     # ------------------------------------------------------------------ tables
 
     def mark_replaced(self) -> None:
-        """Record a change besides appended blocks: the runner writes this sequence's whole tables again."""
+        """Record that entries of the tables changed, so that the runner writes this sequence's tables again in full.
+
+        Appended blocks need no such record.
+        """
         self.seq.table_version += 1
 
     def append(self, new_blocks: list[tuple[int, Block]]) -> None:
@@ -68,7 +71,7 @@ class SequenceBlocks:
             tables[group].append(block.id)
 
     def replace(self, group: int, index: int, block: Block) -> Block:
-        """Replace one block of a table. Returns the old block, which the caller releases."""
+        """Replace one block of a table. Returns the old block, which the caller must release."""
         replaced_block = self.blocks_by_group[group][index]
         assert replaced_block is not None
         assert replaced_block is not block
@@ -84,8 +87,9 @@ class SequenceBlocks:
     # ------------------------------------------------------------------ giving blocks up
 
     def release_before(self, group: int, start: int, pool: UnitPool) -> None:
-        """Release the blocks of a sliding-window group before this index."""
-        blocks, table = self.blocks_by_group[group], self.seq.block_tables[group]
+        """Release the blocks of a sliding-window group before the block index `start`."""
+        blocks = self.blocks_by_group[group]
+        table = self.seq.block_tables[group]
         end = min(start, len(blocks))
         for index in range(self.window_starts[group], end):
             block = blocks[index]
@@ -96,7 +100,7 @@ class SequenceBlocks:
         self.window_starts[group] = max(self.window_starts[group], end)
 
     def release(self, pool: UnitPool) -> None:
-        """Release all blocks, the last position first, so that it is evicted first."""
+        """Release all blocks, from the last position to the first. The last position is then evicted first."""
         for column in zip_longest(*(reversed(blocks) for blocks in reversed(self.blocks_by_group))):
             for block in column:
                 if block is not None:
@@ -105,13 +109,14 @@ class SequenceBlocks:
     # ------------------------------------------------------------------ names
 
     def take_merges(self, end: int) -> list[PendingMerge]:
-        """Remove the merges of blocks before this index, and return them."""
+        """Remove the pending merges of blocks before the block index `end`, and return them."""
         count = sum(merge.block_index < end for merge in self.pending_merges)
-        merges, self.pending_merges = self.pending_merges[:count], self.pending_merges[count:]
+        merges = self.pending_merges[:count]
+        del self.pending_merges[:count]
         return merges
 
     def drop_merges(self, pool: UnitPool, start: int = 0) -> None:
-        """Give up the merges of blocks from this index on: the sequence keeps its own blocks."""
+        """Cancel the pending merges from the block index `start` on. The sequence keeps its own blocks."""
         for merge in self.pending_merges:
             if merge.block_index >= start:
                 pool.release(merge.identical_block)

@@ -128,7 +128,8 @@ class ServerState:
 
     def _check_capacity(self, additional_sequences: int) -> None:
         self.check_available()
-        limit, current_sequences = self.config.max_queue, self.client.in_flight_count + self._reading_request_count
+        limit = self.config.max_queue
+        current_sequences = self.client.in_flight_count + self._reading_request_count
         if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
                 f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",
@@ -155,9 +156,10 @@ class ServerState:
         return format(next(self._request_numbers), "x")
 
     async def read_body(self, request: web.Request) -> bytes:
-        """Return the request's body. Raises RequestError: 408 if it takes too long, 400 if the client leaves before.
+        """Return the request's body. Raises RequestError if it cannot be read.
 
-        A compressed body is refused, because a few bytes may decompress to gigabytes.
+        The status is 408 after `body_timeout_s`, 400 if the client disconnects, and 415 for a compressed body, which is
+        refused because a few bytes may decompress to gigabytes.
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() not in ("", "identity"):

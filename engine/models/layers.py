@@ -262,8 +262,8 @@ class GatedMLP:
 class DecoderBlock:
     """A pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
 
-    The residual is kept apart from x, so that adding it and norming the sum is one operation. At the end of a branch,
-    before it is added, come its `post_*` norm, if there is one, and the factor `residual_scale`.
+    The residual is passed beside x, so that one operation adds both and norms the sum. The output of the mixer and of
+    the MLP is normed by the `post_*` norm, if there is one, and multiplied by `residual_scale`, before it is added.
     """
 
     mixer_norm: RMSNorm
@@ -277,14 +277,19 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block; return (x, residual). `selected_tokens`: the rows to compute after the mixer; None: all."""
+        """Apply the block to x [tokens, hidden_size]; return (x, residual), of which the sum is the block's output.
+
+        `residual`: sum of the earlier blocks' outputs; None in the first block. `selected_tokens`: rows that later
+        layers need, so that only they are computed after the mixer; None: all rows.
+        """
         if residual is None:
             residual, x = x, self.mixer_norm(x, context)
         else:
             x, residual = self.mixer_norm.add(x, residual, context)
         x = self._apply_branch(self.mixer, self.post_mixer_norm, x, context)
         if selected_tokens is not None:
-            x, residual = x[selected_tokens], residual[selected_tokens]
+            x = x[selected_tokens]
+            residual = residual[selected_tokens]
         if self.mlp is None or self.mlp_norm is None or len(x) == 0:
             return x, residual
         x, residual = self.mlp_norm.add(x, residual, context)

@@ -1,7 +1,7 @@
 """Readers of one tool call in JSON, and of JSON values in growing text. No I/O.
 
-A reader takes one call from the text. It tells the call's name as soon as it is sure that this is a call, then the
-arguments as they come. Before that it may find that the text is no call: it returns False, and its text is still held.
+A reader reads one call from the text. It adds the call's name to the delta as soon as the text is certainly a call,
+and then the arguments as they arrive. If the text is no call, the reader returns False, and the text is still held.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from engine.output.schema_types import ParameterTypes
 MAX_NAME_CHARS = 256
 NAME_PATTERN = re.compile(r"[\w.\-/$:@]+")
 CallReader = Callable[[GrowingText, DeltaBuilder, ParameterTypes], Steps[bool]]
-"""Takes one call from held text and adds it to the delta. Returns whether it was a call, which has ended."""
+"""Reads one call from held text and adds the call to the delta. Returns whether a complete call was read."""
 
 _ESCAPE_BY_CONTROL_CHAR = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
-"""JSON strings hold these characters as escapes only. Models write line breaks into them all the same."""
+"""Escape of each control character. JSON forbids raw control characters in strings, but models write line breaks."""
 _NESTING_PATTERN = re.compile(r'["{}\[\]]')
 _STRING_PATTERN = re.compile(r'["\\\x00-\x1f]')
 _SCALAR_END_PATTERN = re.compile(r"[,}\]\s]")
@@ -35,10 +35,10 @@ ARGUMENTS_MARKER, ID_MARKER = "[ARGS]", "[CALL_ID]"
 
 
 def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Take one JSON value and emit it piece by piece, control characters in its strings escaped.
+    """Read one JSON value and emit it piece by piece, with control characters in its strings escaped.
 
-    Strings and nesting are followed to the value's end, and nothing else is checked. Returns False if the text ends
-    within the value.
+    Only strings and nesting are followed, to find the value's end; nothing else is checked. Returns False if the text
+    ends within the value.
     """
     depth = 0
     first_char = yield from source.peek()
@@ -61,7 +61,7 @@ def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[b
 
 
 def _read_scalar(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Take a number, true, false or null."""
+    """Read a number, true, false or null, and emit it; return whether it is complete."""
     while (yield from source.peek()):
         match = _SCALAR_END_PATTERN.search(source.text, source.position)
         emit(source.take(len(source.text) if match is None else match.start()))
@@ -71,7 +71,10 @@ def _read_scalar(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool
 
 
 def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Take a string whose opening quotation mark was taken."""
+    """Read a string after its opening quotation mark, and emit it as JSON text; return whether it is complete.
+
+    Raw control characters are escaped.
+    """
     while (yield from source.peek()):
         match = _STRING_PATTERN.search(source.text, source.position)
         emit(source.take(len(source.text) if match is None else match.start()))
@@ -85,20 +88,21 @@ def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[
             escaped_char = yield from source.peek()
             source.take(source.position + len(escaped_char))
             escape = _ESCAPE_BY_CONTROL_CHAR.get(escaped_char)
-            emit(escaped_char if escape is None else escape[1:])  # its backslash was emitted
+            emit(escaped_char if escape is None else escape[1:])  # the escape's backslash was already emitted
     return False
 
 
 def _collect_json_value(source: GrowingText) -> Steps[str | None]:
-    """Take one JSON value and return it; None if the text ends within it."""
+    """Read one JSON value and return its text; None if the source ends within the value."""
     parts: list[str] = []
     is_complete = yield from read_json_value(source, parts.append)
     return "".join(parts) if is_complete else None
 
 
 def escape_control_chars(text: str) -> str:
-    """Return a JSON value as a model wrote it, with control characters in strings escaped."""
-    source, parts = GrowingText(text.strip(SPACE), is_complete=True), list[str]()
+    """Return the text of a JSON value from a model, with control characters in its strings escaped."""
+    source = GrowingText(text.strip(SPACE), is_complete=True)
+    parts: list[str] = []
     for _ in read_json_value(source, parts.append):
         raise AssertionError("the text is complete")
     return "".join(parts) + source.take_all()
@@ -108,27 +112,28 @@ def escape_control_chars(text: str) -> str:
 
 
 def read_object_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take a call `{"name": "f", "arguments": {...}}`, with its keys in any order; "parameters" are arguments too."""
+    """Read a call `{"name": "f", "arguments": {...}}`, with its keys in any order. "parameters" means "arguments"."""
     return _ObjectCall(source, delta).read(needs_arguments=False)
 
 
 def read_object_call_with_arguments(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take such a call, but no object without arguments."""
+    """Read a call as `read_object_call` does, but refuse an object without arguments."""
     return _ObjectCall(source, delta).read(needs_arguments=True)
 
 
 class _ObjectCall:
-    """A call that is one JSON object, while it is read."""
+    """Reader of a call that is one JSON object."""
 
     def __init__(self, source: GrowingText, delta: DeltaBuilder) -> None:
         self._source = source
         self._delta = delta
         self._name = ""
         self._arguments_json: str | None = None
-        """Arguments that came before the name, or are no object."""
+        """Arguments that came before the name, or that are not an object."""
         self._seen_keys: set[str] = set()
 
     def read(self, *, needs_arguments: bool) -> Steps[bool]:
+        """Read the object and add the call to the delta; return whether it is a complete call."""
         source = self._source
         source.take(source.position + 1)
         char = yield from source.peek_after_spaces()
@@ -155,7 +160,7 @@ class _ObjectCall:
         return True
 
     def _read_member(self) -> Steps[bool]:
-        """Take a key and its value. Returns False for those that no call has."""
+        """Read a key and its value; return False if a call cannot have them."""
         source = self._source
         key_json = yield from _collect_json_value(source)
         key = None if key_json is None else _decode_string(key_json)
@@ -182,16 +187,16 @@ class _ObjectCall:
         return True
 
     def _stream_arguments(self) -> Steps[bool]:
-        """Take the arguments of a call whose name is known. What comes after them may turn out to be text."""
+        """Read the arguments of a call after its name, and add them to the delta as they arrive."""
         self._source.stop_holding()
         self._delta.begin_call(self._name)
         is_complete = yield from read_json_value(self._source, self._delta.add_arguments)
-        self._source.start_holding()
+        self._source.start_holding()  # the text after the arguments may be no part of the call
         return is_complete
 
 
 def read_name(source: GrowingText) -> Steps[str | None]:
-    """Take the name of a function, which may be empty. Return None if it is too long."""
+    """Read the name of a function, which may be empty. Return None if the name is too long."""
     name = ""
     while (yield from source.peek()):
         match = NAME_PATTERN.match(source.text, source.position)
@@ -204,15 +209,18 @@ def read_name(source: GrowingText) -> Steps[str | None]:
 
 
 def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`. Clients get our own id."""
+    """Read a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`; return whether it is complete.
+
+    The model's call id is skipped, because the engine gives each call an id of its own.
+    """
     name = yield from read_name(source)
     if name is None:
         return False
     has_id = False
     while char := (yield from source.peek()):
-        match = NAME_PATTERN.match(source.text, source.position)
-        if match is not None and has_id:
-            source.take(match.end())
+        id_match = NAME_PATTERN.match(source.text, source.position)
+        if id_match is not None and has_id:
+            source.take(id_match.end())
         elif char in SPACE:
             source.take_spaces()
         elif char == "{":
@@ -237,7 +245,7 @@ def _decode_string(value_json: str) -> str | None:
 
 
 def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | None:
-    """Return the arguments of a complete call as the JSON of an object; None if they are no object."""
+    """Return the arguments of a complete call as the JSON text of an object; None if they are not an object."""
     if value_json is None:
         return None if is_required else "{}"
     if value_json == "null":

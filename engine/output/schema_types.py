@@ -9,7 +9,7 @@ Json = Any
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Tool name -> parameter -> JSON types that its schema allows."""
 DEPTH_MAX = 8
-"""Most schemas inside each other, and references after each other, that are followed."""
+"""Most nested schemas, and most references in a row, that are followed."""
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -30,7 +30,7 @@ def get_json_type(value: Json) -> str:
 
 
 def resolve(schema: Json, root: Json) -> Json:
-    """Return the schema that `schema` refers to (`#/$defs/...` in `root`); None if its references lead nowhere."""
+    """Follow the references of `schema` (`#/$defs/...` in `root`); return None if a reference has no target."""
     for _ in range(DEPTH_MAX):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -54,7 +54,7 @@ def _resolve_pointer(root: Json, reference: str) -> Json:
 
 
 def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
-    """Return the types that a parameter's schema allows, sorted; ("string",) if it names none.
+    """Return the types that a parameter's schema allows, sorted; ("string",) if the schema names none.
 
     `root`: schema with the definitions that `schema` refers to.
     """
@@ -84,7 +84,10 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """Return the values that a schema lists by `enum`, `const` or branches; None if it lists none, or objects."""
+    """Return the values that a schema lists by `enum`, `const` or branches.
+
+    None if the schema lists no values, or if one of them is an object or an array.
+    """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return None
@@ -103,24 +106,25 @@ def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
 
 
 def get_definitions(schema: Json) -> dict[str, Json]:
-    """Return the parts of a schema that hold named schemas, by their keywords."""
+    """Return the `$defs` and `definitions` of a schema, by these keywords."""
     if not isinstance(schema, dict):
         return {}
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def list_properties(schema: Json) -> list[Property] | None:
-    """Return the properties of an object's schema, each with the definitions that it may refer to.
+    """Return the properties of an object schema; None if the schema cannot be read as a plain list of properties.
 
-    None: the schema names no properties, or has branches or patterns beside them.
+    That is so if it names no properties, or has branches or `patternProperties` besides them. The schema of a property
+    also holds the shared definitions, so that its references can be resolved.
     """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):
         return None
     if object_schema.get("type", "object") != "object" or {*_BRANCHES, "patternProperties"} & set(object_schema):
         return None
-    required_names = object_schema.get("required")
-    required_names = required_names if isinstance(required_names, list) else []
+    listed_names = object_schema.get("required")
+    required_names = listed_names if isinstance(listed_names, list) else []
     definitions = get_definitions(schema)
     return [
         Property(name, {**definitions, **inner} if isinstance(inner, dict) else inner, name in required_names)

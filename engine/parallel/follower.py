@@ -1,6 +1,6 @@
-"""A follower's process (ranks 1 and up): the leader's plans, computed on this rank's part of the model.
+"""The process of a follower (ranks 1 and up), which computes the leader's plans on its part of the model.
 
-No scheduler, no sampling, no events, no HTTP. Ends when its socket closes. The other end is
+It has no scheduler, sampling, events or HTTP, and ends when its socket closes. The other end of the socket is
 `engine.parallel.ranks.Leader`.
 """
 
@@ -77,12 +77,15 @@ class Follower:
         return RankLoaded()
 
     def size_cache(self) -> None:
-        """Take part in sizing the cache. The leader sends the result with `StartRunner`."""
+        """Agree with the other ranks on the size of the cache. The leader sends the result with `StartRunner`."""
         assert self._rank_model is not None
         size_cache(self._config, self._rank_model, all_reduce_min)
 
     def execute(self, message: LeaderMessage) -> FollowerReply | None:
-        """Make the runner, compute a plan with it, or copy blocks. Returns the reply, if the leader waits for one."""
+        """Carry out a message of the leader: make the runner, run a plan, or read, write or copy blocks.
+
+        Returns the reply to ReadBlocks; None for other messages. `load` carries out LoadModel.
+        """
         if isinstance(message, StartRunner):
             assert self._rank_model is not None
             self._runner = make_runner(self._config, self._rank_model, message.unit_count)

@@ -239,7 +239,7 @@ class ResponsesFormatter:
         return self.context.tools.get(block.name) or ClientTool(block.name)
 
     def _get_custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
-        """Return the decoder of a call's free text; None for blocks without."""
+        """Return the decoder of the free text of a call; None for blocks without free text."""
         if block.kind != "call" or not self._get_client_tool(block).is_custom:
             return None
         return self._custom_inputs.setdefault(block.index, CustomInputDecoder())
@@ -254,10 +254,10 @@ class ResponsesFormatter:
     def format_response(self) -> bytes:
         self._blocks.blocks = make_blocks_of_choice(self._choice)
         for block in self._blocks.blocks:
-            custom = self._get_custom_input(block)
-            if custom is not None:
-                custom.push(block.text)
-                custom.finish()
+            custom_input = self._get_custom_input(block)
+            if custom_input is not None:
+                custom_input.push(block.text)
+                custom_input.finish()
         return _encoder.encode(self.make_final_response())
 
     def make_final_response(self) -> ResponseObject:
@@ -283,27 +283,35 @@ class ResponsesFormatter:
         )  # fmt: skip
 
     def _make_item(self, block: ContentBlock, status: str) -> OutputItem:
-        name, text = self._make_item_id(block), "" if status == "in_progress" else block.text
+        """Return the output item of a content block. An item in progress has no text."""
+        is_in_progress = status == "in_progress"
+        text = "" if is_in_progress else block.text
         if block.kind == "call":
-            tool, custom = self._get_client_tool(block), self._get_custom_input(block)
-            fields: dict[str, Any] = {"id": name, "status": status, "call_id": block.id, "name": tool.name}
-            if tool.namespace is not None:
-                fields["namespace"] = tool.namespace
-            if custom is not None:
-                return CustomToolCall(**fields, input=custom.text if text else "")
-            return FunctionCall(**fields, arguments=text)
+            return self._make_call_item(block, status, text)
+        item_id = self._make_item_id(block)
         if block.kind == "reasoning":
-            content = [ReasoningText(text)] if text else []
-            return ReasoningItem(id=name, status=status, content=content)
-        texts = [] if status == "in_progress" else [OutputText(text)]
-        return OutputMessage(id=name, status=status, content=texts)
+            return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text)] if text else [])
+        return OutputMessage(id=item_id, status=status, content=[] if is_in_progress else [OutputText(text)])
+
+    def _make_call_item(self, block: ContentBlock, status: str, arguments: str) -> OutputItem:
+        tool = self._get_client_tool(block)
+        fields: dict[str, Any] = {
+            "id": self._make_item_id(block), "status": status, "call_id": block.id, "name": tool.name
+        }  # fmt: skip
+        if tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        custom_input = self._get_custom_input(block)
+        if custom_input is not None:
+            return CustomToolCall(**fields, input=custom_input.text if arguments else "")
+        return FunctionCall(**fields, arguments=arguments)
 
     def _make_item_id(self, block: ContentBlock) -> str:
         prefix = "ctc_" if self._get_custom_input(block) is not None else _ID_PREFIXES[block.kind]
         return make_item_id(prefix, self._generation.id, block.index)
 
     def _make_usage(self) -> ResponseUsage:
-        usage, reasoning_tokens = self._generation.compute_usage(), self._choice.reasoning_tokens
+        usage = self._generation.compute_usage()
+        reasoning_tokens = self._choice.reasoning_tokens
         cached_tokens = usage.prompt_tokens_details.cached_tokens
         return ResponseUsage(
             usage.prompt_tokens, InputDetails(cached_tokens), usage.completion_tokens, OutputDetails(reasoning_tokens),

@@ -38,7 +38,7 @@ _COMMON = {
     "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+", "NUMBER": r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?",
     "SIGNED_NUMBER": r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?", "ESCAPED_STRING": r'"(?:\\.|[^"\\\n])*"',
 }  # fmt: skip
-"""Name of a terminal in Lark's library -> its regular expression."""
+"""Regular expressions of terminals that a grammar can import from `common`, Lark's library, by name."""
 
 
 class UnsupportedGrammar(ValueError):
@@ -46,35 +46,39 @@ class UnsupportedGrammar(ValueError):
 
 
 def escape_grammar(definition: str) -> str:
-    """Return the grammar of the same texts as JSON strings hold them. Raises UnsupportedGrammar."""
+    """Rewrite a Lark grammar to match the JSON-escaped form of the texts that it matches. Raises UnsupportedGrammar."""
     if len(definition) > DEFINITION_CHARS_MAX:
         raise UnsupportedGrammar(f"it has {len(definition)} characters, expected at most {DEFINITION_CHARS_MAX}")
     parts: list[str] = []
-    imports: dict[str, str] = {}
+    common_name_by_import: dict[str, str] = {}
     for token in _TOKEN.finditer(definition):
-        kind = token.lastgroup
-        if kind == "statement":
-            raise UnsupportedGrammar(f"{token['statement']} is not supported")
-        if token["regex"] is not None:
-            parts.append(_escape_regex(token["regex"], token["flags"]))
-        elif token["string"] is not None:
-            parts.append(_escaped_literal(_decode_literal(token["string"])) + token["fold"])
-        elif token["range"] is not None:
-            first, last = (_decode_literal(bound) for bound in re.split(r"(?<=\")\s*\.\.\s*(?=\")", token["range"]))
-            parts.append(_escape_regex(f"[{re.escape(first)}-{re.escape(last)}]", ""))
-        elif token["name"] is not None:
-            imports[token["alias"] or token["name"]] = token["name"]
+        if token["name"] is not None:
+            common_name_by_import[token["alias"] or token["name"]] = token["name"]
         elif token["names"] is not None:
-            imports |= {name: name for name in re.findall(r"\w+", token["names"])}
-        elif token["terminal"] is not None:
-            parts.append(_terminal_rule(token["terminal"]))
-        elif kind != "comment":
-            parts.append(token[0])
-    for name, common_name in imports.items():
+            common_name_by_import |= {name: name for name in re.findall(r"\w+", token["names"])}
+        else:
+            parts.append(_escape_token(token))
+    for name, common_name in common_name_by_import.items():
         if common_name not in _COMMON:
             raise UnsupportedGrammar(f"common.{common_name} is not known")
         parts.append(f"\n{_terminal_rule(name)}: {_escape_regex(_COMMON[common_name], '')}")
     return "".join(parts)
+
+
+def _escape_token(token: re.Match[str]) -> str:
+    """Rewrite one token of a grammar. Comments are removed."""
+    if token["statement"] is not None:
+        raise UnsupportedGrammar(f"{token['statement']} is not supported")
+    if token["regex"] is not None:
+        return _escape_regex(token["regex"], token["flags"])
+    if token["string"] is not None:
+        return _escaped_literal(_decode_literal(token["string"])) + token["fold"]
+    if token["range"] is not None:
+        first, last = (_decode_literal(bound) for bound in re.split(r"(?<=\")\s*\.\.\s*(?=\")", token["range"]))
+        return _escape_regex(f"[{re.escape(first)}-{re.escape(last)}]", "")
+    if token["terminal"] is not None:
+        return _terminal_rule(token["terminal"])
+    return "" if token["comment"] is not None else token[0]
 
 
 def _terminal_rule(terminal: str) -> str:
@@ -98,10 +102,10 @@ def _escaped_literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class _CharSet:
-    """One character, out of a class."""
+    """A class of characters. It matches one character."""
 
     sources: tuple[str, ...]
-    """Regular expressions of one character each. The class is their union."""
+    """Regular expressions that match one character each. The class is their union."""
 
     @property
     def chars(self) -> frozenset[str]:
@@ -243,6 +247,7 @@ def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
 
 
 def _write_set(node: _CharSet, run: str) -> str:
+    """Return a class of characters in Lark. `run`: "+" if one terminal may have several unescaped characters."""
     chars = node.chars
     alternatives = [_escaped_literal(char) for char in ESCAPED if char in chars]
     if not alternatives or chars - set(ESCAPED):
@@ -264,7 +269,7 @@ def _write_plain_terminal(sources: tuple[str, ...], run: str) -> str:
 
 
 def _is_disjoint(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
-    """Return whether no character of the run can begin what follows. The lexer would take it as part of the run."""
+    """Return whether no character of the run can begin what follows. The lexer would add that character to the run."""
     for node in following[:_FOLLOWING_MAX]:
         first, may_be_empty = _first_chars(node)
         run_chars, next_chars = run.chars, first.chars

@@ -127,7 +127,7 @@ def _nemotron_config(recipe: Recipe) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
-    # family -> (model_type that transformers knows, recipe -> config fields)
+    # By family: its model_type in transformers, and the function that makes its config fields from a recipe.
     "qwen3": ("qwen3", _dense_config),
     "qwen2": ("qwen2", _dense_config),
     "llama": ("llama", _dense_config),
@@ -180,7 +180,8 @@ def make_model(path: str | Path, recipe: Recipe) -> Path:
 
 
 def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) -> None:
-    import torch
+    """Write a recipe's config.json and its pseudo-random weights to a folder."""
+    import torch  # imported here, as transformers is, because both load slowly
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 

@@ -48,7 +48,7 @@ class _CachedKinds(NamedTuple):
 
 
 def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: AttentionWindows) -> int:
-    """Return the number of leading blocks after which one can resume, of blocks cached by `masks` (`BlocksLocated`)."""
+    """Return after how many leading blocks a sequence can resume. `masks`: cached kinds, as in `BlocksLocated`."""
     blocks = [_CachedKinds(tuple(bool(mask >> kind & 1) for kind in range(kind_count))) for mask in masks]
     end = next((index for index, block in enumerate(blocks) if not block.has_block(FULL_KIND)), len(blocks))
     return windows.count_resumable_nodes(blocks[:end])
@@ -57,7 +57,7 @@ def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: Atten
 def choose_items(
     local_masks: Sequence[int], remote_masks: Sequence[int], kind_count: int, windows: AttentionWindows
 ) -> list[PullItem]:
-    """Return what to pull, parents first, where the masks say what either side has of the first blocks of a prompt."""
+    """Return the blocks to pull, parents first. The masks tell the kinds of a prompt's blocks that each side has."""
     length = max(len(local_masks), len(remote_masks))
     local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
     all_masks = [local_mask | remote_mask for local_mask, remote_mask in zip(local_masks, remote_masks)]
@@ -79,7 +79,10 @@ def _pad(masks: Sequence[int], length: int) -> list[int]:
 def split_into_batches(
     items: Sequence[PullItem], bytes_by_kind: Sequence[int], batch_bytes_max: int, batch_items_max: int
 ) -> Iterator[list[PullItem]]:
-    """Split items into runs of at most so many bytes and items, each of at least one item."""
+    """Split items into consecutive batches of at most `batch_bytes_max` bytes and `batch_items_max` items.
+
+    An item that is larger than `batch_bytes_max` gets a batch of its own.
+    """
     batch: list[PullItem] = []
     batch_bytes = 0
     for item in items:
