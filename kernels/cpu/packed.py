@@ -28,7 +28,7 @@ if HAS_NATIVE:
     from kernels.cpu import _native
 
 SMALL_MATRIX_ELEMS = 160_000
-"""Largest number of elements of a matrix that is kept in fp32 as well."""
+"""Most elements of a matrix that is also kept in fp32."""
 MAX_SMALL_PRODUCTS = 300_000
 """Most multiplications for which fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
 
@@ -89,7 +89,10 @@ def should_use_native_products() -> bool:
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
-    """Pack a weight [outputs, inputs] for `multiply_packed`; None if that gains nothing here."""
+    """Pack a weight [outputs, inputs] for `multiply_packed`; None if packing makes products no faster.
+
+    Only bf16 weights on a CPU are packed.
+    """
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     num_outputs, num_inputs = weight.shape
@@ -102,7 +105,8 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
         return NativeMatrix(panels, num_outputs, num_inputs)
     if not has_fast_bf16():
         return None
-    with torch.inference_mode():  # 16 is a hint of the rows of x; the layout does not depend on it
+    with torch.inference_mode():
+        # The second argument is the expected number of input rows, on which the layout does not depend.
         blocked_weight = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
         if weight.numel() > SMALL_MATRIX_ELEMS:
             return BlockedMatrix(blocked_weight, None, 0)
@@ -120,7 +124,7 @@ def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Ten
 
 
 def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply with a native matrix, on the threads of torch."""
+    """Return x @ W^T + bias for a native matrix W, computed on torch's number of threads."""
     num_tokens, num_inputs = x.shape
     assert num_inputs == matrix.num_inputs
     assert x.dtype == torch.bfloat16

@@ -118,8 +118,10 @@ def _scale_to_unit_length(x: Tensor) -> Tensor:
 
 
 def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
-    """Apply the rule to one token of each sequence. q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay,
-    rate: [n, heads]."""
+    """Apply the rule to one token of each sequence.
+
+    q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay, rate: [n, heads].
+    """
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
     state.add_(k[..., None] * ((v - retrieved_value) * rate[..., None])[..., None, :])
@@ -129,8 +131,14 @@ def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rat
 def _scan_delta_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Apply the rule to one sequence in chunks. Return (output, final state).
+
+    q, k: [tokens, heads, key_dim]; v, output: [tokens, heads, value_dim]; log_decay, rate: [tokens, heads]; state:
+    [heads, key_dim, value_dim].
+    """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
-    log_decay, rate = log_decay.t(), rate.t()[..., None]
+    log_decay = log_decay.t()
+    rate = rate.t()[..., None]
     num_tokens = q.shape[1]
     is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     out = []
@@ -169,8 +177,10 @@ def state_space(
 
 
 def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """Apply the recurrence to one token of each sequence. x: [n, heads, head_dim], times dt; log_decay: [n, heads]; b,
-    c: [n, groups, state_dim]."""
+    """Apply the recurrence to one token of each sequence.
+
+    x: [n, heads, head_dim], multiplied by dt; log_decay: [n, heads]; b, c: [n, groups, state_dim].
+    """
     heads_per_group = x.shape[1] // b.shape[1]
     state.mul_(log_decay.exp()[..., None, None])
     state.add_(x[..., None] * b.repeat_interleave(heads_per_group, 1)[..., None, :])
@@ -178,13 +188,19 @@ def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state
 
 
 def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the recurrence to one sequence in chunks. Return (output, final state).
+
+    x, output: [tokens, heads, dim]; log_decay: [tokens, heads]; b, c: [tokens, groups, state_dim]; state: [heads, dim,
+    state_dim].
+    """
     num_tokens, num_heads, dim = x.shape
     num_groups = b.shape[1]
     x = x.transpose(0, 1).reshape(
         num_groups, num_heads // num_groups, num_tokens, dim
     )  # [groups, heads of a group, tokens, dim]
     log_decay = log_decay.t().reshape(num_groups, num_heads // num_groups, num_tokens)
-    b, c = b.transpose(0, 1)[:, None], c.transpose(0, 1)[:, None]  # [groups, 1, tokens, state_dim]
+    b = b.transpose(0, 1)[:, None]  # [groups, 1, tokens, state_dim]
+    c = c.transpose(0, 1)[:, None]
     state = state.view(num_groups, num_heads // num_groups, dim, -1)
     is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=x.device).triu(1)
     out = []
@@ -193,8 +209,10 @@ def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: 
         size = chunk.stop - start
         values, input_map, output_map = x[:, :, chunk], b[:, :, chunk], c[:, :, chunk]
         decay_sum, pair_decay = _compute_decays(log_decay[:, :, chunk], is_future[:size, :size])
-        within_chunk = ((output_map @ input_map.mT) * pair_decay) @ values
-        out.append(within_chunk + decay_sum.exp()[..., None] * (output_map @ state.mT))
+        from_chunk = ((output_map @ input_map.mT) * pair_decay) @ values
+        from_state = decay_sum.exp()[..., None] * (output_map @ state.mT)
+        out.append(from_chunk + from_state)
         decay_to_end = pair_decay[..., -1, :, None]
         state = state * decay_sum[..., -1:].exp()[..., None] + (values * decay_to_end).mT @ input_map
-    return torch.cat(out, 2).reshape(num_heads, num_tokens, dim).transpose(0, 1), state.reshape(num_heads, dim, -1)
+    output = torch.cat(out, 2).reshape(num_heads, num_tokens, dim).transpose(0, 1)
+    return output, state.reshape(num_heads, dim, -1)

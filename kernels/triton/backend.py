@@ -86,7 +86,10 @@ class TritonKernels:
     refill_decode_plan = staticmethod(refill_decode_plan)
 
     def _choose_split_count(self, sequence_count: int, kv: PagedKV) -> int:
-        """Return the number of parts of a context: a power of two that gives enough programs to fill the device."""
+        """Return into how many parts contexts are split, so that there are enough programs to fill the device.
+
+        It is a power of two.
+        """
         program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequence_count * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 
@@ -101,7 +104,7 @@ class TritonKernels:
     def store_and_decode(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        """Store K and V, and compute the attention of decoding sequences. Rows of prompts are left uninitialised."""
+        """Store K and V, and return the attention of decoding sequences. The rows of prompts are uninitialised."""
         num_tokens, num_heads, head_dim = q.shape
         assert head_dim == kv.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -118,33 +121,37 @@ class TritonKernels:
         return out
 
     def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        sequence_count, (_, num_heads, head_dim) = plan.decode_count, q.shape
+        """Compute the attention of decoding sequences, of one query each, and write it to `out`.
+
+        If the plan splits contexts, each part of a context is attended on its own, and then the parts are combined.
+        """
+        sequence_count = plan.decode_count
+        _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
         block_n, warps, stages = choose_decode_tile(block_d, q.element_size())
-        part = part_scale = out
-        if plan.split_count > 1:
-            part = torch.empty(
-                (sequence_count, num_heads, plan.split_count, head_dim), dtype=torch.float32, device=q.device
-            )
-            part_scale = torch.empty(
-                (sequence_count, num_heads, plan.split_count), dtype=torch.float32, device=q.device
-            )
+        is_split = plan.split_count > 1
+        part = part_scale = out  # valid pointers, which the kernel does not use without splits
+        if is_split:
+            scale_shape = (sequence_count, num_heads, plan.split_count)
+            part = torch.empty((*scale_shape, head_dim), dtype=torch.float32, device=q.device)
+            part_scale = torch.empty(scale_shape, dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
             q, out, part, part_scale, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
             plan.block_table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=plan.split_count > 1, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=block_n,
+            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=block_n,
             BLOCK_D=block_d,
             PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        if plan.split_count > 1:
+        if is_split:
             attention_kernels.combine_splits[(sequence_count, num_heads)](
                 out, part, part_scale, plan.split_count, DIM=head_dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
+        """Compute the attention of prompts, in tiles of queries, and write it to `out`."""
         _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
         block_m, block_n, warps, stages = choose_prefill_tile(round_up_to_power_of_two(head_dim, 16), q.element_size())

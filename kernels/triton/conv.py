@@ -1,7 +1,7 @@
-"""Triton kernels: causal depthwise convolution over a ragged batch, and the tails of inputs it leaves behind.
+"""Triton kernels: causal depthwise convolution over a ragged batch, and the tails of inputs that later tokens need.
 
-The same operation as `kernels.reference.recurrent`. A prompt takes two launches, because every tile reads the old tail
-before any may change it; a decoding token takes one.
+The same operation as in `kernels.reference.recurrent`. A prompt takes two launches, because all tiles must have read
+the old tail before it changes. A decoding token takes one launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def add_bias_and_silu(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexpr):
-    """Add the bias and apply silu, where asked for."""
+    """Add the bias if BIAS, and apply silu if SILU."""
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     if SILU:
@@ -28,7 +28,11 @@ def convolve_step(
     channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, channel blocks): one token each; the tail moves on by one. A negative unit is padding."""
+    """Convolve the next token of each sequence. Grid: (sequences, channel blocks).
+
+    A tail holds the WIDTH - 1 inputs before the token. The token is appended to it, and its first input is dropped. A
+    negative unit marks a row of padding, which has no tail.
+    """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     unit = tl.load(units_ptr + token).to(tl.int64)
@@ -54,7 +58,7 @@ def convolve_tile(
     x_token_stride, tails_unit_stride, tails_row_stride, channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles, channel blocks): TOKENS tokens of a sequence, from token tile_token of the batch on."""
+    """Convolve TOKENS tokens of a sequence, from token `tile_token` of the batch on. Grid: (tiles, channel blocks)."""
     tile = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seq = tl.load(tile_seq_ptr + tile)
@@ -85,7 +89,10 @@ def update_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token_stride, tails_unit_stride, tails_row_stride, channels, first_seq,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, channel blocks): the last WIDTH - 1 inputs, old tail included, become the tail."""
+    """Write the last WIDTH - 1 inputs of each sequence to its tail. Grid: (sequences, channel blocks).
+
+    A sequence with fewer new inputs keeps the end of its old tail.
+    """
     seq = first_seq + tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < channels
