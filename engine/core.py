@@ -69,7 +69,7 @@ class Model(Protocol):
         ...
 
     def get_block_memory(self) -> BlockMemory | None:
-        """Return the contents of the cache's blocks, after the runner was made; None if blocks cannot be transferred."""
+        """Return the contents of the cache's blocks, once there is a runner; None if blocks cannot be transferred."""
         ...
 
     def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:

@@ -26,12 +26,12 @@ class Row(NamedTuple):
     name: str
     help_text: str
     values: Mapping[Any, float]
-    """Values of the labels -> figure. The key is a tuple, or a string if there is one label."""
+    """Figures by the values of their labels. The key is a tuple, or a string if there is one label."""
     labels: tuple[str, ...] = ()
 
 
 class MetricsRoutes:
-    """Serves the page of one router."""
+    """Serves the page `/metrics` of one router."""
 
     def __init__(self, collect: Callable[[], MetricsReport], now: Callable[[], float]) -> None:
         self._collect = collect
@@ -46,7 +46,7 @@ class MetricsRoutes:
 
 
 def build_page_families(report: MetricsReport) -> Iterator[Family]:
-    """Build all families of the page."""
+    """Yield all metric families of the page `/metrics`."""
     metrics = report.metrics
     yield from _build_families(CounterMetricFamily, _iter_request_counters(metrics))
     yield from _build_families(CounterMetricFamily, _iter_part_counters(report))
@@ -80,7 +80,10 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
 
 
 def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
-    """Build the families of the workers' event streams. `feed_counters`: worker id -> counters by their names."""
+    """Yield the metric families of the workers' event streams.
+
+    `feed_counters`: counters by their names, by worker id.
+    """
     names = sorted({name for counters in feed_counters.values() for name in counters})
     rows = (
         Row(

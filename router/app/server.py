@@ -45,7 +45,7 @@ class WorkerRoutes(Protocol):
     """Interface of the routes for workers at one address."""
 
     paths: dict[str, tuple[str, ...]]
-    """Path -> its methods."""
+    """Methods of each path."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
         """Return the methods of a path; None if the path is not served."""
@@ -63,15 +63,17 @@ class ForwardedRoutes:
     def __init__(
         self, dispatcher: RequestDispatcher, local_routes: Routes, config: EdgeConfig, *, is_enabled: bool = True
     ) -> None:
-        """`local_routes`: serve the list of models. `is_enabled`: False if this list is all under `/v1/`."""
+        """`local_routes` answers the list of models. `is_enabled`: False if nothing else under /v1/ is served."""
         self._dispatcher = dispatcher
         self._local_routes = local_routes
         self._keys = ApiKeys(config.api_keys)
-        forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS) if is_enabled else {}
+        forwarded_paths: dict[str, tuple[str, ...]] = {}
+        if is_enabled:
+            forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
         self.paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
-        """Path -> its methods."""
+        """Methods of each path."""
         self._folders = [(path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")]
-        """Prefixes of paths that are all forwarded, and their methods."""
+        """(prefix, methods) of the path patterns that end in `*`."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
         """Return the methods of a path; None if the path is not served."""
@@ -87,14 +89,15 @@ class ForwardedRoutes:
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
-        path, is_preflight = request.path, request.method == "OPTIONS"  # a browser's, before it sends the key
+        path = request.path
+        is_preflight = request.method == "OPTIONS"  # browsers send this request without the API key
         tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
         methods = self.get_methods(path)
         if methods is None:
             raise make_unknown_path_error(
                 path,
                 [*self.paths, *self._local_routes.list_paths()],
-                reason="this path is not passed on to workers; --pass-route makes it so",
+                reason="this path is not forwarded to workers; --pass-route forwards it",
             )
         if b"websocket" in (request.get_header(b"upgrade") or b"").lower():
             raise UpgradeRequired(path)

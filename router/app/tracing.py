@@ -79,7 +79,7 @@ class Tracing:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, context: RequestContext, now: float) -> None:
-        """End the span of a request, with spans for its parts and its outcome as attributes."""
+        """End the span of a request. Its parts become spans, and its outcome becomes attributes."""
         if context.span is None:
             return
         (span, clock_ns), _ = context.span
@@ -104,7 +104,7 @@ class Tracing:
             answer_span.end(to_ns(now))
         if context.usage is not None and context.usage.cached_tokens is not None:
             attributes["blockcast.cached_tokens"] = context.usage.cached_tokens
-        span.set_attributes(attributes)  # one by one each would take the span's lock
+        span.set_attributes(attributes)  # all at once, because each call takes the span's lock
         if not context.outcome.startswith("status_2"):
             span.set_status(self._api.StatusCode.ERROR, context.outcome)
         span.end(to_ns(now))
@@ -112,15 +112,17 @@ class Tracing:
     def _add_decision_span(
         self, context: RequestContext, decision: Decision, span_parent: Any, to_ns: Any
     ) -> dict[str, str | int]:
-        """Add a span with the terms of the price that are not 0; return the attributes of the request's own span."""
+        """Record a span from the request's start to the decision, with the cost terms that are not 0.
+
+        Returns attributes for the span of the whole request.
+        """
         terms = decision.terms
-        attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
-        attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
+        span_attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+        span_attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
         decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
         began_ns = to_ns(context.started_at_s)
-        self._tracer.start_span("read and decide", span_parent, attributes=attributes, start_time=began_ns).end(
-            to_ns(decided_s)
-        )
+        span = self._tracer.start_span("read and decide", span_parent, attributes=span_attributes, start_time=began_ns)
+        span.end(to_ns(decided_s))
         return {
             "blockcast.worker": decision.worker,
             "blockcast.attempts": decision.attempt + 1,
@@ -128,6 +130,6 @@ class Tracing:
         }
 
     def close(self) -> None:
-        """Send the spans that wait, for a few seconds at most."""
+        """Send the spans that were not sent yet, for a few seconds at most."""
         self._provider.force_flush(2000)
         self._provider.shutdown()

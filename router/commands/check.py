@@ -306,7 +306,7 @@ class WorkerCheck:
     # The answers ----------------------------------------------------------------------------------------------------
 
     def _check_cached(self, ids: Sequence[int], second_answer: tuple[Finding, dict[str, Any]]) -> Finding:
-        """Compare the cached tokens of the second request with the blocks announced after the first."""
+        """Compare the cached tokens of the second request with the blocks that were announced after the first."""
         finding, usage = second_answer
         if finding.is_ok is not True:
             return finding
@@ -316,16 +316,17 @@ class WorkerCheck:
             return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
         if cached_tokens == 0:
             return Finding(
-                "cached", False, "the same prompt again was computed again: prefix caching is off, or too small"
+                "cached", False, "a repeated prompt was computed again: prefix caching is off, or the cache too small"
             )
         stores = self._received.find_stores(ids)
         events = [event for message in self._received.messages for event in message.decoded_batch.batch.events]
-        if not stores or any(isinstance(event, BlockStored) and event.group_idx for event in events):
-            return Finding("cached", True, f"{cached_tokens} of {len(ids)} tokens of the same prompt again")
+        has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
+        if not stores or has_several_groups:  # then one block size does not predict the hit
+            return Finding("cached", True, f"{cached_tokens} of {len(ids)} tokens of a repeated prompt")
         block_size = stores[0][1].block_size
-        expected = (len(ids) - 1) // block_size * block_size
-        text = f"{expected} tokens predicted for the same prompt again, {cached_tokens} reported"
-        return Finding("cached", cached_tokens == expected, text)
+        expected_tokens = (len(ids) - 1) // block_size * block_size  # the last token is always computed
+        text = f"{expected_tokens} tokens predicted for a repeated prompt, {cached_tokens} reported"
+        return Finding("cached", cached_tokens == expected_tokens, text)
 
     async def _check_salt(self, ids: Sequence[int]) -> Finding:
         finding, usage = await self._request_completion("salt", {"prompt": list(ids), "cache_salt": self._salt})

@@ -17,29 +17,30 @@ from router.index.protocol import PromptMemory, Scope
 
 
 class RouteRequest(msgspec.Struct, eq=False):
-    """One request that needs a worker. `model` is the name in the request, `scope.model` its base model."""
+    """A request that needs a worker. `model` is the name that the client sent; `scope.model` is its base model."""
 
     request_id: str
     model: str
     scope: Scope
     token_ids: Sequence[int] | None
-    """First prompt of the body; None if it was not tokenised, so that only load decides."""
+    """Token ids of the body's first prompt; None if it was not tokenised, so that only load decides."""
     prompt_tokens: int
-    """Tokens of all prompts of the body; an estimate where `token_ids` is None."""
+    """Number of tokens of all prompts of the body; an estimate where `token_ids` is None."""
     prompt_count: int = 1
     longest_prompt_tokens: int = 0
     """Tokens of the longest prompt; 0 if there is only one."""
     is_counted: bool = True
     """Whether all tokens of the prompts were counted; False for media and very long prompts."""
     media_conversation: int | None = None
-    """Digest of the beginning of a conversation with media; None without media. The router cannot match such prompts
-    and predicts that the previous turn is cached where that turn was sent."""
+    """Digest of the beginning of a conversation with media; None without media.
+
+    Prompts with media cannot be matched. The router predicts that the worker of the previous turn has cached it."""
     similar_prompt: PromptMemory | None = None
-    """Computed digests of a prompt that may begin as this one does."""
+    """Digests of an earlier prompt that may begin like this one. They need not be computed again."""
     common_tokens: int | None = None
-    """Number of first tokens in common with `similar_prompt`; None: they have to be compared."""
+    """Number of leading tokens in common with `similar_prompt`; None if they were not compared."""
     output_tokens_max: int = 0
-    """Most tokens that may be generated, a bound and no expectation; 0: no bound."""
+    """Upper bound of generated tokens; 0 if there is none. Most answers are much shorter."""
     output_tokens_min: int = 0
     """Fewest tokens that will be generated."""
     is_streaming: bool = True
@@ -51,7 +52,7 @@ class RouteRequest(msgspec.Struct, eq=False):
     session: str | None = None
     """Conversation of the request, or None. Key of session affinity and of the `sticky` policy."""
     parent: str | None = None
-    """Session that started this one; its prompts begin alike."""
+    """Session that started this one. The prompts of both begin alike."""
     is_final: bool = False
     """Whether this is the last request of the session."""
     allowed_workers: frozenset[str] | None = None
@@ -59,11 +60,11 @@ class RouteRequest(msgspec.Struct, eq=False):
     role: str | None = None
     """Role that the worker must have; None: any."""
     deadline_s: float | None = None
-    """Absolute time after which a queued request is refused; None: the queue's longest wait."""
+    """Absolute time after which the queued request is refused; None if only the queue's longest wait applies."""
     ttft_s_max: float | None = None
-    """Longest accepted predicted time to the first token; None: the configured one."""
+    """Longest accepted predicted time to the first token; None for the configured time."""
     tenant: str = ""
-    """API key or address between which the queue is fair."""
+    """API key or address of the client. The queue is fair among tenants."""
     share: float = 1.0
     """Weight of the tenant in the fair queue."""
     length_keys: list[tuple[str, int | str | None]] | None = None
@@ -83,28 +84,28 @@ class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailureKind(str, enum.Enum):
-    """How an attempt ended before its first byte reached the client (STALLED, STREAM: after it)."""
+    """How an attempt failed: STALLED and STREAM after its first byte reached the client, the others before."""
 
     CONNECT = "connect"
     """The worker refused the connection, or could not be reached or resolved; it never saw the request."""
     RESET = "reset"
     """The connection broke before an answer began."""
     TIMEOUT = "timeout"
-    """No first byte came in time. It counts against the worker only for a stream, and only if the worker sent nothing
-    to any client meanwhile: a client chooses how long a whole answer takes."""
+    """No first byte came in time. The failure counts against the worker only for a stream, because the client chooses
+    how long a whole answer takes, and only if the worker sent nothing to any client meanwhile."""
     SERVER_ERROR = "server_error"
     """The worker answered 502 or 503."""
     INTERNAL = "internal_error"
-    """The worker answered 500: its engine died, or the request makes it fail. The request is tried once elsewhere. It
-    never counts against the worker: a request that fails everywhere would take all workers out."""
+    """The worker answered 500: its engine died, or the request makes it fail. The request is tried once elsewhere. The
+    failure never counts against the worker: otherwise a request that fails everywhere would disable all workers."""
     LOST = "lost"
-    """The worker went down or was removed meanwhile, and that was counted already."""
+    """The worker went down or was removed meanwhile, which was counted already."""
     OVERLOADED = "overloaded"
     """The worker answered 429: it is up and full."""
     LOCAL = "local"
     """The router had no file descriptor or port left. The core never sees this failure."""
     STALLED = "stalled"
-    """No byte came for too long after the first one. It counts against the worker as TIMEOUT does."""
+    """No byte came for too long after the first one. The failure counts against the worker as TIMEOUT does."""
     STREAM = "stream"
     """The answer broke off after its first byte was passed on."""
 
@@ -113,13 +114,13 @@ class TransferKind(str, enum.Enum):
     """How a worker gets KV that it did not compute."""
 
     PULL = "pull"
-    """It fetches blocks that the source has cached, before it begins."""
+    """The worker fetches blocks that the source has cached, before the worker begins."""
     PREFILL = "prefill"
     """The source computes the prompt first, and hands its KV over."""
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False):
-    """KV of a request that moves to its worker from another one, and what that is predicted to take."""
+    """KV of a request that moves to its worker from another worker, and the predicted time for it."""
 
     kind: TransferKind
     source: str
@@ -133,8 +134,9 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
-    """The price of one worker for one request: six parts, their sum, and what explains them (docs/reference/price.md).
-    Seconds unless the name says otherwise."""
+    """Predicted cost of one request at one worker: six parts, their sum, and the figures behind them.
+
+    Values are seconds unless their name says otherwise. docs/reference/price.md explains them."""
 
     worker: str
     cost: float
@@ -142,7 +144,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     ttft_s: float
     """Predicted time to the first token: slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
     decode_s: float
-    """Time of the answer after its first token and what it adds to others there, times `cost.decode_weight`."""
+    """Time of the answer after its first token, and the delay of other answers there, times `cost.decode_weight`."""
     congestion_s: float
     """Time that the prefill adds to the waits of later requests."""
     pressure_s: float
@@ -152,34 +154,34 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     tie_break_s: float
     """Recent utilisation, times `cost.utilisation_weight`."""
     cached_tokens: int
-    """Usable cached prefix, requests in flight included."""
+    """Length of the usable cached prefix, including blocks that running requests compute."""
     resident_tokens: int
-    """Part of the cached prefix that events (or the approximate cache) vouch for now."""
+    """Part of the cached prefix that is in the cache now, by events or by the approximate cache."""
     prefill_s: float
     """Prefill of the uncached tokens on an otherwise idle worker."""
     queue_s: float
-    """Prefill that goes first: routed there and not done, or queued in the router."""
+    """Prefill that is done before: of requests routed there, or queued in the router."""
     slowdown: float
     """Factor by which running decodes stretch a prefill."""
     slot_wait_s: float
-    """Wait for a sequence slot (max_num_seqs), where all are taken."""
+    """Wait for a sequence slot (max_num_seqs) if all slots are in use."""
     tier_load_s: float
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
     output_tokens: float
     """Expected length of the answer."""
     decode_requests: int
-    """Requests that are past their first token there, other routers' and external ones included."""
+    """Requests there that are past their first token, including those of other routers and external ones."""
     external_requests: int
-    """Requests that no router sent, as the engine reports, if that is believed."""
+    """Requests that no router sent, by the engine's report, if the router relies on it."""
     media_cached_tokens: int = 0
-    """Tokens of a prompt with media that are taken to be cached where its conversation was before; not in
-    `cached_tokens`."""
+    """Tokens of a prompt with media that are assumed to be cached at the worker of the conversation's last turn. They
+    are not part of `cached_tokens`."""
     transfer: Transfer | msgspec.UnsetType = msgspec.UNSET
-    """KV that moves to the worker first; absent where the worker computes all that it lacks."""
+    """KV that moves to the worker first; absent if the worker computes all missing KV itself."""
 
 
 class Decision(msgspec.Struct, eq=False):
-    """Worker for one attempt of a request, and the price that decided."""
+    """Worker for one attempt of a request, and the terms of its cost."""
 
     request_id: str
     worker: str

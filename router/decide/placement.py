@@ -138,7 +138,7 @@ class RequestPlacer:
             if config.fair:
                 self.queue.charge(self._make_queue_position(active_request), choice.charge_s / request.share)
             self.queue.remove(request.request_id)
-        return self._send(active_request, choice, now)
+        return self._begin_attempt(active_request, choice, now)
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """Return what `place` would decide for a new request, with the terms of every candidate."""
@@ -184,9 +184,9 @@ class RequestPlacer:
         return choice
 
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
-        """Return a refusal where a limit is set and no worker is predicted to begin the answer in time.
+        """Return a refusal if a limit is set and no worker is predicted to begin the answer in time.
 
-        Where the winner is too late and another worker is not, the earliest worker becomes the winner.
+        If the winner is too late and another worker is in time, the earliest worker becomes the winner.
         """
         request = active_request.request
         limits_s = [limit_s for limit_s in (request.ttft_s_max, self._config.queue.ttft_s_max) if limit_s is not None]
@@ -232,9 +232,10 @@ class RequestPlacer:
         return QueuePosition(request.tenant, self.is_background(request), request.priority, active_request.arrived_s)
 
     # Attempts ----------------------------------------------------------------------------------------------------
-    def _send(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
-        """Begin an attempt: count it as load, pin its prompt and remember where its session is."""
-        request, target = active_request.request, choice.target
+    def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
+        """Record an attempt's load, prompt and worker. Return the instruction to forward the request."""
+        request = active_request.request
+        target = choice.target
         decision = self.chooser.make_decision(
             request,
             choice,
@@ -255,7 +256,7 @@ class RequestPlacer:
             tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
             transfer=None if transfer_source is None else (transfer_source, choice.winner_facts.arrival_s),
         )
-        # Set before the following steps, so that `end_attempt` can undo them if one of them raises.
+        # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
         attempt = active_request.attempt = Attempt(decision, in_flight)
         if self.is_background(request):
             target.load.background_request_count += 1
@@ -267,15 +268,11 @@ class RequestPlacer:
                 session=request.session,
                 is_pinned=transfer_source is None,
             )
-            if transfer_source is not None:  # until its KV has come, others would not find it there
+            if transfer_source is not None:  # other requests can use the prompt's KV only after it has arrived
                 in_flight.on_arrival = partial(self._cache_state.pin, attempt.running_prompt)
         if transfer_source is not None:
             self._start_source(attempt, choice, transfer_source, now)
-        placement = Placement(target.name, request.prompt_tokens, now)
-        if request.session is not None and self._config.session_affinity:
-            self.chooser.session_placements.put(request.session, placement)
-        if request.media_conversation is not None:
-            self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
+        self._remember_placement(request, Placement(target.name, request.prompt_tokens, now))
         worker = self._registry.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
@@ -284,8 +281,15 @@ class RequestPlacer:
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
 
+    def _remember_placement(self, request: RouteRequest, placement: Placement) -> None:
+        """Store a placement for the next request of the session or of the conversation with media."""
+        if request.session is not None and self._config.session_affinity:
+            self.chooser.session_placements.put(request.session, placement)
+        if request.media_conversation is not None:
+            self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
+
     def _find_transfer_source(self, choice: RoutingChoice) -> Target | None:
-        """Return the target that the KV of a choice comes from; None where none moves."""
+        """Return the target that the KV of a choice comes from; None if no KV moves."""
         transfer = choice.winner_facts.transfer
         if transfer is None:
             return None
@@ -335,7 +339,7 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Learn how long a transfer took from a first token that waited for nothing else."""
+        """Record the duration of a transfer, if the first token waited for nothing else."""
         in_flight, terms = attempt.in_flight, attempt.decision.terms
         is_known = in_flight.source is not None and attempt.transfer_bytes > 0.0
         if not is_known or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:

@@ -206,12 +206,13 @@ class WorkerRegistry:
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], decay: float, now: float
     ) -> LoadOrder | None:
-        """Return a large pool's order by load; None if the pool is small or `candidates` are only a part of it.
+        """Return the order of the candidates by load if they are a whole pool of POOL_SIZE_MIN targets or more.
 
-        `decay`: the tracker's factor from scaled to present utilisation.
+        Otherwise return None. `decay`: factor that makes the tracker's scaled utilisation the present one.
         """
         key = (request.model, request.role)
-        if len(candidates) < POOL_SIZE_MIN or self._pools[key].targets is not candidates:
+        is_whole_pool = self._pools[key].targets is candidates
+        if not is_whole_pool or len(candidates) < POOL_SIZE_MIN:
             return None
         order = self._load_orders.get(key)
         if order is None:

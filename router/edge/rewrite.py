@@ -116,10 +116,11 @@ def build_response_head(
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
-    """Return the head of a worker's answer for the client.
+    """Return the response head for the client, made from the head of a worker's response.
 
-    `decision`: names the worker and its cached tokens; None names neither. `allows_chunked`: the client understands a
-    chunked body. `cors_headers`: header lines that replace the worker's own CORS headers.
+    `trace_id` is sent as x-request-id. A `decision` adds headers with the worker and the predicted cached tokens.
+    `allows_chunked`: whether the client understands a chunked body. `cors_headers`: header lines that replace the
+    worker's CORS headers.
     """
     cache_lines = framing = b""
     if decision is not None:
@@ -131,7 +132,8 @@ def build_response_head(
     elif head.content_length is not None:
         framing = b"content-length: %b\r\n" % str(head.content_length).encode()
     removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
+    connection_line = b"" if keep_alive else b"connection: close\r\n"
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
         head.status_and_reason, trace_id, cache_lines, head.headers.join_lines_without(removed_headers), cors_headers,
-        framing, b"" if keep_alive else b"connection: close\r\n",
+        framing, connection_line,
     )  # fmt: skip

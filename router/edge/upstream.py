@@ -303,7 +303,7 @@ class UpstreamPool:
             factory, target.host, target.port, ssl=self._ssl_context if target.is_tls else None
         )
         _, connection = await asyncio.wait_for(connecting, self._connect_s_max)
-        if connection.transport is not None:  # else it was closed at once, and is forgotten already
+        if connection.transport is not None:  # otherwise it was closed at once, and `discard` was called
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
         return connection
@@ -325,7 +325,10 @@ class UpstreamPool:
             connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
-        """Make a connection idle after a complete answer."""
+        """Return a connection to the idle ones of its target after a complete answer.
+
+        The connection is closed instead if unread bytes remain, or if the target has enough idle connections.
+        """
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():

@@ -212,7 +212,7 @@ def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
 
 
 def _check_keys(value_by_key: Mapping[str, str]) -> bool:
-    """Check that required keys are there and no unknown ones; return whether they describe a worker without a URL."""
+    """Return whether the keys describe a worker without a URL. Raises ConfigError for unknown and missing keys."""
     unknown_key = next((key for key in value_by_key if key not in _FLAG_KEYS), None)
     if unknown_key is not None:
         closest_keys = difflib.get_close_matches(unknown_key, _FLAG_KEYS, 1)
@@ -229,7 +229,7 @@ def _check_keys(value_by_key: Mapping[str, str]) -> bool:
 
 
 def _check_values(value_by_key: Mapping[str, str]) -> None:
-    """Raise ConfigError for a number, a switch or a prefill order that cannot be read."""
+    """Raise ConfigError for a number, a 0/1 setting, `kv`, `bootstrap` or `prefill_order` with another value."""
     for key in _NUMBER_KEYS:
         value = value_by_key.get(key)
         if value is not None and not parse_number(value):

@@ -128,7 +128,10 @@ class ResponseHeadParser:
 
 
 def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
-    """Return a head and its end, with the framing checked in the order of RFC 9112 section 6.3."""
+    """Parse a response head. Return it and the offset of the body; None if the head is incomplete.
+
+    The body's framing follows RFC 9112 section 6.3. Raises ProtocolError if the head is malformed or too long.
+    """
     head_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if head_end < 4:
         if len(data) >= MAX_HEAD_BYTES:
@@ -136,10 +139,11 @@ def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
         return None
     match = _HEAD_PATTERN.fullmatch(data, 0, head_end)
     if match is None:
-        raise ProtocolError("this is no head of an HTTP/1.x answer")
+        raise ProtocolError("this is not the head of an HTTP/1.x response")
     headers = HeaderBlock(match[4])
     head = ResponseHead(int(match[3]), match[2], headers)
     connection_options = b",".join(headers.get_all(b"connection")).lower()
-    head.keep_alive = b"close" not in connection_options and (match[1] == b"1" or b"keep-alive" in connection_options)
+    is_http_1_1 = match[1] == b"1"
+    head.keep_alive = b"close" not in connection_options and (is_http_1_1 or b"keep-alive" in connection_options)
     head.is_chunked, head.content_length = parse_framing(headers)
     return head, head_end

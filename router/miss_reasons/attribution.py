@@ -64,7 +64,8 @@ class PromptComparison:
     """A prompt of `prompt_tokens`, and the last prompt of its conversation."""
 
     def __init__(self, prompt_tokens: int, previous: PreviousPrompt | None) -> None:
-        self.prompt_tokens, self.previous = prompt_tokens, previous
+        self.prompt_tokens = prompt_tokens
+        self.previous = previous
         self.common_tokens = 0
         """Length of the common beginning of both prompts."""
         self.outline: Outline | None = None
@@ -77,10 +78,11 @@ class PromptComparison:
 
 
 class _RangeBuilder:
-    """Builds the uncached ranges of a prompt in order, each beginning at `offset`, where the last one ended."""
+    """Builds the uncached ranges of a prompt in order. The next range begins at `offset`."""
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
-        self.offset, self._prompt_tokens = offset, prompt_tokens
+        self.offset = offset
+        self._prompt_tokens = prompt_tokens
         self.ranges: list[UncachedRange] = []
 
     def add(
@@ -95,9 +97,10 @@ class _RangeBuilder:
         chosen_ttft_s: float | None = None,
         best_ttft_s: float | None = None,
     ) -> None:
-        """Append the range from `offset` to `end`, cut at the end of the prompt; nothing if it is empty.
+        """Append the range from `offset` to `end`, and move `offset` there.
 
-        A range that differs from the last one in nothing but its place extends that one.
+        `end` is limited to the end of the prompt, and an empty range is not added. A range with the same cause as the
+        last range extends the last range.
         """
         end = min(end, self._prompt_tokens)
         if end <= self.offset:
@@ -119,7 +122,7 @@ def find_first_missing_token(decision: Decision) -> int:
 
 
 def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> list[UncachedRange]:
-    """Attribute the tokens behind the predicted hit to reasons that need only the decision and the index."""
+    """Return the uncached ranges of a prompt, with the reasons that the decision and the index alone show."""
     builder = _start_ranges(prompt_tokens, placement.decision)
     _add_evicted(builder, placement)
     builder.add(NOT_COMPARED, prompt_tokens)
@@ -127,43 +130,37 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
 
 
 def attribute_misses(comparison: PromptComparison, placement: Placement, facts: MissFacts) -> list[UncachedRange]:
-    """Attribute the tokens behind the predicted hit, by comparison with the last prompt of the conversation."""
-    previous, block_tokens, prompt_tokens = comparison.previous, placement.block_tokens, comparison.prompt_tokens
+    """Return the uncached ranges of a prompt, with reasons from a comparison with the conversation's last prompt."""
+    previous = comparison.previous
+    block_tokens = placement.block_tokens
+    prompt_tokens = comparison.prompt_tokens
+    common_tokens = comparison.common_tokens
     builder = _start_ranges(prompt_tokens, placement.decision)
-    is_continuation = previous is not None and comparison.common_tokens == len(previous.token_ids)
-    cacheable_tokens = (
-        0 if previous is None else previous.cacheable_tokens if is_continuation else comparison.common_tokens
-    )
-    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
-    if previous is None or comparison.scope_difference is not None or builder.offset < usable_tokens:
-        _add_evicted(builder, placement)
     if previous is None:
+        _add_evicted(builder, placement)
         builder.add(NOT_COMPARED if comparison.is_history_incomplete else "new_session", prompt_tokens)
         return builder.ranges
-    if comparison.scope_difference is not None:
-        builder.add(comparison.scope_difference, _round_down_to_blocks(comparison.common_tokens, block_tokens))
-        builder.add("partial_block", comparison.common_tokens)
-    elif builder.offset < _round_down_to_blocks(min(comparison.common_tokens, prompt_tokens - 1), block_tokens):
+    is_continuation = common_tokens == len(previous.token_ids)
+    cacheable_tokens = previous.cacheable_tokens if is_continuation else common_tokens
+    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
+    if comparison.scope_difference is not None or builder.offset < usable_tokens:
+        _add_evicted(builder, placement)
+    if comparison.scope_difference is not None:  # blocks of another scope cannot be used
+        builder.add(comparison.scope_difference, _round_down_to_blocks(common_tokens, block_tokens))
+        builder.add("partial_block", common_tokens)
+    elif builder.offset < _round_down_to_blocks(min(common_tokens, prompt_tokens - 1), block_tokens):
         reason, lost_ago_s = _classify_loss(previous, facts, placement.at_s)
         builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
     if not is_continuation and comparison.is_same_session and comparison.scope_difference is None:
         difference, message_index = _classify_message_difference(comparison, previous, facts)
-        builder.add(
-            difference,
-            max(previous.cacheable_tokens, comparison.common_tokens + 1),
-            position=comparison.common_tokens,
-            message=message_index,
-        )
+        end = max(previous.cacheable_tokens, common_tokens + 1)
+        builder.add(difference, end, position=common_tokens, message=message_index)
     elif is_continuation and builder.offset < usable_tokens and comparison.outline is not None:
-        message_index = previous.message_count
-        answer_change = classify_answer_change(comparison.outline, message_index)
+        answer_index = previous.message_count
+        answer_change = classify_answer_change(comparison.outline, answer_index)
         if answer_change is not None:
-            builder.add(
-                answer_change,
-                cacheable_tokens,
-                position=max(builder.offset, comparison.common_tokens),
-                message=message_index,
-            )
+            position = max(builder.offset, common_tokens)
+            builder.add(answer_change, cacheable_tokens, position=position, message=answer_index)
     else:
         builder.add("partial_block", cacheable_tokens)
     builder.add("new_text" if comparison.is_same_session else "new_session", prompt_tokens)
@@ -171,6 +168,7 @@ def attribute_misses(comparison: PromptComparison, placement: Placement, facts: 
 
 
 def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
+    """Begin after the predicted hit, with the range that only another worker has cached, if there is one."""
     builder = _RangeBuilder(min(decision.predicted_cached_tokens, prompt_tokens), prompt_tokens)
     best = decision.most_cached
     if best is not None:

@@ -6,22 +6,22 @@ from collections import OrderedDict
 from typing import Final
 
 WATCHED_MAX: Final = 1024
-"""Most conversations; beyond it the least recently used one is forgotten."""
+"""Most conversations that are watched."""
 
 
 class WatchedConversations:
-    """Conversations by their key, each with the time of its last stored prompt."""
+    """Keys of the conversations to compare, at most WATCHED_MAX, each with the time of its last stored prompt."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._stored_s: OrderedDict[int, float | None] = OrderedDict()
-        """Key -> time of the last stored prompt; None if none was stored."""
+        """Time of the last stored prompt by key, the least recently used first; None if no prompt was stored."""
 
     def __len__(self) -> int:
         return len(self._stored_s)
 
     def add(self, key: int) -> None:
-        """Compare a conversation from its next request on."""
+        """Watch a conversation. The least recently used one is dropped if there are too many."""
         self._stored_s.setdefault(key, None)
         self._stored_s.move_to_end(key)
         if len(self._stored_s) > WATCHED_MAX:

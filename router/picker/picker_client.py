@@ -45,13 +45,18 @@ class PickerApplication(Protocol):
 
 
 class PickerClient:
-    """Client of one request. Call `receive` with each message, await `decision_made` while `is_choosing`, and send
-    what `pop_responses` returns."""
+    """Client of one request, which Envoy sends in messages.
+
+    Call `receive` with each message, await `decision_made` while `is_choosing`, and send `pop_responses`.
+    """
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
+        """`peer`: address of Envoy."""
         self._app = app
         self.picker_state = picker_state
-        self.peer = self.tenant = peer
+        self.peer = peer
+        self.tenant = peer
+        """Tenant by the request's API key; the address until the key is checked."""
         self.responder: Responder | None = None
         self.has_response_started = False
         self.cors_headers = b""
@@ -60,9 +65,12 @@ class PickerClient:
         self._charge = BufferCharge(app.budget)
         self._stream = ExtProcStream(self, app.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when a worker is chosen, or the request is refused or abandoned."""
         self.is_abandoned = False
         self.objective: str | None = None
+        """Objective in the gateway's header, which selects a priority; None without the header."""
         self.fairness_id = ""
+        """Fairness id in the gateway's header."""
 
     @property
     def is_choosing(self) -> bool:
@@ -85,7 +93,7 @@ class PickerClient:
         return self._stream.pop_responses()
 
     def receive(self, message: Request) -> None:
-        """Take a message of Envoy. Raises UnexpectedMessage. Any other error ends this request alone."""
+        """Process a message of Envoy. Raises UnexpectedMessage. A request that is refused gets an error response."""
         try:
             self._stream.receive(message)
         except RequestError as refused:
@@ -96,7 +104,8 @@ class PickerClient:
     def close(self) -> None:
         """End the request, as the stream has ended."""
         try:
-            pick, self._pick = self._pick, None
+            pick = self._pick
+            self._pick = None
             if pick is not None and not pick.context.is_done:
                 pick.stream_closed()
         except Exception as error:  # noqa: BLE001  a boundary
@@ -107,13 +116,14 @@ class PickerClient:
     # Callbacks of the ext_proc stream -------------------------------------------------------------------------------
 
     def _client_address(self) -> str:
-        """Return the client's address in the gateway's header, as the peer is the gateway itself."""
+        """Return the client's address from the gateway's header, or else the gateway's own address."""
         request = self._stream.request
         forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
     def request_complete(self, request: HttpRequest) -> None:
-        self._path, self.peer = request.path, self._client_address()
+        self._path = request.path
+        self.peer = self._client_address()
         self.objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
         self.fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER)) or ""
         try:
@@ -207,7 +217,7 @@ class PickerClient:
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
     def abandon(self) -> None:
-        """Give up the stream, as the request has taken too long."""
+        """Abandon the stream, because the request has taken too long."""
         self.is_abandoned = True
         self._cancel_responder()
         self._signal_decision()

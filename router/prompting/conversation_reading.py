@@ -37,13 +37,13 @@ from router.prompting.outline import fingerprint_messages, outline_chat
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
 TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
-"""Bounds on what is read after a boundary, so that other requests do not wait for it."""
+"""Largest part of a body that is read after a boundary, so that other requests do not wait."""
 GROWTH_BYTES_MIN = 1024
-"""A cached conversation is replaced by one that is longer by so many bytes, or by a 32nd."""
+"""A cached conversation is replaced by one that is longer by this number of bytes, or by a 32nd."""
 TRAILING_MESSAGES = 3
-"""Messages at the end which clients send otherwise the next time: coding agents mark their last turns for caching."""
+"""Last messages that a client's next request may change: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
-"""Messages of a chat before a boundary; the first that is not the system's is among them."""
+"""Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
 _SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
 """Message in a body in place of all messages before a boundary."""
 _SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
@@ -144,18 +144,22 @@ class Continuation(NamedTuple):
 
 
 def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
-    """Whether the conversation of a body of this size may be cached."""
+    """Return whether the conversation of a body of this size may be cached."""
     return kind in ("chat", "messages") and BODY_BYTES_MIN <= body_bytes <= BODY_BYTES_MAX
 
 
 def cache_conversation(
     request: RoutingRequest, body: bytes, prompt: RenderedPrompt, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
-    """Make the cache entry of a body that was read whole; None if it cannot be cached."""
-    kind, chat, prompt_ids = request.kind, prompt.chat, prompt.token_ids
+    """Return the cache entry of a body that was read whole; None if the body cannot be cached."""
+    kind = request.kind
+    chat = prompt.chat
+    prompt_ids = prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
-    location, chat_outline, messages = _locate_messages(body), outline_chat(request), chat.messages
+    messages = chat.messages
+    location = _locate_messages(body)
+    chat_outline = outline_chat(request)
     if location is None or chat_outline is None:
         return None
     has_system_field = kind != "chat" and bool(getattr(request.source, "system", None))
@@ -176,20 +180,24 @@ def cache_conversation(
 
 
 def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer) -> list[Boundary]:
-    """Make the boundaries of a body that was read whole, the furthest last."""
-    boundaries, messages = list[Boundary](), whole.messages
-    placeholders, previous_count, has_late_system = PlaceholderMessages(), 0, False
+    """Return the boundaries of a body that was read whole, in ascending order."""
+    boundaries: list[Boundary] = []
+    messages = whole.messages
+    placeholders = PlaceholderMessages()
+    previous_count = 0
+    has_late_system = False
     markers = renderer.find_markers(whole.inputs.chat)
     for trailing_count in _choose_trailing_counts(whole):
         body_end = whole.location.message_ends[-trailing_count - 1]
         message_count = _count_messages_before(whole, trailing_count, renderer.template)
-        minimum = max(whole.opening_message_count, MESSAGES_MIN, previous_count + 1)
-        if message_count is None or not minimum <= message_count < len(messages):
+        message_count_min = max(whole.opening_message_count, MESSAGES_MIN, previous_count + 1)
+        if message_count is None or not message_count_min <= message_count < len(messages):
             continue
         extended = placeholders.extend(messages[previous_count:message_count], markers)
-        if extended is None:
+        if extended is None:  # no placeholder can stand for one of the messages, and later boundaries include it
             break
-        placeholders, previous_count = extended, message_count
+        placeholders = extended
+        previous_count = message_count
         tail_messages = messages[message_count:]
         cut = renderer.cut(placeholders, whole.inputs, tail_messages, whole.text, has_late_system=has_late_system)
         if cut is None:
@@ -197,26 +205,30 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         has_late_system = cut.rendered.has_late_system
         tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
         token_count = len(whole.token_ids) - len(tail_ids)
-        if whole.token_ids[token_count:] == tail_ids:
-            bracket_count = count_openings(whole.body, body_end)
-            starts_turn = tail_messages[0].get("role") == "user"
+        if whole.token_ids[token_count:] == tail_ids:  # the text after the boundary can be encoded on its own
             boundaries.append(
                 Boundary(
-                    body_end, bracket_count, message_count, token_count, cut.position, cut.rendered, starts_turn,
-                    trailing_count,
+                    body_end=body_end,
+                    bracket_count=count_openings(whole.body, body_end),
+                    message_count=message_count,
+                    token_count=token_count,
+                    char_count=cut.position,
+                    rendered=cut.rendered,
+                    starts_turn=tail_messages[0].get("role") == "user",
+                    trailing_count=trailing_count,
                 )
-            )  # fmt: skip
+            )
     return boundaries
 
 
 def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
-    """Return how many of a body's messages are to follow each boundary, most first."""
-    body_messages = len(whole.location.message_ends)
-    choices = {1, TRAILING_MESSAGES}
-    if whole.kind == "chat":
-        questions = [i for i, message in enumerate(whole.messages) if message.get("role") == "user"]
-        choices.add(body_messages - max(questions, default=0))
-    return sorted((choice for choice in choices if 0 < choice < body_messages), reverse=True)
+    """Return how many of a body's messages should follow each boundary, in descending order."""
+    message_count = len(whole.location.message_ends)
+    trailing_counts = {1, TRAILING_MESSAGES}
+    if whole.kind == "chat":  # also a boundary before the last question
+        question_indices = [i for i, message in enumerate(whole.messages) if message.get("role") == "user"]
+        trailing_counts.add(message_count - max(question_indices, default=0))
+    return sorted((count for count in trailing_counts if 0 < count < message_count), reverse=True)
 
 
 def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:

@@ -163,7 +163,7 @@ def compare(
     workload = make_workload(observed_requests, block, waits=False)
     waiting_workload = make_workload(observed_requests, block, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block)
-    cluster, placement, today_result = _simulate_today(observed_requests, engines, cluster, workload)
+    cluster, placement, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
     today_totals = _sum_simulated_totals(today_result, workload, indices)
     router_totals = _sum_simulated_totals(router_result, workload, indices)
@@ -216,15 +216,15 @@ def _make_cluster(
     return ClusterConfig(workers, limits=limits)
 
 
-def _simulate_today(
+def _simulate_recorded_placement(
     observed_requests: Sequence[ObservedRequest],
     engines: Sequence[ObservedEngine],
     cluster: ClusterConfig,
     workload: Workload,
 ) -> tuple[ClusterConfig, RecordedPlacement, SimulationResult]:
-    """Simulate the recorded placement until its decode times are those of the recorded answers.
+    """Simulate the recorded placement, and fit the workers' decode times to the recorded answers.
 
-    Returns the workers with the fitted step times too.
+    Makes at most FIT_ROUNDS_MAX corrections. Returns the cluster with the fitted times, the placement and the result.
     """
     worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
     worker_indices = [worker_index_by_name[request.worker] for request in observed_requests]
@@ -232,7 +232,8 @@ def _simulate_today(
         placement = RecordedPlacement(worker_indices)
         result = Cluster(cluster, workload, [placement]).run()
         decode_ratio = _measure_decode_ratio(observed_requests, result)
-        if abs(decode_ratio - 1.0) < FIT_TOLERANCE or fit_round == FIT_ROUNDS_MAX:
+        is_fitted = abs(decode_ratio - 1.0) < FIT_TOLERANCE
+        if is_fitted or fit_round == FIT_ROUNDS_MAX:
             break
         workers = [
             replace(worker, step_times=_scale_decode(worker.step_times, decode_ratio)) for worker in cluster.workers

@@ -17,18 +17,18 @@ _HASH_RANGE = float(1 << 64)
 
 
 class ModelNames:
-    """Models that serve the names in requests."""
+    """Resolves the model names of requests, by the rules for aliases, canaries and fallbacks."""
 
     def __init__(self, config: TenancyConfig) -> None:
         model_by_rule_name = parse_rules(config.model_aliases)
         self.model_by_alias = {name: model for name, model in model_by_rule_name.items() if "*" not in name}
-        """alias -> model, for aliases without a pattern, which can be listed."""
+        """Models by alias, for aliases without `*`, which can be listed."""
         self._alias_patterns = [
             _AliasPattern(name, model)
             for name, model in sorted(model_by_rule_name.items(), key=lambda pair: -len(pair[0]))
             if "*" in name
         ]
-        """Aliases with a pattern, the longest first, as it is the most specific."""
+        """Aliases with `*`, the longest first, because it is the most specific."""
         self._fallback_by_model = parse_rules(config.model_fallbacks)
         self._canaries_by_model = parse_canaries(config.model_canaries)
         self.has_renames = bool(model_by_rule_name or self._fallback_by_model or self._canaries_by_model)
@@ -37,11 +37,11 @@ class ModelNames:
     def resolve(
         self, requested_model: str, get_conversation_key: Callable[[], str], is_served: Callable[[str], bool]
     ) -> str:
-        """Return the model for a request for `requested_model`.
+        """Return the model that should answer a request for `requested_model`.
 
-        `get_conversation_key`: returns the key that decides about canaries. `is_served`: whether some worker that may
-        answer this request takes requests for a model. Without such a worker the result is the model of an alias, or
-        the requested name, so that an error names what the client knows.
+        `get_conversation_key`: returns the key that selects a canary. `is_served`: returns whether a worker can answer
+        this request with a model. If no rule leads to a served model, the result is the alias's model or the requested
+        name, for the error message.
         """
         model = (
             self.model_by_alias.get(requested_model)
@@ -53,23 +53,23 @@ class ModelNames:
             canary = assign_canary(model, get_conversation_key(), canary_shares)
             if canary is not None and is_served(canary):
                 return canary
-            if not is_served(model):
-                model = next((fallback for fallback, _ in canary_shares if is_served(fallback)), model)
+            if not is_served(model):  # then any canary that is served is better
+                model = next((canary for canary, _ in canary_shares if is_served(canary)), model)
         if model not in self._fallback_by_model or is_served(model):
             return model
-        fallback = model
-        while (fallback := self._fallback_by_model.get(fallback, "")) and not is_served(fallback):
-            pass
+        fallback = self._fallback_by_model[model]
+        while fallback and not is_served(fallback):
+            fallback = self._fallback_by_model.get(fallback, "")
         return fallback or model
 
     def _match_pattern(self, requested_model: str, is_served: Callable[[str], bool]) -> str | None:
-        """Return the model that a pattern gives for a name that no worker serves."""
+        """Return the model of the first alias pattern that matches; None if the requested name itself is served."""
         model = next((pattern.model for pattern in self._alias_patterns if pattern.matches(requested_model)), None)
         return None if model is None or is_served(requested_model) else model
 
 
 class _AliasPattern(NamedTuple):
-    """Alias with one `*`, which stands for any text."""
+    """Alias with one `*` that stands for any text."""
 
     pattern: str
     model: str
@@ -80,7 +80,7 @@ class _AliasPattern(NamedTuple):
 
 
 def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
-    """Return the canary of a conversation; None if it stays with the model."""
+    """Return the canary of a conversation; None if the conversation stays with the model."""
     position = (
         xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")) / _HASH_RANGE
     )
