@@ -102,7 +102,7 @@ class ResidentSet:
 
 
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
-    """Yield Stored events that rebuild `blocks`. Parents come before children, so a reader can link each block at once.
+    """Yield BlockStored events that rebuild `blocks`. Parents come first, so that readers can link each block at once.
 
     Consecutive blocks of one prefix share an event, of at most MAX_BLOCKS_PER_EVENT blocks.
     """
@@ -122,9 +122,12 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
-    """Order blocks so that each full-attention block follows its parent, on whatever medium that is."""
+    """Order blocks so that each full-attention block follows its parent, even if the parent is on another medium.
+
+    Partial-attention blocks come last, as in `blocks`.
+    """
     if len({block.stored_event.medium for block in blocks}) < 2:
-        return blocks
+        return blocks  # on one medium, parents are stored before their children
     blocks_by_name: dict[BlockName, list[ResidentBlock]] = {}
     partial_blocks = []
     for block in blocks:
@@ -134,12 +137,12 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
             blocks_by_name.setdefault(block.name, []).append(block)
     ordered_names: dict[BlockName, None] = {}
     for block_name in blocks_by_name:
-        ancestor_names: list[BlockName] = []
-        ancestor: BlockName | None = block_name
-        while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
-            ancestor_names.append(ancestor)
-            ancestor = blocks_by_name[ancestor][0].parent_name
-        ordered_names.update(dict.fromkeys(reversed(ancestor_names)))
+        unordered_names: list[BlockName] = []
+        name: BlockName | None = block_name
+        while name is not None and name in blocks_by_name and name not in ordered_names:
+            unordered_names.append(name)
+            name = blocks_by_name[name][0].parent_name
+        ordered_names.update(dict.fromkeys(reversed(unordered_names)))
     return [*(block for block_name in ordered_names for block in blocks_by_name[block_name]), *partial_blocks]
 
 

@@ -67,12 +67,12 @@ class StreamState:
         self._deadline: float | None = None
         self._attempt_count = 0
         self._restart_attempt_count = 0
-        self._awaits_last_batch = False  # REPAIR: the last seen batch has not come back yet
-        self._is_tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
-        self._snapshot_chunk_count = 0  # SNAPSHOT: chunks that came
-        self._snapshot_batch_count = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
+        self._awaits_last_batch = False  # REPAIR: the last applied batch has not come again yet
+        self._is_tail_check = False  # REPAIR: only a check after silence; no batch is known to be missing
+        self._snapshot_chunk_count = 0  # SNAPSHOT: number of received chunks
+        self._snapshot_batch_count = 0  # SNAPSHOT: number of received batches; exactly one ends a snapshot
         self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
-        self._silence_began_at: float | None = None  # LIVE: when to count the silence from; None: checked already
+        self._silence_began_at: float | None = None  # LIVE: start of the silence; None after it was checked
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -254,7 +254,7 @@ class StreamState:
         return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
 
     def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
-        """Request the rest of a reply, part of which a ROUTER without flow control dropped."""
+        """Request the missing batches of a reply again. A ROUTER socket without flow control has dropped them."""
         self._attempt_count += 1
         if self._attempt_count > self.config.max_attempts:
             return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
@@ -273,21 +273,22 @@ class StreamState:
     # Moves between phases
 
     def _start_repair(self, now: float) -> list[Instruction]:
-        """Request the batches from the last applied one on, which is compared with the replayed one."""
+        """Request a replay from the last applied batch on. Without replay, start over or give up.
+
+        The last applied batch comes again, and shows whether the publisher has restarted.
+        """
         self._is_tail_check = False
         if self._next_seq is None:
             self.phase = StreamPhase.LIVE
             return []
         if not self.config.can_replay:
-            return (
-                self._discard_and_start_over(NO_REPLAY, now)
-                if self.config.has_snapshots
-                else self._give_up(NO_REPLAY, now)
-            )
+            if self.config.has_snapshots:
+                return self._discard_and_start_over(NO_REPLAY, now)
+            return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
-        # The last batch of vLLM's snapshot has no known bytes: the publisher id tells whether this is the same process.
-        is_confirmed_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
-        self._awaits_last_batch = self._next_seq > 0 and not is_confirmed_by_id
+        # A batch of vLLM's snapshot has no digest. The publisher id then shows whether this is the same process.
+        is_checked_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
+        self._awaits_last_batch = self._next_seq > 0 and not is_checked_by_id
         return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
 
     def _start_over(self, now: float) -> list[Instruction]:
@@ -360,7 +361,7 @@ class StreamState:
     def _handle_restart(
         self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
     ) -> list[Instruction]:
-        """Clear the stream and start over after a restart of the publisher; (seq, payload) is its batch, if known."""
+        """Clear the stream and start over after a restart of the publisher, with its batch (seq, payload), if known."""
         self.stats.restart_count += 1
         self._early_batches.clear()
         if seq is not None:

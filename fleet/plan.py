@@ -59,7 +59,7 @@ class Member:
     phase_since_s: float
     """Time at which the member entered its phase."""
     in_flight: int | None = None
-    """Requests that routers have there; None: not known yet."""
+    """Requests that routers have sent to the member and that are not finished; None if their number is unknown."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SlotFailure:
 
 @dataclass(frozen=True)
 class PhaseTimeouts:
-    """Longest times that a member may start and drain."""
+    """Longest times for the start and the drain of a member."""
 
     start_timeout_s: float = 1800.0
     drain_timeout_s: float = 300.0
@@ -87,7 +87,7 @@ class StartAction:
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """A member goes to another phase: to UP a drain is taken back."""
+    """Move of a member to another phase. A move to UP cancels a drain."""
 
     name: str
     phase: Phase
@@ -100,8 +100,10 @@ FailureBySlot = Mapping[tuple[MemberKind, int], SlotFailure]
 
 
 def make_next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
-    """Return the failure record of a slot after its program ended by itself, `up_s` after it came up (0: it never
-    did)."""
+    """Return the failure record of a slot after its program ended by itself.
+
+    `up_s`: time for which the program was up; 0 if it never was.
+    """
     count = 1 if previous is None or up_s >= STEADY_AFTER_S else previous.failure_count + 1
     return SlotFailure(count, now + (min(MAX_BACK_OFF_S, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
@@ -113,15 +115,16 @@ def plan_actions(
     timeouts: PhaseTimeouts,
     now: float,
 ) -> list[Action]:
-    """Return the actions to take now, routers first."""
+    """Return the actions to take now, those of routers before those of engines."""
     actions: list[Action] = []
-    router_count = sum(member.kind is MemberKind.ROUTER for member in members)
+    has_routers = any(member.kind is MemberKind.ROUTER for member in members)
+    are_routers_leaving = has_routers and not target_by_kind[MemberKind.ROUTER].count
     for kind in (MemberKind.ROUTER, MemberKind.ENGINE):
-        if kind is MemberKind.ENGINE and router_count and not target_by_kind[MemberKind.ROUTER].count:
-            continue  # the end of the fleet: workers stay while routers end what they have
+        if kind is MemberKind.ENGINE and are_routers_leaving:
+            continue  # the fleet shuts down: engines stay until the last router has finished its requests
         members_of_kind = [member for member in members if member.kind is kind]
         actions += _plan_actions_for_kind(
-            kind, target_by_kind[kind], members_of_kind, failure_by_slot, timeouts, now, has_routers=bool(router_count)
+            kind, target_by_kind[kind], members_of_kind, failure_by_slot, timeouts, now, has_routers
         )
     return actions
 

@@ -146,7 +146,7 @@ _OMITTED_TEXT_PATTERN = re.compile(
     "^an? (whole number from |number from |number )?|(?<=list), each text| that is not empty"
     "|such as 4GB or 512MiB, plain numbers "
 )
-"""Words that the list of settings leaves out of the expected values."""
+"""Words of the expected values that the list of settings omits."""
 _RANGE_PATTERN = re.compile(r"(?<!above )(?:from )?(?P<lowest>-?\d[\d.e]*) to (?=\d)")
 """A range, which the list writes as `0..10`."""
 
@@ -168,7 +168,8 @@ def render_settings_list(schema: Schema) -> str:
 def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     """Return a configuration as a TOML file, each line with its origin. Values of secrets are left out."""
     lines: list[str] = []
-    section, value_by_path = "", schema.collect_values(loaded_config.config)
+    section = ""
+    value_by_path = schema.collect_values(loaded_config.config)
     visible_settings = [setting for setting in _list_visible_settings(schema) if not setting.config_field.is_section]
     for setting in sorted(visible_settings, key=lambda setting: setting.path.rpartition(".")[0]):
         setting_section, _, name = setting.path.rpartition(".")
@@ -207,14 +208,19 @@ def _make_parameter_name(path: str) -> str:
 
 
 def _make_click_option(setting: Setting, heading: str, position: int | None) -> Any:
-    """Return the flag of a setting. `--help` shows it at `position` under `heading`, or hides it without a position."""
-    flag, config_field = setting.config_field.flag, setting.config_field
+    """Return the click decorator that adds the flag of a setting.
+
+    `--help` shows the flag at `position` under `heading`, and hides a flag without a position.
+    """
+    config_field = setting.config_field
+    flag = config_field.flag
     assert flag is not None
     base_type, annotations = split_annotated(config_field.value_type)
     default = setting.default
     help_text = config_field.help_text
     if default is not None and default != () and not config_field.is_section:
-        help_text += f" [default: {('off', 'on')[default] if base_type is bool else default}]"
+        default_text = ("on" if default else "off") if base_type is bool else default
+        help_text += f" [default: {default_text}]"
     is_repeatable = get_origin(base_type) is tuple
     if is_repeatable:
         help_text += " Repeatable."
@@ -229,7 +235,7 @@ def _make_click_option(setting: Setting, heading: str, position: int | None) -> 
         hidden=flag.is_hidden or position is None,
     )
     if base_type is bool:
-        return make(default=None)
+        return make(default=None)  # None: the flag is not on the command line
     titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
     metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(config_field.value_type))
     return make(multiple=is_repeatable, metavar=metavar)

@@ -47,14 +47,15 @@ class ChatPrompt(Protocol):
 def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     """Return the prompt's text up to the first media part. Raises RequestError if the template cannot render it."""
     continues_final_message = bool(request.continue_final_message)
-    add_generation_prompt = (
-        not continues_final_message if request.add_generation_prompt is None else request.add_generation_prompt
-    )
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not continues_final_message
     tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
     content_format = template.find_content_format(request.chat_template, has_tools=tools is not None)
-    # As in vLLM, a field of the request wins over the same name among the template's variables.
+    # As in vLLM, a field of the request takes precedence over a template variable of the same name.
     variables = dict(request.chat_template_kwargs or {})
-    documents = variables.pop("documents", None)
+    variable_documents = variables.pop("documents", None)
+    documents = variable_documents if request.documents is None else request.documents
     for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
         variables.pop(name, None)
     if request.reasoning_effort is not None:
@@ -63,10 +64,8 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
     if "developer" in [message["role"] for message in messages]:
         source = template.select_source(request.chat_template, has_tools=tools is not None)
-        if '"developer"' not in source and "'developer'" not in source:
+        if '"developer"' not in source and "'developer'" not in source:  # the template does not know the role
             messages = _convert_developer_to_system(messages)
-    if request.documents is not None:
-        documents = request.documents
     text = template.render(
         messages,
         tools=tools,
@@ -94,7 +93,7 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
         and not any(_is_non_text_part(part) for part in content)
     ):
         content = "\n".join(_read_part_text(part) for part in content)
-        content_format = "string"  # also where the template loops over parts: most handle a tool's text only
+        content_format = "string"  # even if the template loops over parts: most templates handle only text of a tool
     template_message: Message = {"role": role, "content": _convert_content(content, content_format)}
     if role == "assistant":
         tool_calls = message.get("tool_calls")
@@ -114,9 +113,9 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
 
 
 def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
-    """Give developer messages the role of the system, and join all system texts in the first message.
+    """Give developer messages the role `system`, and join all system texts in the first message.
 
-    For templates without the role of a developer.
+    Templates without the role `developer` need this.
     """
     renamed_messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages

@@ -18,14 +18,14 @@ from tokenizers import Tokenizer as HfTokenizer
 from prompts.fast_encoder import SAMPLE_TEXTS, encode_plain
 
 _TOKEN_CHARS_MIN = 3
-"""Shorter tokens, as a newline or two spaces, are no boundaries between messages."""
+"""Shortest cut token. Shorter tokens, such as a newline or two spaces, are no boundaries between messages."""
 
 
 class CutTokens:
     """The cut tokens of one tokenizer. Thread-safe."""
 
     def __init__(self, added_tokens: Sequence[str], cut_tokens: Iterable[str]) -> None:
-        """`added_tokens`: all that are found in the text as it is, before a normalizer changes it."""
+        """`added_tokens`: all added tokens that are found in a text before a normalizer changes it."""
         self._pattern = re.compile(_build_trie_pattern(added_tokens)) if added_tokens else None
         self.texts = frozenset(cut_tokens)
 
@@ -34,7 +34,7 @@ class CutTokens:
         return next(self._find_cuts(text, start), None)
 
     def starts_with_cut(self, text: str) -> bool:
-        """Whether the ids of any text and of this one after it are those of both."""
+        """Return whether `text` begins with a cut token, so that any text before it can be encoded separately."""
         match = None if self._pattern is None else self._pattern.match(text)
         return match is not None and match.group() in self.texts
 
@@ -51,30 +51,31 @@ class CutTokens:
 
 
 def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
-    """Return the cut tokens of a tokenizer; none if its pieces are not certain to be encoded independently."""
+    """Return the added tokens before which a text can be cut so that its pieces can be encoded separately.
+
+    There are none if the tokenizer has dropout, or if encoding sample texts in pieces changes their token ids.
+    """
     if getattr(hf_tokenizer.model, "dropout", None):
         return CutTokens((), ())
     all_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
     literal_tokens = [token for token in all_tokens if not token.normalized and token.content]
     literal_texts = [token.content for token in literal_tokens]
     any_looks_around = any(token.lstrip or token.rstrip or token.single_word for token in all_tokens)
-    cut_tokens = CutTokens(
-        literal_texts,
-        [
-            token.content
-            for token in literal_tokens
-            if _can_cut(token, any_looks_around) and not any(text.find(token.content, 1) >= 0 for text in literal_texts)
-        ],
-    )
+    safe_texts = [token.content for token in literal_tokens if _can_cut(token, any_looks_around)]
+    # A token that is in the middle of another token may be found there, and so cut the other token.
+    unambiguous_texts = [
+        text for text in safe_texts if not any(other_text.find(text, 1) >= 0 for other_text in literal_texts)
+    ]
+    cut_tokens = CutTokens(literal_texts, unambiguous_texts)
     has_mismatch = _has_sample_mismatch(hf_tokenizer, cut_tokens, [token.content for token in all_tokens])
     return CutTokens((), ()) if has_mismatch else cut_tokens
 
 
 def _can_cut(token: AddedToken, any_looks_around: bool) -> bool:
-    """Whether the texts before and after an added token are encoded without regard to the token.
+    """Return whether the texts before and after an added token are encoded without regard to the token.
 
-    Other added tokens may look at their neighbours: lstrip and rstrip take white space, single_word asks for the edge
-    of a word. Then the token must look to them like the end of the text: neither white space nor a letter of a word.
+    Other added tokens may depend on their neighbours: lstrip and rstrip include white space, and single_word requires
+    the edge of a word. Then the token must not begin or end with white space or with a letter of a word.
     """
     text: str = token.content
     if token.lstrip or token.rstrip or token.single_word:
@@ -98,7 +99,7 @@ def _build_trie_pattern(words: Iterable[str]) -> str:
 
 def _build_branch_pattern(node: dict[str, Any]) -> str:
     chain_pattern = ""
-    while len(node) == 1 and "" not in node:  # a loop, so that only branches take from the limit of recursion
+    while len(node) == 1 and "" not in node:  # a loop, so that only branches need recursion
         ((char, node),) = node.items()
         chain_pattern += re.escape(char)
     ends_word = "" in node
@@ -109,7 +110,7 @@ def _build_branch_pattern(node: dict[str, Any]) -> str:
 
 
 def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added_tokens: Sequence[str]) -> bool:
-    """Whether cutting changes the ids of a sample text."""
+    """Return whether cutting changes the token ids of a sample text."""
     cuts = sorted(cut_tokens.texts)
     tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
     texts = [first + second for first in tokens for second in tokens[:6]]

@@ -58,7 +58,7 @@ def make_pull_params(request_id: str, source_address: str, fleet_key: bytes) -> 
 
 
 def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSource | None:
-    """Return the source that a body names; None if it names none. Raises RequestError."""
+    """Return the source that a body names, or None. Raises RequestError for an invalid source."""
     value = (kv_transfer_params or {}).get("remote_kv_source")
     if value is None:
         return None
@@ -70,9 +70,10 @@ def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSour
 
 
 def read_fleet_key(key_file: str | None, key: str | None, variable: str) -> bytes | None:
-    """Return the fleet's key: the content of the file, else `key`; None if neither is configured.
+    """Return the fleet's key from the file, or else `key`; None if neither is configured.
 
-    `variable`: environment variable that sets `key`, for the error. Raises ConfigError.
+    Raises ConfigError if the file cannot be read, or if the key is too short. `variable`: name of the environment
+    variable that sets `key`, for the error message.
     """
     if key_file is not None:
         label = f"--kv-transfer-key-file {key_file}"
@@ -81,7 +82,8 @@ def read_fleet_key(key_file: str | None, key: str | None, variable: str) -> byte
         except OSError as error:
             raise ConfigError(f"{label}: {error.strerror}") from error
     elif key is not None:
-        label, key_bytes = variable, key.encode()
+        label = variable
+        key_bytes = key.encode()
     else:
         return None
     if len(key_bytes) < FLEET_KEY_BYTES_MIN:

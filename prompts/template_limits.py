@@ -67,7 +67,7 @@ _FUNCTIONS: Final = ("dict", "namespace", "raise_exception", "range", "strftime_
 
 
 class RenderLimitError(jinja2.TemplateError):
-    """A template took too much time, or made too large a value, or may do so."""
+    """A template takes too much time or makes too large a value, or could do so."""
 
 
 class RenderContext(jinja2.runtime.Context):
@@ -99,34 +99,34 @@ def is_in_time(context: RenderContext, _: object = None) -> bool:
 
 
 def check_size(value: Any) -> Any:
-    """Return a value that the template made. Raises RenderLimitError if it is too large."""
+    """Return a value that the template made. Raises RenderLimitError if the value is too large."""
     if isinstance(value, str):
         if len(value) > TEXT_CHARS_MAX:
             raise _make_size_error()
     elif isinstance(value, (list, tuple, dict, jinja2.utils.Namespace)):
-        _count_remaining_chars(value, TEXT_CHARS_MAX)
+        _subtract_chars(value, TEXT_CHARS_MAX)
     return value
 
 
-def _count_remaining_chars(value: Any, chars_max: int) -> int:
-    """Return `chars_max` less the characters of a value, each of its items counted as often as it would be written.
+def _subtract_chars(value: Any, chars_left: int) -> int:
+    """Return `chars_left` less the characters of a value and ITEM_CHARS for each item, counted at each occurrence.
 
-    Raises RenderLimitError if they are too many, and for a namespace, which may become larger later.
+    Raises RenderLimitError if the result is negative, and for a namespace, because it can grow afterwards.
     """
     if isinstance(value, jinja2.utils.Namespace):
         raise RenderLimitError("the chat template puts a namespace into another value, which may become too large")
     if isinstance(value, str):
-        chars_max -= len(value)
+        chars_left -= len(value)
     elif isinstance(value, dict):
         for key, item in value.items():
-            chars_max = _count_remaining_chars(item, _count_remaining_chars(key, chars_max))
+            chars_left = _subtract_chars(item, _subtract_chars(key, chars_left))
     elif isinstance(value, (list, tuple)):
         for item in value:
-            chars_max = _count_remaining_chars(item, chars_max)
-    chars_max -= ITEM_CHARS
-    if chars_max < 0:
+            chars_left = _subtract_chars(item, chars_left)
+    chars_left -= ITEM_CHARS
+    if chars_left < 0:
         raise _make_size_error()
-    return chars_max
+    return chars_left
 
 
 def _make_size_error() -> RenderLimitError:
@@ -144,16 +144,16 @@ def _check_arguments(arguments: Iterable[Any]) -> None:
 
 def _limit_items(items: Iterable[Any]) -> Iterator[Any]:
     """Yield the items that a filter makes. Raises RenderLimitError if they are too large together."""
-    chars_max = PROMPT_CHARS_MAX
+    chars_left = PROMPT_CHARS_MAX
     for item in items:
-        chars_max -= ITEM_CHARS + (len(item) if isinstance(item, str) else 0)
-        if chars_max < 0:
+        chars_left -= ITEM_CHARS + (len(item) if isinstance(item, str) else 0)
+        if chars_left < 0:
             raise _make_size_error()
         yield item
 
 
 def concat(parts: Iterable[str]) -> str:
-    """Join the output of a template or a macro. Raises RenderLimitError if it is too large."""
+    """Join the output of a template or a macro. Raises RenderLimitError if the output is too large."""
     texts = list(parts)
     if sum(map(len, texts)) > PROMPT_CHARS_MAX:
         raise _make_size_error()
@@ -184,14 +184,17 @@ def _check_filter(name: str, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Environment of templates with limits. Call `restrict` once its filters and functions are set."""
+    """Sandbox that bounds the time of templates and the size of the values that they make.
+
+    Call `restrict` after all filters and functions are set.
+    """
 
     context_class = RenderContext
     concat = staticmethod(concat)
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def restrict(self) -> None:
-        """Leave only what cannot take long."""
+        """Remove all tests, filters and functions that may take long."""
         self.tests = {name: test for name, test in self.tests.items() if name in _SAFE_TESTS}
         self.tests["in_time"] = is_in_time
         measured_filters = {name: _limit_filter(name, self.filters[name]) for name in _MEASURED_FILTERS}
@@ -200,29 +203,34 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals = {name: self.globals[name] for name in _FUNCTIONS if name in self.globals}
 
     def is_safe_callable(self, obj: Any) -> bool:
-        """Whether a call is known to be fast. Raises RenderLimitError if not."""
+        """Return whether the sandbox allows a call. Raises RenderLimitError unless the call is known to be fast."""
         if isinstance(obj, (BuiltinMethodType, MethodType)):
             is_fast = obj.__name__ in _METHODS or isinstance(obj.__self__, jinja2.ext.Extension)
         else:
-            is_macro = isinstance(obj, (jinja2.runtime.Macro, jinja2.Undefined))
-            is_fast = is_macro or not callable(obj) or any(obj is function for function in self.globals.values())
+            is_macro_or_undefined = isinstance(obj, (jinja2.runtime.Macro, jinja2.Undefined))
+            is_global_function = any(obj is function for function in self.globals.values())
+            is_fast = is_macro_or_undefined or not callable(obj) or is_global_function
         if not is_fast:
             raise RenderLimitError(f"the chat template may take too long: it calls {obj!r:.80}")
         return super().is_safe_callable(obj)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, a method or a macro, and check what it makes."""
+        """Call a function, a method or a macro, and check the size of the result.
+
+        The parameters are named as in Jinja, so that a template can pass a keyword such as `self`.
+        """
         self, function = __self, __obj
         options = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        if type(function) is BuiltinMethodType and function.__name__ in _SAFE_METHODS:  # nearly every call
+        if type(function) is BuiltinMethodType and function.__name__ in _SAFE_METHODS:  # fast path of nearly all calls
             return check_size(function(*args, **options))
         self._check_call(function, args, options)
         result = super().call(__context, function, *args, **kwargs)
-        is_text_or_namespace = isinstance(function, jinja2.runtime.Macro) or function is self.globals["namespace"]
-        return result if is_text_or_namespace else check_size(result)
+        if isinstance(function, jinja2.runtime.Macro) or function is self.globals["namespace"]:
+            return result  # `concat` has checked a macro's text, and `_check_call` the content of a namespace
+        return check_size(result)
 
     def _check_call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Raise RenderLimitError for arguments with which a call may take long."""
+        """Raise RenderLimitError if the arguments could make a call slow."""
         if isinstance(function, BuiltinMethodType) and function.__name__ in _MEASURED_METHODS:
             _check_arguments([function.__self__] if function.__name__ == "join" else args)
         elif function is self.globals.get("strftime_now"):
@@ -233,7 +241,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             check_size([*args, options])
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiply or divide numbers. Raises RenderLimitError for texts and lists, and for large results."""
+        """Compute `*` or `%` of two numbers.
+
+        Raises RenderLimitError for `**`, for texts and lists, and for large results.
+        """
         if operator == "%" and isinstance(left, int):
             return left % right
         if operator == "**" or not (isinstance(left, (int, float)) and isinstance(right, (int, float))):

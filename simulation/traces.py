@@ -62,10 +62,10 @@ def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) 
 
 
 def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
-    """Read agent sessions: a request follows the previous answer after its think time, at most 60 s.
+    """Read agent sessions. Each request follows the previous answer of its session after a think time, at most 60 s.
 
-    A session is cut to 60 requests of at most 131,072 tokens. Sessions start at random, on average one a second at
-    speed 1.
+    At most 60 requests of a session are used, each of at most 131,072 tokens. Sessions start at random times, on
+    average one a second at speed 1.
     """
     rng = random.Random(seed)
     session_order = list(range(len(records)))
@@ -105,9 +105,10 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
 
 
 def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Workload:
-    """Generate conversations that begin with the long prompt of one of 40 tools, some of which are used far more often.
+    """Generate conversations that begin with the long prompt of one of 40 tools.
 
-    Conversations arrive as a Poisson process. Each has one to three turns with short unique questions.
+    The k-th tool is used 1/k times as often as the first. Conversations arrive as a Poisson process. Each has one to
+    three turns with short unique questions.
     """
     rng = random.Random(seed)
     next_id = 1
@@ -144,28 +145,19 @@ def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Work
 
 
 def link_requests(workload: Workload) -> Workload:
-    """Find the conversations of a trace: set output block ids, sessions and the working set of a workload."""
+    """Set the sessions, final block ids and working set of a trace's workload, and return the workload.
+
+    Traces do not name conversations. A request is assumed to continue an earlier one if its blocks begin with the full
+    blocks of the earlier prompt, and if its prompt is long enough for the earlier answer, too.
+    """
     request_by_last_block: dict[int, SimRequest] = {}
-    """id of a prompt's last full block -> request"""
+    """Newest request, by the id of the last full block of its prompt."""
     for request in workload.requests:
         request.final_block_ids = request.block_ids[: request.full_block_count]
     for request in workload.requests:
-        previous_request = None
-        for k in range(len(request.block_ids), 0, -1):
-            candidate = request_by_last_block.get(request.block_ids[k - 1])
-            if candidate is not None and candidate.prompt_tokens + candidate.output_tokens <= request.prompt_tokens:
-                previous_request = candidate
-                break
+        previous_request = _find_previous_request(request, request_by_last_block)
         if previous_request is not None:
-            shared_block_count = min(
-                (previous_request.prompt_tokens + previous_request.output_tokens) // TRACE_BLOCK_SIZE,
-                request.full_block_count,
-            )
-            if (
-                len(previous_request.final_block_ids) == previous_request.full_block_count
-                and shared_block_count > previous_request.full_block_count
-            ):
-                previous_request.final_block_ids = request.block_ids[:shared_block_count]
+            _add_output_blocks(previous_request, request)
             if request.previous_index is None:
                 request.session = previous_request.session
         if request.full_block_count:
@@ -174,6 +166,26 @@ def link_requests(workload: Workload) -> Workload:
         {block_id for request in workload.requests for block_id in request.final_block_ids}
     )
     return workload
+
+
+def _find_previous_request(request: SimRequest, request_by_last_block: dict[int, SimRequest]) -> SimRequest | None:
+    """Return the request with the longest prompt that `request` can continue, or None."""
+    for block_id in reversed(request.block_ids):
+        candidate = request_by_last_block.get(block_id)
+        if candidate is not None and candidate.prompt_tokens + candidate.output_tokens <= request.prompt_tokens:
+            return candidate
+    return None
+
+
+def _add_output_blocks(previous_request: SimRequest, request: SimRequest) -> None:
+    """Set the ids of a request's output blocks, which the prompt of the first request that continues it shows."""
+    shared_block_count = min(
+        (previous_request.prompt_tokens + previous_request.output_tokens) // TRACE_BLOCK_SIZE,
+        request.full_block_count,
+    )
+    is_first_continuation = len(previous_request.final_block_ids) == previous_request.full_block_count
+    if is_first_continuation and shared_block_count > previous_request.full_block_count:
+        previous_request.final_block_ids = request.block_ids[:shared_block_count]
 
 
 @dataclass(frozen=True, slots=True)
