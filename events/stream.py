@@ -85,7 +85,7 @@ class StreamState:
     # Stimuli
 
     def on_connected(self, now: float) -> list[Instruction]:
-        """Handle a new connection, before any message that came on it."""
+        """Handle a new connection, before its first message."""
         self.is_online = True
         self._early_batches.clear()
         self._attempt_count = self._restart_attempt_count = 0
@@ -93,11 +93,11 @@ class StreamState:
             return [*self._clear("reconnected while joining"), *self._start_over(now)]
         if self._next_seq is not None:
             return self._start_repair(now)
-        # The first connection, or nothing was learned on the ones before.
+        # The first connection, or no batch came on the earlier ones.
         return [] if self.config.start_mode is StartMode.LIVE else self._start_over(now)
 
     def on_disconnected(self) -> list[Instruction]:
-        """Handle the loss of the connection. Applied batches stay, as the publisher may be back."""
+        """Handle the loss of the connection. Applied batches stay, because the publisher may come back."""
         self.is_online = False
         self._deadline = None
         return []
@@ -156,7 +156,7 @@ class StreamState:
                 if self._next_seq is None:
                     self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
                 return self._finish_reply(now)
-            # No snapshot, or an incomplete one: the ring must do.
+            # Without a complete snapshot, the state is rebuilt from the ring.
             return [*self._clear("no snapshot"), *self._start_rebuild(now)]
         if self.phase is StreamPhase.REBUILD and self._next_seq is None:
             self._next_seq = min(self._early_batches.list_seqs(), default=0)
@@ -168,7 +168,7 @@ class StreamState:
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
-        """Handle the chunks of a snapshot after batch `last_seq`, which is None if there is no snapshot now."""
+        """Handle the chunks of a snapshot taken after batch `last_seq`, which is None if there is no snapshot now."""
         if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
             return []
         if last_seq is None:
@@ -177,12 +177,13 @@ class StreamState:
             return self._handle_restart("the publisher has another id", now)
         self._deadline = None
         self.stats.snapshot_count += 1
-        self._next_seq, self._has_applied_state = last_seq + 1, True
+        self._next_seq = last_seq + 1
+        self._has_applied_state = True
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
         return instructions + self._finish_reply(now)
 
     def _is_other_publisher(self, publisher_id: bytes) -> bool:
-        """Remember the publisher id of a message; return whether it is of another process than the last one."""
+        """Store the publisher id of a message; return whether the last message was from another process."""
         previous_id = self._publisher_id
         self._publisher_id = publisher_id or previous_id
         return bool(previous_id) and self._publisher_id != previous_id
@@ -209,7 +210,7 @@ class StreamState:
         return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
-        """Handle timeouts; to be called a few times a second."""
+        """Handle timeouts. Must be called a few times a second."""
         if not self.is_online:
             return []
         if self._deadline is not None:
@@ -286,7 +287,7 @@ class StreamState:
                 return self._discard_and_start_over(NO_REPLAY, now)
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
-        # A batch of vLLM's snapshot has no digest. The publisher id then shows whether this is the same process.
+        # After a vLLM snapshot, the last batch has no digest: the publisher id shows whether this is the same process.
         is_checked_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
         self._awaits_last_batch = self._next_seq > 0 and not is_checked_by_id
         return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]

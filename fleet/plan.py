@@ -1,11 +1,11 @@
-"""Plan of what to start, drain and stop next, from what is wanted, what is there and `now`. No I/O.
+"""Plan of the members to start, drain and stop next, from the wanted members, the present ones and `now`. No I/O.
 
-The fleet's members of one kind sit on numbered slots. `plan` is asked again and again; it keeps that
+The fleet's members of one kind have numbered slots. `plan_actions` is called repeatedly. Its rules:
 
-* no slot has two members, and never more are there than wanted, or one more (`surge`) while old ones are replaced;
+* no slot has two members, and there are never more members than wanted, or one more (`surge`) during a replacement;
 * a worker that is up is drained before it is stopped;
-* old members are replaced one by one, the next only when all are up: a version that does not start takes one's place;
-* a slot whose program ends is taken again at once, then after 1, 2, 4, ... 60 s, until one was up for a minute.
+* old members are replaced one by one, the next only when all are up, so that a broken version replaces only one;
+* after a program ends, its slot is used again at once, then after 1, 2, 4, ... 60 s, until one was up for a minute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 
 MAX_BACK_OFF_S = 60.0
 STEADY_AFTER_S = 60.0
-"""Seconds up after which a later end does not count as a failed start."""
+"""Time for which a program must be up, so that its end does not count as a failed start."""
 
 
 class MemberKind(str, Enum):
@@ -28,9 +28,9 @@ class Phase(str, Enum):
     STARTING = "starting"
     UP = "up"
     DRAINING = "draining"
-    """Gets no new requests and finishes those it has."""
+    """The member gets no new requests, and finishes those that it has."""
     STOPPING = "stopping"
-    """Was told to stop."""
+    """The member was asked to stop."""
 
 
 LIVE_PHASES = (Phase.STARTING, Phase.UP)
@@ -38,18 +38,18 @@ LIVE_PHASES = (Phase.STARTING, Phase.UP)
 
 @dataclass(frozen=True)
 class MemberTarget:
-    """How many members of one kind there should be, and at which revision."""
+    """Wanted number of members of one kind, and their revision."""
 
     count: int
     revision: int = 0
-    """Revision wanted; members of a lower one are replaced."""
+    """Members of a lower revision are replaced."""
     surge: bool = False
-    """Start a replacement before the old one is drained: needs room for one more."""
+    """Whether a replacement starts before the old member is drained, which needs room for one more."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One program, from the decision to start it until it is seen to have ended."""
+    """One program, from the decision to start it until its end was noticed."""
 
     name: str
     kind: MemberKind
@@ -170,7 +170,7 @@ def _plan_actions_for_kind(
             and member.name not in changing_names
         ][:-excess_count]
         actions += [PhaseChange(member.name, Phase.UP) for member in returning_members]
-        # Who leaves still has its room.
+        # A member that leaves still occupies its slot.
         return actions + _plan_starts(
             kind, wanted_count - len(members), {member.slot for member in members}, failure_by_slot, now
         )
@@ -189,7 +189,7 @@ def _plan_removal(member: Member) -> PhaseChange:
 def _plan_starts(
     kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failure_by_slot: FailureBySlot, now: float
 ) -> list[Action]:
-    """Return starts for the lowest free slots; a slot that must wait is not passed over."""
+    """Return the starts for the lowest free slots. No higher slot is used instead of a slot that must wait."""
     free_slots = (
         (slot for slot in range(len(occupied_slots) + missing_member_count) if slot not in occupied_slots)
         if missing_member_count > 0

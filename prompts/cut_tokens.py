@@ -62,7 +62,7 @@ def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
     literal_texts = [token.content for token in literal_tokens]
     any_looks_around = any(token.lstrip or token.rstrip or token.single_word for token in all_tokens)
     safe_texts = [token.content for token in literal_tokens if _can_cut(token, any_looks_around)]
-    # A token that is in the middle of another token may be found there, and so cut the other token.
+    # A token inside of another token could become a part of it, together with the end of the piece before.
     unambiguous_texts = [
         text for text in safe_texts if not any(other_text.find(text, 1) >= 0 for other_text in literal_texts)
     ]

@@ -53,14 +53,13 @@ class HostTier:
         self._tree = tree
         self._block_copies = block_copies
         self._unplanned_copy_by_block: dict[Block, BlockCopy] = {}
-        """Block here -> the copy that fills it, which no plan has yet."""
+        """Copy that fills a host block and that no plan has yet, by host block."""
         self._unplanned_blocks_by_unit: dict[Unit, list[Block]] = {}
-        """Unit of the device -> blocks here that are still to be copied from it, since it was evicted in this plan."""
+        """Host blocks that are still to be copied from a unit of the device that this plan evicted, by unit."""
         self._host_block_by_load_target: dict[Block, Block] = {}
-        """Block of the device, which a later plan loads -> the block here that is to be copied from its memory before.
-        """
+        """Host block that must be copied from a device block's memory before a later plan loads it, by device block."""
         self._planned_stores: list[Block] = []
-        """Blocks here that the step being planned fills."""
+        """Host blocks that the step being planned fills."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
         """Copies that were planned since the start, by kind."""
@@ -75,14 +74,15 @@ class HostTier:
         return HostUsage(1 - self._pool.free_units / len(self._pool.units), *copied_bytes)
 
     def take_planned_stores(self) -> list[Block]:
-        """Take the list of the blocks here that the plan, which is complete, fills."""
-        stores, self._planned_stores = self._planned_stores, []
+        """Return the host blocks that the complete plan fills, and begin a new list for the next plan."""
+        stores = self._planned_stores
+        self._planned_stores = []
         return stores
 
     # ------------------------------------------------------------------ from the device to host memory
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """Take a computed block of the device in, which is about to lose its name, and announce that.
+        """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
 
         Without `keep_on_host`, or without room, the block is announced as removed.
         """
@@ -98,21 +98,22 @@ class HostTier:
             event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
-        """Name a block here for `node`, to be filled by a copy of `block`; False if there is no room."""
+        """Give `node` a host block, to be filled by a copy of `block`; return False if there is no room."""
         kind = block.kind
         host_block = self._pool.allocate(kind) if self._pool.units else None
         if host_block is None:
             return False
         self._tree.attach_host(node, host_block)
         if isinstance(block, StateBlock) and isinstance(host_block, StateBlock):
-            host_block.is_superseded, host_block.value = block.is_superseded, block.value
+            host_block.is_superseded = block.is_superseded
+            host_block.value = block.value
         self._pool.release(host_block)
         self._unplanned_copy_by_block[host_block] = BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST)
         self._unplanned_blocks_by_unit.setdefault(block.unit, []).append(host_block)
         return True
 
     def plan_copies(self, deferred_targets: Container[Block]) -> None:
-        """Plan to copy what the device evicted, except from the memory of blocks which a later plan loads."""
+        """Plan to copy the evicted blocks, except those in the memory of blocks that a later plan loads."""
         if not self._unplanned_blocks_by_unit:
             return
         for unit, host_blocks in self._unplanned_blocks_by_unit.items():
@@ -129,14 +130,14 @@ class HostTier:
         self._unplanned_blocks_by_unit.clear()
 
     def plan_all_copies(self) -> None:
-        """Plan to copy all that the device evicted, before any copy that is planned from now on."""
+        """Plan to copy all evicted blocks, before any copy that is planned from now on."""
         for host_block in list(self._unplanned_copy_by_block):
             self._plan_copy(host_block)
         self._unplanned_blocks_by_unit.clear()
         self._host_block_by_load_target.clear()
 
     def flush_before_overwrite(self, target: Block) -> None:
-        """Plan to copy what was evicted from the memory of the device's `target`, which is about to be written."""
+        """Plan to copy the blocks that were evicted from the memory of `target`, which is about to be overwritten."""
         for host_block in self._unplanned_blocks_by_unit.pop(target.unit, ()):
             self._plan_copy(host_block)
         deferred_block = self._host_block_by_load_target.pop(target, None)
@@ -159,20 +160,20 @@ class HostTier:
             self._stored_blocks_by_kind[block_copy.kind] += 1
 
     def find_content(self, host_block: Block) -> BlockPlace:
-        """Return where the content of a block is: still on the device while no plan has copied it."""
+        """Return where the content of a host block is. While no plan has copied it, it is still on the device."""
         unplanned_copy = self._unplanned_copy_by_block.get(host_block)
         if unplanned_copy is not None:
             return BlockPlace(host_block.kind, unplanned_copy.source)
         return BlockPlace(host_block.kind, host_block.id, is_on_host=True)
 
     def untrusted_blocks(self) -> list[Block]:
-        """Return the blocks that the plan being made, or a later one, fills. A failed step makes them untrusted."""
+        """Return the host blocks that the current plan, or a later one, fills. A failed step makes them untrusted."""
         return [*self._planned_stores, *self._unplanned_copy_by_block]
 
     # ------------------------------------------------------------------ from host memory to the device
 
     def pin(self, node: Node, kind: int) -> Block:
-        """Hold the node's block here, so that it is not evicted before `unpin`, and return it."""
+        """Return the node's host block, and hold the block, so that it is not evicted before `unpin`."""
         host_block = node.host_blocks[kind]
         assert host_block is not None
         self._pool.acquire(host_block)
@@ -191,7 +192,7 @@ class HostTier:
         self._pool.release(host_block)
 
     def finish_promotion(self, host_block: Block) -> None:
-        """Unpin a block of which the device has a computed copy now, and drop it unless another step reads it."""
+        """Unpin a block of which the device now has a computed copy. Drop the block unless another step reads it."""
         if host_block.ref_count > 1:
             self.unpin(host_block)
             return
@@ -200,9 +201,9 @@ class HostTier:
         self.unpin(host_block)
 
     def unpin_state(self, host_block: Block) -> None:
-        """Unpin a state that a sequence has copied and will change. The state here stays.
+        """Unpin a state that a sequence has copied and will change. The state stays in host memory.
 
-        It is dropped if the cache was reset, or if the device has a named copy meanwhile.
+        The state is dropped only if the cache was reset, or if the tree has a copy on the device meanwhile.
         """
         if host_block.node is None or host_block.node.has_computed(host_block.kind):
             self.finish_promotion(host_block)
@@ -210,7 +211,7 @@ class HostTier:
             self.unpin(host_block)
 
     def discard_duplicate(self, block: Block) -> None:
-        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
+        """Drop the host copy of a block that the device has just computed, unless a step reads the copy."""
         assert block.node is not None
         host_block = block.node.host_blocks[block.kind]
         if host_block is not None and not host_block.ref_count:
@@ -219,7 +220,7 @@ class HostTier:
     # ------------------------------------------------------------------ eviction
 
     def evict(self, block: Block) -> None:
-        """Evict a block. If it is full attention that the device does not have, its descendants here go, too."""
+        """Evict a host block. A full-attention block that the device lacks takes its host descendants along."""
         assert block.node is not None
         if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
             self._drop_subtree(block.node)
@@ -227,7 +228,7 @@ class HostTier:
             self._drop(block)
 
     def forget_all(self) -> None:
-        """Forget every name. Blocks that steps read stay until they are unpinned."""
+        """Detach all host blocks from the tree. Blocks that steps read stay until they are unpinned."""
         for host_block in self._tree.clear_host():
             self._free_if_unpinned(host_block)
 

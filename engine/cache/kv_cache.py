@@ -42,7 +42,7 @@ from engine.types import BlockCopy, Chunk, Sequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Units of both memories, and how many are used."""
+    """Number of units of the device's memory, and how many of them are used, with the usage of host memory."""
 
     total_units: int
     live_units: int
@@ -139,7 +139,8 @@ class KVCache:
 
     def should_wait(self, seq: Sequence) -> bool:
         """Return whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
-        matched_nodes, keys = self._matcher.match(seq), self._matcher.list_keys(seq)
+        matched_nodes = self._matcher.match(seq)
+        keys = self._matcher.list_keys(seq)
         if self._loads.has_unplanned(matched_nodes):
             return True
         if self.has_states:
@@ -282,7 +283,7 @@ class KVCache:
         return block
 
     def release(self, seq: Sequence) -> None:
-        """Release all that `seq` holds, its last block first, so that it is evicted first."""
+        """Release all blocks of `seq`, the last block first, so that it is evicted first."""
         seq_blocks = self._blocks_by_sequence.pop(seq)
         self._loads.cancel(seq)
         assert not seq_blocks.pending_merges
@@ -294,26 +295,26 @@ class KVCache:
         seq.computed_tokens = 0
 
     def discard_keys(self, seq: Sequence) -> None:
-        """Forget the block keys of a request that has ended."""
+        """Discard the block keys of a request that has ended."""
         self._hasher.discard(seq)
         self._matcher.forget(seq)
 
     # ------------------------------------------------------------------ loads from host memory
 
     def is_loading(self, seq: Sequence) -> bool:
-        """Return whether `seq` waits for loads that no step plans yet: until then it computes nothing."""
+        """Return whether `seq` waits for loads that no step plans yet. Until then `seq` computes nothing."""
         return seq in self._loads
 
     def plan_loads(self, *, has_decodes: bool) -> None:
-        """Add as many loads to the step being planned as it may make."""
+        """Add as many loads to the step being planned as its limit allows."""
         self._loads.begin_step(has_decodes=has_decodes)
 
     def list_loading_sequences(self) -> set[Sequence]:
-        """Return the sequences for which the step being planned loads something."""
+        """Return the sequences for which the step being planned loads blocks."""
         return self._loads.list_planned_sequences()
 
     def cancel_loads(self, seq: Sequence) -> None:
-        """Take back the loads for `seq` that no step in flight has."""
+        """Cancel the loads for `seq`, except those of running steps."""
         self._loads.cancel(seq)
 
     # ------------------------------------------------------------------ steps
@@ -323,7 +324,7 @@ class KVCache:
         self._steps.register_full_blocks(self._blocks_by_sequence[seq], end)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Complete a plan with its copies, and advance its sequences. Its step is in flight from now on."""
+        """Complete a plan with its copies, and advance its sequences. The step counts as running from now on."""
         self.host_tier.plan_copies(self._loads.unplanned_blocks)
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
@@ -333,9 +334,9 @@ class KVCache:
         self._steps.begin_step(plan.chunks)
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
-        """Record that the oldest step in flight is computed: announce its blocks, release what no window needs.
+        """Record that the oldest running step is computed: announce its blocks, and release blocks before the windows.
 
-        `ended_sequences`: sequences that get no further names for their blocks.
+        `ended_sequences`: sequences that get no tree nodes for further blocks.
         """
         self._steps.commit(chunks, ended_sequences)
         if self.windows.sliding_groups:
@@ -349,21 +350,21 @@ class KVCache:
             seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
 
     def rollback(self) -> None:
-        """Take back the newest step in flight, which was not computed. Its sequences must be released afterwards."""
+        """Undo the newest running step, which was not computed. Its sequences must be released afterwards."""
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """Forget the blocks that copies of failed steps may not have filled. True, and nothing done, if one is held."""
+        """Drop blocks that copies of failed steps may not have filled. If one is held, return True and drop none."""
         return self._steps.invalidate_failed_copies()
 
     def take_events(self) -> StepEvents | None:
-        """Take the events since the last call, in order; None if nothing changed. They are made when they are read."""
+        """Return the events since the last call, in order; None if nothing changed. Events are made when iterated."""
         return self.tree.event_log.drain()
 
     # ------------------------------------------------------------------ the whole cache
 
     def reset(self) -> None:
-        """Empty the prefix cache. Running sequences keep their blocks, and get no names for them any more."""
+        """Empty the prefix cache. Running sequences keep their blocks, which get no tree nodes any more."""
         for block in self.tree.clear():
             if block.ref_count == 0:
                 self.pool.drop(block)

@@ -1,8 +1,8 @@
 """The Triton backend: every operation of a step as one or two launches over the whole ragged batch.
 
-On CUDA devices; on CPU tensors only under Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), which
-is how the kernels are tested where there is no GPU. Nothing here waits for the device: what varies from step to step
-is uploaded with the plan. Tile sizes come from small fixed tables, so nothing is tuned at run time.
+It runs on CUDA devices. Tests without a GPU run it on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1 before
+triton is imported). The host never waits for the device: the data of a step is uploaded with its plan. Tile sizes come
+from small fixed tables, so that no kernel is tuned at run time.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -41,9 +41,9 @@ from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LOGITS_PER_BLOCK = 4096
-"""Logits that a program reads at one time."""
+"""Logits that a program loads at a time."""
 COUNTS_PER_BLOCK = 1024
-"""Tokens with penalties that a program reads at one time."""
+"""Tokens with penalties that a program loads at a time."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
@@ -227,7 +227,8 @@ class TritonKernels:
         rows = view_rows(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
-        block, tail_dims = round_up_to_power_of_two(half, 8), dim - 2 * half
+        block = round_up_to_power_of_two(half, 8)
+        tail_dims = dim - 2 * half
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows_per_program = self._rows_per_program(tokens * heads, 2 * block)
         row_kernels.rotate_rows[(triton.cdiv(tokens * heads, rows_per_program),)](
@@ -263,10 +264,11 @@ class TritonKernels:
         """Return the weighted sum of each token's top-k experts: [tokens, hidden].
 
         Pairs of token and expert are sorted by expert, so that each tile multiplies with the weights of one expert.
-        The sort is torch's: its result stays on the device, and the host does not wait.
+        torch sorts on the device, so that the host does not wait.
         """
         tokens, hidden = x.shape
-        top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
+        num_experts, _, size = down.shape
+        top_k = expert_ids.shape[1]
         rows = tokens * top_k
         block_m = round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), 16 if x.element_size() > 2 else 64))
         order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
@@ -336,7 +338,7 @@ class TritonKernels:
 
 
 def view_rows(x: Tensor) -> Tensor:
-    """View x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
+    """Return x as [outer, inner, dim] with adjacent elements in the last axis: a view if possible, else a copy."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 2:
