@@ -27,19 +27,6 @@ class Listener:
         self.handshake_tasks: set[asyncio.Task[None]] = set()
         """TLS handshakes that have not ended."""
 
-    async def start(
-        self,
-        host: str,
-        port: int,
-        tls: ssl.SSLContext | None,
-        *,
-        reuse_port: bool = False,
-    ) -> int:
-        """Listen and return the port, as `bind` and `listen` do."""
-        port = await self.bind(host, port, tls, reuse_port=reuse_port)
-        await self.listen()
-        return port
-
     async def bind(
         self,
         host: str,

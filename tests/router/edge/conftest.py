@@ -333,7 +333,8 @@ class Edge:
         worker_routes = ForwardedRoutes(self.dispatcher, self.routes, config)
         self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or (lambda connection, request: None))
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
-        self.port = await self.listener.start("127.0.0.1", 0, None)
+        self.port = await self.listener.bind("127.0.0.1", 0, None)
+        await self.listener.listen()
         self._tasks.append(asyncio.create_task(self._tick()))
 
     def _add_local_routes(self, reader: RequestReader) -> None:

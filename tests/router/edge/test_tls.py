@@ -41,7 +41,8 @@ def test_handshakes_count_as_connections_and_end(
     async def scenario() -> None:
         await edge.start()
         listener = Listener(edge.app, ClientTimeouts(), 8)
-        port = await listener.start("127.0.0.1", 0, server)
+        port = await listener.bind("127.0.0.1", 0, server)
+        await listener.listen()
 
         async def ask() -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname="localhost")
