@@ -95,6 +95,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     parser.add_argument("--host-memory", type=float, default=0.0, help="under each cache, times its size")
     parser.add_argument("--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES:,} bytes a token")
+    parser.add_argument("--transfer-gb-s", type=float, default=0.0, help="rate at which ours moves KV (0: it does not)")
     parser.add_argument("--prefill-order", choices=["arrival", "shortest"], default="arrival",
                         help="which prompt an engine computes first; 100 %% load is that of arrival")  # fmt: skip
     for name, value in asdict(StepTimes()).items():
@@ -153,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         saturate=arguments.saturate,
         skip=arguments.skip,
         host_memory=arguments.host_memory,
+        transfer_gb_s=arguments.transfer_gb_s,
         slow_workers={} if arguments.slow_worker is None else {0: arguments.slow_worker},
     )
     host = describe_machine()
