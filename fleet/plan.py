@@ -100,10 +100,7 @@ FailureBySlot = Mapping[tuple[MemberKind, int], SlotFailure]
 
 
 def make_next_failure(previous: SlotFailure | None, up_s: float, now: float) -> SlotFailure:
-    """Return the failure record of a slot after its program ended by itself.
-
-    `up_s`: time for which the program was up; 0 if it never was.
-    """
+    """Return a slot's failure record after its program ended by itself. `up_s`: how long it was up; 0 if never."""
     count = 1 if previous is None or up_s >= STEADY_AFTER_S else previous.failure_count + 1
     return SlotFailure(count, now + (min(MAX_BACK_OFF_S, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
@@ -190,12 +187,9 @@ def _plan_starts(
     kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failure_by_slot: FailureBySlot, now: float
 ) -> list[Action]:
     """Return the starts for the lowest free slots. No higher slot is used instead of a slot that must wait."""
-    free_slots = (
-        (slot for slot in range(len(occupied_slots) + missing_member_count) if slot not in occupied_slots)
-        if missing_member_count > 0
-        else iter(())
-    )
-    slots = [slot for slot, _ in zip(free_slots, range(missing_member_count))]
+    slot_count = len(occupied_slots) + missing_member_count
+    free_slots = [slot for slot in range(slot_count) if slot not in occupied_slots]
+    slots = free_slots[: max(0, missing_member_count)]
     slot_failures = (failure_by_slot.get((kind, slot)) for slot in slots)
     return [
         StartAction(kind, slot)

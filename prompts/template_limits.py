@@ -184,10 +184,7 @@ def _check_filter(name: str, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Sandbox that bounds the time of templates and the size of the values that they make.
-
-    Call `restrict` after all filters and functions are set.
-    """
+    """Sandbox that bounds the time and the values of templates. Call `restrict` after its filters are set."""
 
     context_class = RenderContext
     concat = staticmethod(concat)
@@ -241,10 +238,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             check_size([*args, options])
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `*` or `%` of two numbers.
-
-        Raises RenderLimitError for `**`, for texts and lists, and for large results.
-        """
+        """Compute `*` or `%` of numbers. Raises RenderLimitError for `**`, for other values, and for large results."""
         if operator == "%" and isinstance(left, int):
             return left % right
         if operator == "**" or not (isinstance(left, (int, float)) and isinstance(right, (int, float))):

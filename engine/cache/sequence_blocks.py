@@ -57,10 +57,7 @@ class SequenceBlocks:
     # ------------------------------------------------------------------ tables
 
     def mark_replaced(self) -> None:
-        """Record that entries of the tables changed, so that the runner writes this sequence's tables again in full.
-
-        Appended blocks need no such record.
-        """
+        """Make the runner write this sequence's tables again in full. Appended blocks do not need this."""
         self.seq.table_version += 1
 
     def append(self, new_blocks: list[tuple[int, Block]]) -> None:

@@ -84,10 +84,7 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """Return the values that a schema lists by `enum`, `const` or branches.
-
-    None if the schema lists no values, or if one of them is an object or an array.
-    """
+    """Return the values that a schema lists by `enum`, `const` or branches; None without values, or with objects."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return None

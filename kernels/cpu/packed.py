@@ -89,10 +89,7 @@ def should_use_native_products() -> bool:
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
-    """Pack a weight [outputs, inputs] for `multiply_packed`; None if packing makes products no faster.
-
-    Only bf16 weights on a CPU are packed.
-    """
+    """Pack a bf16 weight [outputs, inputs] on the CPU for `multiply_packed`; None if products get no faster."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     num_outputs, num_inputs = weight.shape

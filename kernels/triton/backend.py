@@ -86,10 +86,7 @@ class TritonKernels:
     refill_decode_plan = staticmethod(refill_decode_plan)
 
     def _choose_split_count(self, sequence_count: int, kv: PagedKV) -> int:
-        """Return into how many parts contexts are split, so that there are enough programs to fill the device.
-
-        It is a power of two.
-        """
+        """Return how many parts a context is split into: a power of two that gives enough programs for the device."""
         program_count = PROGRAMS_PER_PROCESSOR * self._processor_count // max(1, sequence_count * kv.num_kv_heads)
         return 1 << (max(1, min(program_count, MAX_SPLITS)).bit_length() - 1)
 

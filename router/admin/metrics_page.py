@@ -80,10 +80,7 @@ def build_page_families(report: MetricsReport) -> Iterator[Family]:
 
 
 def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
-    """Yield the metric families of the workers' event streams.
-
-    `feed_counters`: counters by their names, by worker id.
-    """
+    """Yield the metric families of the workers' event streams. `feed_counters`: counters by name, by worker id."""
     names = sorted({name for counters in feed_counters.values() for name in counters})
     rows = (
         Row(
