@@ -80,7 +80,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     else:
         from engine.simulation.executor import load_executor
     if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
-        tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
+        tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     executor = load_executor(config, folder)
     with ExitStack() as close_on_error:
         close_on_error.callback(executor.model.close)

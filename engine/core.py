@@ -198,8 +198,8 @@ class EngineCore:
     ) -> None:
         """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
 
-        `grammars`: those of constrained answers; None: no request may have a constraint.
-        `transfers`: moves blocks from and to peers; None: there are none. `model`: None: it never sleeps or changes.
+        `grammars`: compiler of the grammars of constrained answers. Without it, requests with a constraint are refused.
+        `transfers`: moves blocks from and to peers, if there are any. `model`: needed to sleep and to change weights.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -208,14 +208,14 @@ class EngineCore:
             self._submit_step = runner.submit
         self._steps_in_flight_max = 1 + overlaps_steps
         self._steps_in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        """(plan, function that waits for the result) of each step that was begun, oldest first."""
+        """(plan, function that waits for the result) of each step in flight, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
         self.transfers: Transfers = NoTransfers() if transfers is None else transfers
         self._model = model
         self._is_asleep = False
         self._preparing_requests: dict[str, _PreparingRequest] = {}
-        """Request id -> request that waits for its grammar or for blocks of a peer."""
+        """Requests that wait for their grammar or for blocks of a peer, by request id."""
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
@@ -223,7 +223,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits, runs or ends with a step in flight."""
+        """Whether any request waits, runs, or will end with a step in flight."""
         return self.scheduler.has_work or bool(self._preparing_requests)
 
     @property
@@ -232,20 +232,21 @@ class EngineCore:
         return self.has_requests or self.transfers.has_copies
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
+        """Queue a request: at once, or after its grammar is compiled and blocks of its prompt are pulled from a peer.
 
-        If the request's grammar must be compiled first, or a peer may have blocks that are not cached here, the request
-        is queued after that. No step waits for it.
+        Steps with other requests run meanwhile. Raises RequestRefusedError if the request can never be served.
         """
         futures: list[Future[Any]] = []
         constraint = request.params.constraint
         if constraint is not None:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
-            if (grammar_future := self._grammars.start_compiling(constraint.lark_grammar)) is not None:
+            grammar_future = self._grammars.start_compiling(constraint.lark_grammar)
+            if grammar_future is not None:
                 futures.append(grammar_future)
-        if (pull_end := self.transfers.start_pull(request)) is not None:
-            futures.append(pull_end)
+        pull_future = self.transfers.start_pull(request)
+        if pull_future is not None:
+            futures.append(pull_future)
         if futures:
             self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
         else:
@@ -254,7 +255,7 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
 
-        A request that still waits leaves nothing behind. What a running one leaves: see `Scheduler.abort`.
+        `Scheduler.abort` says which blocks of a running request stay cached.
         """
         outputs = (self._abort_request(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]

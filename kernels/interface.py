@@ -98,8 +98,10 @@ class RaggedBatch:
 
     @staticmethod
     def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
-        """Make the batch in which sequence i computes the positions [starts[i], ends[i]); one-query sequences must
-        lead."""
+        """Make the batch in which sequence i computes the positions [starts[i], ends[i]).
+
+        Sequences with one query must come first.
+        """
         first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
         query_counts = end_positions - first_positions
         query_starts = np.zeros(len(starts) + 1, np.int64)
@@ -154,16 +156,18 @@ class DeviceBlockTable:
     """Block tables of one group that stay on the device from step to step, and the host's copy of them."""
 
     host_blocks: IntArray
-    """[rows, blocks]: the blocks of a sequence in each row; what is past its end may be anything that was a block."""
+    """[rows, blocks]: block numbers of the sequence in each row. Past its end are valid numbers without meaning."""
     block_start_rows: Tensor
-    """[blocks, rows] int32: the token row where each block begins, K of layer 0. Blocks first, so that what a step
-    needs of a table made for longer sequences lies in one piece."""
+    """[blocks, rows] int32: row of the pool where the K of layer 0 of each block begins.
+
+    The axis of blocks comes first, so that the leading blocks of all rows are contiguous.
+    """
     sequence_rows: IntArray
-    """[sequences]: the row of each of the step's sequences."""
+    """[sequences]: the table's row for each of the step's sequences."""
 
     @staticmethod
     def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
-        """Upload one step's tables, [sequences, blocks]; entries outside the pool become some block of it."""
+        """Upload the tables of one step, [sequences, blocks]. Block numbers outside the pool are clipped to it."""
         block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
         host_blocks = np.clip(block_table, 0, block_count - 1)
         (block_start_rows,) = upload([kv.compute_block_rows(host_blocks).T], device)
@@ -172,11 +176,11 @@ class DeviceBlockTable:
         )
 
     def count_blocks(self, batch: RaggedBatch, kv: PagedKV) -> int:
-        """Return the blocks of the longest context."""
+        """Return the number of blocks of the longest context."""
         return -(-int(batch.context_lens.max()) // kv.block_size)
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """Return [tokens]: the row for the K of each query in layer 0."""
+        """Return [tokens]: the row of the pool that takes the K of each token in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
         is_decode = batch.decode_count == len(batch.context_lens)
         rows = self.sequence_rows if is_decode else self.sequence_rows[batch.compute_sequence_indices()]
@@ -297,8 +301,10 @@ class Kernels(Protocol):
         ...
 
     def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
-        """Draw a token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. Returns [rows]
-        int64."""
+        """Draw a token from each row, as `kernels.sampling` says, and return [rows] int64.
+
+        logits: [rows, vocab], left unchanged.
+        """
         ...
 
     def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:

@@ -51,7 +51,7 @@ class Tokenizer:
         named_tokens: dict[str, str],
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
-        is_fast: bool = True,
+        with_fast_encoder: bool = True,
     ) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._template = template
@@ -68,7 +68,7 @@ class Tokenizer:
             token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._fast_encoder: FastEncoder | None = None
-        if is_fast:
+        if with_fast_encoder:
             encoder_or_problem = build_fast_encoder(hf_tokenizer)
             if isinstance(encoder_or_problem, FastEncoder):
                 self._fast_encoder = encoder_or_problem
@@ -76,11 +76,11 @@ class Tokenizer:
                 log.info("texts are encoded by the slower library `tokenizers`: %s", encoder_or_problem)
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str | None = None, *, is_fast: bool = True) -> Tokenizer:
-        """Load from a checkpoint's folder.
+    def load(cls, path: str | Path, chat_template: str | None = None, *, with_fast_encoder: bool = True) -> Tokenizer:
+        """Load the tokenizer of a checkpoint's folder. Raises TokenizerError.
 
-        `chat_template` replaces the model's: a file's path, or the template itself. `is_fast` loads the encoder of
-        prompts/fast_encoder.py too, which takes a second for a large vocabulary. Raises TokenizerError.
+        `chat_template` replaces the model's own template; it is a file's path, or the template's text.
+        `with_fast_encoder`: also build the fast encoder, which takes about a second for a large vocabulary.
         """
         folder = Path(path)
         hf_tokenizer = _load_hf_tokenizer(folder)
@@ -93,10 +93,16 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
         eos_ids = _read_eos_ids(hf_tokenizer, folder, named_tokens)
-        return cls(hf_tokenizer, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, is_fast=is_fast)
+        return cls(
+            hf_tokenizer,
+            named_tokens=named_tokens,
+            template=template,
+            eos_token_ids=eos_ids,
+            with_fast_encoder=with_fast_encoder,
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; special tokens written in it are read as such. Raises RequestError."""
+        """Return the ids of a text, in which names of special tokens become these tokens. Raises RequestError."""
         return self.encode_array(text, add_special_tokens).tolist()
 
     def encode_array(self, text: str, add_special_tokens: bool = True) -> array[int]:
@@ -116,7 +122,7 @@ class Tokenizer:
         return find_cut_tokens(self._hf_tokenizer)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids. Bytes that are not (yet) UTF-8 become U+FFFD, unknown ids nothing."""
+        """Return the text of ids. Incomplete or wrong UTF-8 becomes U+FFFD, and unknown ids are left out."""
         return str(self._hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def render_chat_text(self, request: ChatPrompt) -> str:

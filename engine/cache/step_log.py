@@ -1,11 +1,10 @@
-"""The blocks that each step, planned or in flight, finishes, loads and moves.
-
+"""Log of the blocks that each step, planned or in flight, finishes, loads and moves.
 A step's blocks are **registered** while it is planned: they get their names, and later requests of the same step may
 share them. When the step is computed they are **committed**: announced, or merged with an identical block. If the step
 fails they are **rolled back**. If the last token of a block is not known when its step is planned, the block is named
 when the step is committed.
 
-Owns what commit and rollback must know of each step. Refuses to know admission, and how memory is found.
+Knows nothing of admission, and of how memory is found.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class PendingStep:
     """A step from its planning to its result."""
 
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
-    end_by_unnamed: dict[SequenceBlocks, int] = field(default_factory=dict)
-    """Sequence with an unknown last token -> position at which the block of that token is full."""
+    end_by_unnamed_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
+    """End of the block that the step fills, by sequence. The last token of such a sequence is not known yet."""
     moved_blocks: list[Block] = field(default_factory=list)
-    """Blocks that a compaction moves at the begin of the step."""
+    """Blocks that a compaction moves at the start of the step."""
     host_stores: list[Block] = field(default_factory=list)
     """Blocks of host memory that the step fills."""
     host_loads: list[HostLoad] = field(default_factory=list)
@@ -89,15 +88,18 @@ class StepLog:
         self._planning_step.moved_blocks.append(block)
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Name the blocks that are full once the sequence is computed up to `end`; `commit` merges identical blocks."""
+        """Assign tree nodes to the blocks that are full once the sequence is computed up to `end`.
+
+        A block without all of its token ids yet has no hash. Its node is assigned when the step is committed.
+        """
         full_count, remainder = divmod(end, self._block_size)
         named_count = len(seq_blocks.nodes)
         if full_count <= named_count or seq_blocks.is_detached:
             return
         seq = seq_blocks.seq
-        if end > len(seq.token_ids):
+        if end > len(seq.token_ids):  # a step in flight draws the missing token
             if not remainder:
-                self._planning_step.end_by_unnamed[seq_blocks] = end
+                self._planning_step.end_by_unnamed_sequence[seq_blocks] = end
                 self._states.save_checkpoint(seq, None, end)
             return
         self._assign_nodes(seq_blocks, full_count)
@@ -117,7 +119,7 @@ class StepLog:
         self._steps_in_flight.append(step)
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
-        """Leave the further blocks of a sequence unnamed."""
+        """Assign no nodes to further blocks of a sequence."""
         seq_blocks.is_detached = True
         self._states.cancel_planned(seq_blocks.seq)
 
@@ -126,8 +128,7 @@ class StepLog:
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
         """Announce the blocks of the oldest step in flight, which is computed, and merge identical blocks.
 
-        `ended_sequences`: sequences that get no further names for their blocks. Only chunks that finish a block cost
-        anything.
+        `ended_sequences`: further blocks of these sequences get no nodes. Only chunks that finish a block cost time.
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
@@ -137,7 +138,7 @@ class StepLog:
             committed_load_count = max(committed_load_count, load_count)
             self._commit_blocks(seq_blocks, start, end)
         self._loads.commit(step.host_loads[committed_load_count:])
-        for seq_blocks, end in step.end_by_unnamed.items():
+        for seq_blocks, end in step.end_by_unnamed_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._name_and_commit(seq_blocks, end)
 
@@ -149,7 +150,7 @@ class StepLog:
         self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
 
     def rollback(self) -> None:
-        """Take back the names of the newest step in flight, which was not computed."""
+        """Undo the registrations of the newest step in flight, which was not computed."""
         step = self._steps_in_flight.pop()
         self._untrusted_blocks += step.moved_blocks
         self._states.rollback(step.chunks)

@@ -1,5 +1,4 @@
-"""Computes a step: copies what the plan says, runs the model over the chunks, samples where a chunk asks for it.
-
+"""Computes a step: performs the plan's copies, runs the model over the chunks, and samples where a chunk asks for it.
 Decides nothing about which requests run, or which memory they have. The chunks of a step are put in the kernels' order
 (chunks of one token first); results are returned in the plan's order. No block and no state is read before a plan has
 filled it.
@@ -77,8 +76,9 @@ class ModelRunner:
         capture: Capture | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`kernels`: None: the device's own. `capture`: records decode steps, if the kernels allow it; None: no steps
-        are recorded. `grammars`: those of constrained answers; None: there are no constrained answers.
+        """`kernels`: None selects the kernels of the device. `grammars`: compiler of constrained answers' grammars.
+
+        `capture` records decode steps if the kernels have fixed plans. Without it, no step is recorded.
         """
         device, spec = pool.device, pool.spec
         self.model = model
@@ -93,9 +93,9 @@ class ModelRunner:
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if config.overlaps_steps else None
         """[rows]: the token that was drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
-        """Waits for the tokens that the newest step draws, and returns row -> token."""
+        """Waits for the tokens that the newest step draws, and returns them by row. Before the first step: none."""
         self._fixed_plans = self._ops if isinstance(self._ops, FixedPlanKernels) else None
-        # Device tables are read when a step is queued on the device: in the order of the steps, on this thread.
+        # Kernels with fixed plans only queue a step on the device, so steps overlap without another thread.
         needs_thread = config.overlaps_steps and self._fixed_plans is None
         self._step_thread = ThreadPoolExecutor(1, "step") if needs_thread else None
         self._row_allocator = RowAllocator()
@@ -103,8 +103,8 @@ class ModelRunner:
         """State of the last step's sequences; None before the first step, and after a failed one."""
         blocks_max = -(-config.max_model_len // spec.block_size)
         self._tables = [
-            BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
-            for g, kv in enumerate(pool.kv)
+            BlockTables(group, kv, blocks_max, None if self._fixed_plans is None else device)
+            for group, kv in enumerate(pool.kv)
         ]
         self._states = pool.view_states(model.make_state_layout(pool.dtype))
         self._graphs: DecodeGraphs | None = None
@@ -144,12 +144,11 @@ class ModelRunner:
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         step = self._prepare(plan)
-        read = (
-            self._compute(step)
-            if self._step_thread is None
-            else self._step_thread.submit(self._compute_and_read, step).result
-        )
-        return lambda: self._reset_on_error(lambda: self._build_result(step, read()))
+        if self._step_thread is None:
+            wait_for_outputs = self._compute(step)
+        else:
+            wait_for_outputs = self._step_thread.submit(self._compute_and_read, step).result
+        return lambda: self._reset_on_error(lambda: self._build_result(step, wait_for_outputs()))
 
     @torch.inference_mode()
     def _compute_and_read(self, step: PreparedStep) -> list[list[Any]]:
@@ -157,6 +156,7 @@ class ModelRunner:
         return self._compute(step)()
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
+        """Return `call()`. If it raises, forget the tables, and raise RunnerLostError if the device is lost."""
         try:
             return call()
         except Exception as error:
@@ -174,7 +174,7 @@ class ModelRunner:
         self._batch_state = None
 
     def _probe(self) -> None:
-        """Compute something small. After a kernel's error everything fails that uses the same CUDA context."""
+        """Compute something small, which fails if a kernel's error has broken the CUDA context."""
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
@@ -213,7 +213,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> list[int]:
-        """Make the batch state anew unless it is that of these chunks. Returns the rows that are new to a sequence."""
+        """Replace the batch state unless it fits these chunks. Returns the rows that were assigned to new sequences."""
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
         sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
@@ -225,7 +225,7 @@ class ModelRunner:
         return new_rows
 
     def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
-        """Make all that depends on the sequences alone."""
+        """Make the inputs of a step that depend only on its sequences."""
         device_rows = copy_to_device(rows, self.device)
         sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
         if len(sampled_chunks) < len(sequences):

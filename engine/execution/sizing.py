@@ -1,4 +1,4 @@
-"""The device of a rank, the size of its cache, and the limits of its steps: from the flags, or from what is there."""
+"""The device of a rank, the size of its cache, and the limits of its steps: from the flags, or from the hardware."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def make_runner(
 
 
 def count_sequences_max(config: EngineConfig) -> int:
-    """Return the most sequences of a step."""
+    """Return the largest number of sequences in a step."""
     return min(config.max_num_seqs, config.step_tokens_max)
 
 
@@ -184,21 +184,23 @@ def resolve_device(device_name: str) -> torch.device:
 
 
 def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, step_bytes: int = GPU_STEP_BYTES) -> int:
-    """Return the units of the cache, by the flags or by the free memory. Raises ConfigError if not even one fits.
+    """Return the number of units of the cache, which the flags or else the free memory decide.
 
-    `step_bytes`: memory that a step on a GPU needs besides weights and cache.
+    On a CPU, the free memory is used for at most `CACHE_TOKENS_MAX` tokens. `step_bytes`: memory that a step on a GPU
+    needs besides weights and cache. Raises ConfigError if the memory does not hold one unit.
     """
     blocks_per_unit = spec.blocks_per_unit(0)
     if config.num_gpu_blocks_override is not None:
         return -(-config.num_gpu_blocks_override // blocks_per_unit)
     if config.kv_cache_memory_bytes is not None:
-        source, memory_bytes = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
-        count = count_units_in_memory(spec, memory_bytes)
+        source = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+        memory_bytes = config.kv_cache_memory_bytes
     else:
-        source, memory_bytes = "the free memory", _compute_free_bytes(config, device, step_bytes)
-        count = count_units_in_memory(spec, memory_bytes)
-        if device.type == "cpu":
-            count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * blocks_per_unit)))
+        source = "the free memory"
+        memory_bytes = _compute_free_bytes(config, device, step_bytes)
+    count = count_units_in_memory(spec, memory_bytes)
+    if config.kv_cache_memory_bytes is None and device.type == "cpu":
+        count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * blocks_per_unit)))
     if count < 1:
         raise ConfigError(f"{source}: {memory_bytes} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
     return count
@@ -213,9 +215,13 @@ def check_fits(config: EngineConfig, cache_bytes: int, device: torch.device) -> 
 
 
 def _check_memory(flag: str, required_bytes: int, device: torch.device) -> None:
-    memory_owner, memory_bytes = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Raise ConfigError if `required_bytes` exceed the device's whole memory. `flag`: named in the error."""
     if device.type == "cuda":
-        memory_owner, memory_bytes = str(device), torch.cuda.mem_get_info(device)[1]
+        memory_owner = str(device)
+        memory_bytes = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory_owner = "this machine"
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if required_bytes > memory_bytes:
         raise ConfigError(
             f"{flag}: takes {required_bytes} bytes; expected at most the memory of {memory_owner}, {memory_bytes} bytes"
@@ -223,7 +229,10 @@ def _check_memory(flag: str, required_bytes: int, device: torch.device) -> None:
 
 
 def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
-    """Return the units of host memory that each rank's cache has. Raises ConfigError if there are none, or too many."""
+    """Return the number of units of host memory in each rank's cache.
+
+    Raises ConfigError if the flag gives less than one unit or more than this machine's memory, or caching is off.
+    """
     memory_bytes = config.host_cache_memory
     if memory_bytes is None:
         return 0

@@ -128,7 +128,7 @@ def _load_tokenizer(folder: str, chat_template: str | None, limits: ModelLimits)
 
 def _load_vocabulary(folder: str, vocab_size: int) -> GrammarVocabulary:
     resource.setrlimit(resource.RLIMIT_STACK, (GRAMMAR_STACK_BYTES_MAX, GRAMMAR_STACK_BYTES_MAX))
-    return GrammarVocabulary(Tokenizer.load(folder, is_fast=False), vocab_size)
+    return GrammarVocabulary(Tokenizer.load(folder, with_fast_encoder=False), vocab_size)
 
 
 def _check_with_time_limit(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:

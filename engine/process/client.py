@@ -101,7 +101,10 @@ class OutputStream:
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Add an output for the reader."""
+        """Hand an output to the reader, merged with an earlier output of its sequence that is not read yet.
+
+        If the logprobs of the output exceed the allowed share, the reader gets the error, and this stream is closed.
+        """
         if output.logprobs or output.prompt_logprobs:
             logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
             try:
@@ -172,7 +175,7 @@ class EngineClient(asyncio.Protocol):
         self.publisher_stats: PublisherStats | None = None
         self.simulation_lag: SimulationLag | None = None
         self.death_reason: str | None = None
-        """Reason why the core has ended; None: it has not."""
+        """Reason why the core has ended; None while it runs."""
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
@@ -208,9 +211,7 @@ class EngineClient(asyncio.Protocol):
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         self.logprob_budget.check_prompts(sum(map(_count_prompt_logprobs, requests)))
-        payload = self._encoder.encode(
-            AddRequests(list(requests))
-        )  # may refuse, so it comes before anything is registered
+        payload = self._encoder.encode(AddRequests(list(requests)))  # may raise, so no stream is registered yet
         stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprob_budget))
         for request in requests:
             assert request.request_id not in self._stream_by_request_id, request.request_id
@@ -239,16 +240,19 @@ class EngineClient(asyncio.Protocol):
             raise ValueError(error)
 
     def unanswered_ping_s(self) -> float:
-        """Return for how many seconds the core has not answered a ping, and send one if none is under way.
+        """Return for how many seconds a ping has waited for the core's answer. Sends a ping if none waits.
 
-        While another call is pending this is 0, since a change of weights takes long.
+        Returns 0 while another call is pending, because a change of weights takes long.
         """
         now = time.monotonic()
         if self._open_ping is None and self.death_reason is None:
             self._call_count += 1
             self._open_ping = self._call_count, now
             self._send(Ping(self._call_count))
-        return 0.0 if self._open_ping is None or self._pending_calls else now - self._open_ping[1]
+        if self._open_ping is None or self._pending_calls:
+            return 0.0
+        _, sent_at_s = self._open_ping
+        return now - sent_at_s
 
     async def _call(self, command: Callable[[int], Command]) -> str | None:
         """Send a command, and wait for its reply: the reason why it failed, or None. Raises EngineDeadError."""

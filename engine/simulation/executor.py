@@ -40,7 +40,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
         if is_set:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
-    tokenizer = Tokenizer.load(config.tokenizer or folder, is_fast=False)
+    tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     model = SimulatedModel(config, spec, tokenizer)

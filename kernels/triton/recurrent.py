@@ -20,6 +20,7 @@ from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, choose_
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
+    """Convolve the channels of a batch causally, and store the last inputs in `tails`. Returns [tokens, channels]."""
     num_tokens, channels = x.shape
     width = weight.shape[1]
     assert x.stride(1) == tails.stride(2) == 1
@@ -51,11 +52,17 @@ def causal_conv(
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
+    """Advance the gated delta rule's states of a batch in place, and return [tokens, heads, value_dim].
+
+    A decoding sequence advances by one token. A prompt is scanned in chunks of `STATE_CHUNK` tokens.
+    """
     num_tokens, num_heads, value_dim = v.shape
     key_dim = q.shape[2]
     assert states.stride()[1:] == (key_dim * value_dim, value_dim, 1)
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=v.dtype, device=v.device)
-    log_decay, rate, scale = log_decay.contiguous(), rate.contiguous(), key_dim**-0.5
+    log_decay = log_decay.contiguous()
+    rate = rate.contiguous()
+    scale = key_dim**-0.5
     qk_strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_strides = (v.stride(0), v.stride(1))
     padded_value_dim = round_up_to_power_of_two(value_dim, 16)
@@ -94,30 +101,23 @@ def gated_delta(
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Advance the Mamba-2 states of a batch, and return the outputs: [tokens, heads, head_dim].
+    """Advance the Mamba-2 states of a batch in place, and return the outputs: [tokens, heads, head_dim].
 
-    Sequences that decode advance by one token; prompts are scanned in chunks. Shapes are those of `Kernels.state_space`
-    (kernels/interface.py); `states` is changed in place.
+    A decoding sequence advances by one token. A prompt is scanned in chunks of `STATE_CHUNK` tokens.
+    x: [tokens, heads, head_dim]. b and c: [tokens, groups, state_dim]. states: [units, heads, head_dim, state_dim].
     """
     num_tokens, num_heads, head_dim = x.shape
     state_dim = b.shape[2]
     assert states.stride()[1:] == (head_dim * state_dim, state_dim, 1)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
-    strides = (
-        x.stride(0),
-        x.stride(1),
-        b.stride(0),
-        b.stride(1),
-        c.stride(0),
-        c.stride(1),
-        states.stride(0),
-        num_heads,
-    )
+    bc_strides = (b.stride(0), b.stride(1), c.stride(0), c.stride(1))
+    strides = (x.stride(0), x.stride(1), *bc_strides, states.stride(0), num_heads)
     padded_dim = round_up_to_power_of_two(head_dim, 16)
     dims_per_block = padded_dim if INTERPRETED else min(padded_dim, 32)
-    constants = {"PER_GROUP": num_heads // b.shape[1], "DIM": head_dim, "STATE": state_dim}
-    constants |= {"BLOCK_P": dims_per_block, "BLOCK_S": round_up_to_power_of_two(state_dim, 16)}
+    padded_state_dim = round_up_to_power_of_two(state_dim, 16)
+    block_sizes = {"BLOCK_P": dims_per_block, "BLOCK_S": padded_state_dim}
+    constants = {"PER_GROUP": num_heads // b.shape[1], "DIM": head_dim, "STATE": state_dim, **block_sizes}
     dim_block_count = triton.cdiv(head_dim, dims_per_block)
     if plan.decode_count:
         triton_ssm.advance_ssm_state[(plan.decode_count, num_heads, dim_block_count)](
@@ -125,11 +125,12 @@ def state_space(
         )
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        num_groups, chunk_constants = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
+        num_groups = b.shape[1]
+        chunk_constants = {"CHUNK": STATE_CHUNK, "PRECISION": choose_dot_precision(x)}
         scores = torch.empty((num_tokens, num_groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
         triton_ssm.compute_ssm_scores[(plan.tile_seq.shape[0], num_groups)](
-            b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *strides[2:6], num_groups,
-            STATE=state_dim, BLOCK=min(64, constants["BLOCK_S"]), **chunk_constants,
+            b, c, plan.query_starts, plan.tile_seq, plan.tile_token, scores, *bc_strides, num_groups,
+            STATE=state_dim, BLOCK=min(64, padded_state_dim), **chunk_constants,
         )  # fmt: skip
         triton_ssm.scan_ssm_chunks[(prompt_count, num_heads, dim_block_count)](
             *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,

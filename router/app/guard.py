@@ -81,13 +81,14 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     def find_tenant(self, client: Client, request: HttpRequest) -> str:
-        """Return the name of a request's key, or the client's address if there are no keys.
+        """Return the tenant of a request: the name of its API key, or the client's address if no keys are configured.
 
-        Raises RequestError for a request without a valid key. All keys are compared, each in constant time.
+        Raises RequestError for a request without a valid key.
         """
         if not self._keys:
             return client.peer
         token = bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
+        # All keys are compared, each in constant time, so that the time shows nothing about the keys.
         matches = [make_key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         if not matches:
             raise RequestError(

@@ -45,23 +45,26 @@ class _Average:
         self.mean += (tokens - self.mean) / self.count
 
     def blend_with(self, general: float) -> float:
-        """Return the expected length; `general` is that of the more general group."""
+        """Return the expected length of this group. `general`: expected length of the more general group."""
         return (self.count * self.mean + _PRIOR_ANSWERS * general) / (self.count + _PRIOR_ANSWERS)
 
 
 class OutputLengths:
     """Average output lengths of groups of similar requests.
 
-    At most `LENGTH_KEYS_MAX` groups are stored; the least recently used one is forgotten first.
+    At most `LENGTH_KEYS_MAX` groups are stored. The group whose last answer is the oldest is dropped first.
     """
 
     def __init__(self) -> None:
         self._averages: OrderedDict[LengthKey, _Average] = OrderedDict()
 
     def expect(self, request: RouteRequest) -> float:
-        """Return the expected number of output tokens, within the bounds that the client sets."""
-        request.length_keys = keys = request.length_keys or _length_keys(request)
-        tokens = self._expected_tokens(keys)
+        """Return the expected number of output tokens, at least 1 and within the bounds that the client sets.
+
+        Stores the groups of the request in `request.length_keys`.
+        """
+        request.length_keys = request.length_keys or _list_groups(request)
+        tokens = self._blend_averages(request.length_keys)
         if request.output_tokens_min > tokens:
             tokens = float(min(request.output_tokens_min, TOKENS_MAX))
         if 0 < request.output_tokens_max < tokens:
@@ -69,17 +72,16 @@ class OutputLengths:
         return tokens if tokens > 1.0 else 1.0
 
     def record(self, request: RouteRequest, tokens: int) -> None:
-        """Learn from an answer with `tokens` output tokens."""
+        """Add the length of an answer to the averages of the request's groups.
+
+        A length is capped at `_GROWTH_MAX` times the expected one, so that a wrong report cannot spoil an average.
+        """
         if tokens < 1:
             return
-        keys = request.length_keys or _length_keys(request)
-        averages, mean = [self._averages.get(key) for key in keys], TOKENS_PRIOR
-        for average in averages:
-            if average is not None:
-                mean = average.blend_with(mean)
-        capped_tokens, tokens_max = float(min(tokens, TOKENS_MAX)), _GROWTH_MAX * mean
-        if capped_tokens > tokens_max:
-            capped_tokens = tokens_max
+        keys = request.length_keys or _list_groups(request)
+        growth_limit = _GROWTH_MAX * self._blend_averages(keys)
+        capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
+        averages = [self._averages.get(key) for key in keys]
         for key, average in zip(keys, averages):
             if average is None:
                 average = self._averages[key] = _Average()
@@ -94,7 +96,8 @@ class OutputLengths:
         if request.session is not None:
             self._averages.pop((request.model, request.session), None)
 
-    def _expected_tokens(self, keys: Sequence[LengthKey]) -> float:
+    def _blend_averages(self, keys: Sequence[LengthKey]) -> float:
+        """Return the expected length from the averages of these groups, before the client's bounds."""
         tokens = TOKENS_PRIOR
         for key in keys:
             average = self._averages.get(key)
@@ -103,14 +106,15 @@ class OutputLengths:
         return tokens
 
 
-def _length_keys(request: RouteRequest) -> list[LengthKey]:
+def _list_groups(request: RouteRequest) -> list[LengthKey]:
     """Return the groups that a request belongs to, the most general first."""
-    model, token_ids = request.model, request.token_ids
+    model = request.model
+    token_ids = request.token_ids
     keys: list[LengthKey] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
-        first = token_ids[:PREFIX_TOKENS]
-        ids = first if isinstance(first, array) else array("I", first)
-        keys.append((model, xxhash.xxh3_64_intdigest(ids)))
+        prefix = token_ids[:PREFIX_TOKENS]
+        prefix_array = prefix if isinstance(prefix, array) else array("I", prefix)
+        keys.append((model, xxhash.xxh3_64_intdigest(prefix_array)))
     for session in (request.parent, request.session):
         if session is not None:
             keys.append((model, session))

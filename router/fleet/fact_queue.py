@@ -40,10 +40,10 @@ WorkerFact = CacheCleared | CapacityObserved | StreamLost
 
 
 class FactQueue:
-    """Hands facts to the event loop, in order. `put` may be called on any thread.
+    """Hands facts to the event loop in order. `put` may be called on any thread.
 
-    A later fact of the same kind about the same rank replaces the waiting one. So a worker that repeats itself costs at
-    most one call in each turn of the loop.
+    A new fact replaces a waiting one of the same kind about the same rank. So repeated facts cost one call for each
+    turn of the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, apply: Callable[[WorkerFact], None]) -> None:
@@ -55,16 +55,16 @@ class FactQueue:
         """Waiting facts by kind, worker and rank."""
 
     def put(self, fact: WorkerFact) -> None:
-        """Hand over a fact in the loop's next turn."""
+        """Schedule a fact to be applied in the loop's next turn."""
         key = (type(fact), fact.worker_id, fact.rank)
         with self._lock:
             is_scheduled = bool(self._facts)
-            self._facts.pop(key, None)  # what comes later stands later
+            self._facts.pop(key, None)  # so that the new fact moves to the end of the order
             self._facts[key] = fact
         if not is_scheduled:
-            self._loop.call_soon_threadsafe(self._hand_over)
+            self._loop.call_soon_threadsafe(self._apply_facts)
 
-    def _hand_over(self) -> None:
+    def _apply_facts(self) -> None:
         with self._lock:
             facts, self._facts = self._facts, {}
         for fact in facts.values():

@@ -118,7 +118,6 @@ class BodyDecoder:
         self._complete_pieces: list[bytes] = []
         self._partial_piece = bytearray()
         self.decoded_bytes = 0
-        """Bytes decoded."""
 
     @property
     def buffered_bytes(self) -> int:
@@ -127,15 +126,13 @@ class BodyDecoder:
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
-        """Pieces of the body that was decoded so far."""
-        return (
-            (*self._complete_pieces, bytes(self._partial_piece))
-            if self._partial_piece or not self._complete_pieces
-            else tuple(self._complete_pieces)
-        )
+        """Pieces of the body as far as it is decoded, at least one."""
+        if self._complete_pieces and not self._partial_piece:
+            return tuple(self._complete_pieces)
+        return (*self._complete_pieces, bytes(self._partial_piece))
 
     def decode_slice(self) -> bool:
-        """Decode one more slice; return whether it was the last.
+        """Decode one more slice of the body; return whether the body is decoded completely.
 
         Raises RequestError if the body is malformed or too long.
         """
@@ -154,13 +151,14 @@ class BodyDecoder:
             self._complete_pieces.append(bytes(self._partial_piece))
             self._partial_piece.clear()
         if self._stream.eof:
-            return not self._start_member()
+            has_further_member = self._start_member()
+            return not has_further_member
         if not (data or output):
-            raise self._make_decode_error("it ends too early")
+            raise self._make_decode_error("the compressed body ends too early")
         return False
 
     def _start_member(self) -> bool:
-        """Start the next gzip member or zstd frame; False if no input follows."""
+        """Start to decode the next gzip member or zstd frame; return False if no input follows."""
         self._unconsumed = self._stream.unused_data or next(self._input, b"")
         if not self._unconsumed:
             return False
@@ -190,8 +188,12 @@ class DecodingTask:
 
         `on_done` is called once, in a later turn, with the error or None.
         """
-        self._request, self._decoder, self._scheduler, self._tenant = request, decoder, scheduler, tenant
-        self._charge_bytes, self._on_done = charge_bytes, on_done
+        self._request = request
+        self._decoder = decoder
+        self._scheduler = scheduler
+        self._tenant = tenant
+        self._charge_bytes = charge_bytes
+        self._on_done = on_done
         self._is_active = True
         scheduler.schedule(self._decode_next, tenant)
 
@@ -206,7 +208,8 @@ class DecodingTask:
             self._on_done(error)
             return
         if is_done:
-            self._request.pieces, self._request.is_decoded = decoder.pieces, True
+            self._request.pieces = decoder.pieces
+            self._request.is_decoded = True
             self._on_done(None)
         else:
             self._scheduler.schedule(self._decode_next, self._tenant)

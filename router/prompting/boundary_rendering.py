@@ -27,7 +27,7 @@ from router.prompting.placeholder_messages import (
 from router.prompting.turn_memo import MemoKey, PlainTurn, TurnMemo, read_plain_texts
 
 CHECK_INTERVAL: Final = 64
-"""One text of the memo, and one continued conversation, in so many is compared with the whole."""
+"""One in this many texts of the memo, and of continued conversations, is compared with the template's own text."""
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
@@ -63,28 +63,32 @@ class BoundaryRenderer:
         self._memo = TurnMemo()
         self._fill_count = 0
         self.is_wrong = False
-        """Whether a text of the memo differed from the template's."""
+        """Whether any text of the memo differed from the template's own text."""
 
     def find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
         """Return the strings for which the template searches message texts."""
         return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
 
     def render_whole(self, chat: RoutingRequest) -> str:
-        """Render a chat, from the memo if it has few messages and no options. Raises RequestError."""
-        turn = None if _has_options(chat) else self._read_plain_chat(chat)
-        if turn is None:
+        """Render all messages of a chat. A short plain chat reuses the memo of earlier renderings.
+
+        Every `CHECK_INTERVAL`-th text from the memo is compared with the template's own text, and `is_wrong` is set if
+        they differ. Raises RequestError.
+        """
+        plain_chat = None if _has_options(chat) else self._read_plain_chat(chat)
+        if plain_chat is None:
             return render_chat(self.template, chat)
-        text = self._memo.fill(turn)
+        text = self._memo.fill(plain_chat)
         if text is None:
             text = render_chat(self.template, chat)
-            self._memo.add(turn, text, lambda messages: self._try_render(chat.with_messages(messages)))
+            self._memo.add(plain_chat, text, lambda messages: self._try_render(chat.with_messages(messages)))
             return text
         self._fill_count += 1
-        if self._fill_count % CHECK_INTERVAL == 0:
-            template_text = render_chat(self.template, chat)
-            self.is_wrong |= text != template_text
-            return template_text
-        return text
+        if self._fill_count % CHECK_INTERVAL:
+            return text
+        template_text = render_chat(self.template, chat)
+        self.is_wrong |= text != template_text
+        return template_text
 
     def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
         """Prepare to render new messages after a boundary."""

@@ -27,7 +27,7 @@ from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import SamplingParams
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 
-TOKENIZER = Tokenizer.load(cached_tokenizer(), is_fast=False)
+TOKENIZER = Tokenizer.load(cached_tokenizer(), with_fast_encoder=False)
 WORDS = LLTokenizer(TOKENIZER.hf_tokenizer.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
 GRAMMAR_WORDS = GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size)
 TOKENS = {token.content: token_id for token_id, token in TOKENIZER.hf_tokenizer.get_added_tokens_decoder().items()}

@@ -18,7 +18,7 @@ from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.responses import convert_to_chat, make_client_tools, parse_responses_request
 
-TOKENIZER = Tokenizer.load(cached_tokenizer(), is_fast=False)
+TOKENIZER = Tokenizer.load(cached_tokenizer(), with_fast_encoder=False)
 WORDS = LLTokenizer(TOKENIZER.hf_tokenizer.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
 PATCH = """start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF

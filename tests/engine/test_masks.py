@@ -26,7 +26,7 @@ from engine.types import Constraint, Request, Sequence
 from prompts import Tokenizer
 
 CPU = torch.device("cpu")
-TOKENIZER = Tokenizer.load(cached_model(PRESETS["tiny"]), is_fast=False)
+TOKENIZER = Tokenizer.load(cached_model(PRESETS["tiny"]), with_fast_encoder=False)
 EOS = TOKENIZER.eos_token_ids[0]
 ENDS = set(TOKENIZER.eos_token_ids)
 VOCAB = TOKENIZER.vocab_size + 40

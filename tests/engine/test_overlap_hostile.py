@@ -102,7 +102,7 @@ class AttackedEngine:
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(cached_model(PRESETS["tiny"]), is_fast=False)
+    return Tokenizer.load(cached_model(PRESETS["tiny"]), with_fast_encoder=False)
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:

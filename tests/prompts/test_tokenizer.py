@@ -178,7 +178,7 @@ def test_truncation_and_padding_in_the_file_are_off(checkpoint, make_tokenizer):
 
 def test_without_the_fast_encoder_ids_are_the_same(checkpoint):
     folder = checkpoint()
-    plain, fast = Tokenizer.load(folder, is_fast=False), Tokenizer.load(folder)
+    plain, fast = Tokenizer.load(folder, with_fast_encoder=False), Tokenizer.load(folder)
     assert plain._fast_encoder is None
     assert fast._fast_encoder is not None
     assert [plain.encode(t) for t in TEXTS] == [fast.encode(t) for t in TEXTS]
@@ -229,7 +229,7 @@ def test_a_lone_surrogate_is_the_clients_error(checkpoint):
 
 def test_encoding_releases_the_gil(checkpoint):
     """Another thread runs Python while a long text is encoded."""
-    tokenizer = Tokenizer.load(checkpoint(), is_fast=False)
+    tokenizer = Tokenizer.load(checkpoint(), with_fast_encoder=False)
     text = "The quick brown fox jumps over the lazy dog. " * 20_000
     finished_event, ticks = threading.Event(), []
 
@@ -291,7 +291,7 @@ def both_sides(checkpoint):
         template_source + "{{ tools | tojson }}{{ add_generation_prompt }}{{ enable_thinking }}{{ reasoning_effort }}"
     )
     folder = checkpoint("llama3", {"chat_template": template})
-    return Tokenizer.load(folder, is_fast=False), Tokenizer.load(folder)
+    return Tokenizer.load(folder, with_fast_encoder=False), Tokenizer.load(folder)
 
 
 def test_prompts_import_neither_torch_nor_transformers():

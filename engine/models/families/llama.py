@@ -49,8 +49,10 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Qwen3-MoE: Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
     decoder = DecoderConfig.from_hf(config)
     attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
-    num_experts = config.get_integer("num_experts" if "num_experts" in config else "num_local_experts")
-    expert_size, top_k = config.get_integer("moe_intermediate_size"), config.get_integer("num_experts_per_tok")
+    experts_key = "num_experts" if "num_experts" in config else "num_local_experts"  # checkpoints use either name
+    num_experts = config.get_integer(experts_key)
+    expert_size = config.get_integer("moe_intermediate_size")
+    top_k = config.get_integer("num_experts_per_tok")
     renormalise = config.get("norm_topk_prob", False)
 
     def make_routed_mlp(scope: WeightScope) -> RoutedMLP:
