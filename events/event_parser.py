@@ -28,27 +28,28 @@ _EXTRA_KEYS_DECODER = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
 
 
 def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
-    """Return the name of an event's type and the event; None for the event where the type is unknown.
+    """Return the name of an event's type, and the event, which is None if the type is unknown.
 
-    Raises what msgspec raises (ValidationError, UnicodeDecodeError) for what cannot be read.
+    The event is a map, or an array with the fields in order. Raises ValidationError or UnicodeDecodeError if it cannot
+    be read.
     """
     msgpack_type = _get_msgpack_type(raw_event)
     if msgpack_type == "map":
         raw_value_by_field = msgspec.structs.asdict(_MAP_DECODER.decode(raw_event))
-        type_name, raw_value_by_field_name = raw_value_by_field.pop("type"), raw_value_by_field
+        type_name = raw_value_by_field.pop("type")
     elif msgpack_type == "array":
         values = _ARRAY_DECODER.decode(raw_event)
         if not values:
             raise ValidationError("empty array")
         type_name = _TEXT_DECODER.decode(values[0])
         field_names = _POSITIONAL_FIELDS.get(type_name, ())
-        raw_value_by_field_name = dict(zip(field_names, values[1:]))  # a newer version may have more values
+        raw_value_by_field = dict(zip(field_names, values[1:]))  # further values of newer versions are ignored
     else:
         raise ValidationError("expected a map or an array")
     event_class = EVENT_CLASS_BY_NAME.get(type_name)
     if event_class is None:
         return type_name, None
-    event = event_class(**dict(_decode_fields(event_class, raw_value_by_field_name)))
+    event = event_class(**dict(_decode_fields(event_class, raw_value_by_field)))
     if isinstance(event, BlockStored):
         infer_block_size(event)
         _convert_texts_to_media_keys(event)
@@ -56,14 +57,14 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
 
 
 def infer_block_size(event: BlockStored) -> None:
-    """Derive a block size that the publisher left at 0."""
+    """Set a block size of 0 to the number of tokens per block, if that is a whole number."""
     block_count, token_count = len(event.block_hashes), len(event.token_ids)
     if event.block_size == 0 and block_count and token_count % block_count == 0:
         event.block_size = token_count // block_count
 
 
 def _convert_texts_to_media_keys(event: BlockStored) -> None:
-    """Make media keys of the texts among token ids, which TensorRT-LLM sends in the places of media."""
+    """Convert texts among the token ids to media keys. TensorRT-LLM sends such texts in the places of media."""
     token_ids: list[Any] = event.token_ids
     text_positions = [position for position, value in enumerate(token_ids) if isinstance(value, str)]
     if not text_positions:
@@ -103,7 +104,7 @@ def _make_decoder(value_type: Any) -> Callable[[Raw], Any]:
 
 
 def _decode_or_none(value_type: Any, raw: Raw) -> Any:
-    """Decode a value that is only shown; None if it has another type."""
+    """Decode a value that is only displayed; return None if the value has another type."""
     try:
         return msgspec.msgpack.decode(raw, type=value_type)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -111,9 +112,9 @@ def _decode_or_none(value_type: Any, raw: Raw) -> Any:
 
 
 def _decode_token_ids(raw: Raw) -> list[int]:
-    """Decode token ids; texts stay, and nil gives none.
+    """Decode a list of token ids, which may contain texts; return an empty list for nil.
 
-    SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token.
+    SGLang with EAGLE sends pairs (token, next token). The first of each pair is the block's own token.
     """
     try:
         return _TOKENS_DECODER.decode(raw) or []
@@ -123,11 +124,9 @@ def _decode_token_ids(raw: Raw) -> list[int]:
 
 def _decode_token_id(raw: Raw) -> Any:
     msgpack_type = _get_msgpack_type(raw)
-    return (
-        _TEXT_DECODER.decode(raw)
-        if msgpack_type == "text"
-        else _INT_DECODER.decode(_get_first_item(raw) if msgpack_type == "array" else raw)
-    )
+    if msgpack_type == "text":
+        return _TEXT_DECODER.decode(raw)
+    return _INT_DECODER.decode(_get_first_item(raw) if msgpack_type == "array" else raw)
 
 
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int] | None)

@@ -34,22 +34,22 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(frozen=True)
 class StreamSource:
-    """Addresses of one stream. `stream_id` is the caller's name for it."""
+    """Addresses of one stream. `stream_id` is the caller's name of the stream."""
 
     stream_id: str
     endpoint: str
     """Address to subscribe to; for publishers that connect to us, the address that we bind."""
     replay_endpoint: str | None = None
     topic: str | None = None
-    """Topic to take alone; None or empty: any topic."""
+    """Topic to subscribe to; None or empty subscribes to all topics."""
     config: StreamConfig = field(default_factory=StreamConfig)
     resume_position: tuple[int, int] | None = None
     snapshot_endpoint: str | None = None
-    """Address of a socket that answers snapshots only, as vLLM's; ours answers them at `replay_endpoint`."""
+    """Address of vLLM's socket for snapshots alone. Our engines send snapshots from `replay_endpoint`."""
 
 
 class FollowedStream:
-    """One followed stream and its request under way. Its SUB socket belongs to a Subscription."""
+    """One followed stream, its queued work and its pending request. Its SUB socket belongs to a Subscription."""
 
     def __init__(self, source: StreamSource) -> None:
         self.source = source
@@ -59,24 +59,26 @@ class FollowedStream:
         self.reply_socket: Socket | None = None
         self.request_id = 0
         self.awaits_snapshot = False
-        """Whether the request under way is to `snapshot_endpoint`."""
+        """Whether the pending request was sent to `snapshot_endpoint`."""
         self.is_connected = False
         self.disconnected_at: float | None = None
-        """Time at which the connection was lost; None while there is one."""
+        """Time at which the connection was lost; None while connected."""
         self.fault_count = 0
         self.retry_at: float | None = None
-        """Time at which the stream is followed again after a fault, from nothing."""
+        """Time at which the stream is followed again after a fault, without its earlier state."""
         self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
         self.replies: deque[list[bytes]] = deque()
-        """Replies to the request under way, in the order they came."""
+        """Replies to the pending request, in the order of arrival."""
         self.reply_bytes = 0
         self.reported_drop_count = 0
         self.continuation: Callable[[], bool] | None = None
-        """Remaining work of an instruction, which returns whether to call it again."""
-        self.turn_number = self.turn_bytes = 0
-        """Number of the feed's turn, and the bytes applied in it."""
+        """Performs the next part of an unfinished instruction, and returns whether to call it again."""
+        self.turn_number = 0
+        """Number of the feed's turn that last served this stream."""
+        self.turn_bytes = 0
+        """Bytes applied in that turn."""
 
     @property
     def is_busy(self) -> bool:

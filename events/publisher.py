@@ -228,7 +228,7 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send some messages of the pending replies, in turns; return whether every peer is busy."""
+        """Send up to REPLY_SLICE messages of the pending replies in turn; return whether every peer is busy."""
         busy_peer_count = 0
         for _ in range(REPLY_SLICE):
             if not self._pending_replies or busy_peer_count >= len(self._pending_replies):
@@ -265,13 +265,13 @@ class EventPublisher:
         try:
             self._live_socket.sndhwm = self.config.hwm
             endpoint = make_rank_endpoint(self.config.endpoint, self.dp_rank)
-            self._endpoint = _bind_or_connect(self._live_socket, endpoint, bind=should_bind(endpoint))
+            self._endpoint = _bind_or_connect(self._live_socket, endpoint, binds=should_bind(endpoint))
             if self.config.replay_endpoint is not None:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
                 # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
                 self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 endpoint = make_rank_endpoint(self.config.replay_endpoint, self.dp_rank)
-                self._replay_endpoint = _bind_or_connect(self._replay_socket, endpoint, bind=True)
+                self._replay_endpoint = _bind_or_connect(self._replay_socket, endpoint, binds=True)
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
             self._wakeup.close()
@@ -286,17 +286,21 @@ class EventPublisher:
             self._replay_socket.close(self._linger_ms)
 
 
-def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
-    """Bind or connect; return the address to advertise (a system-chosen port filled in, wildcards kept)."""
+def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -> str:
+    """Bind the socket to an address, or connect it, and return the address to advertise.
+
+    The address contains the port that the system chose. A wildcard host stays `*`.
+    """
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
-    if "[" in endpoint or "::" in endpoint:
+    is_ipv6 = "[" in endpoint or "::" in endpoint
+    if is_ipv6:
         socket.setsockopt(zmq.IPV6, 1)
-    if not bind:
+    if not binds:
         socket.connect(endpoint)
         logger.warning(
-            "kv events: connecting to %s, which is not an address to listen on: whoever reads the events has to bind "
-            "there (router run --bind-events); to listen, say tcp://*:PORT",
+            "kv events: connecting to %s. The reader of the events must bind this address (router run --bind-events). "
+            "To listen here, use tcp://*:PORT.",
             endpoint,
         )
         return endpoint

@@ -1,4 +1,4 @@
-"""Bounded buffers of one stream for stream.py: digests of applied batches, and batches that came early."""
+"""Bounded buffers of one stream for stream.py: digests of applied batches, and batches that arrived early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def digest_payload(payload: bytes) -> int:
 
 
 class AppliedBatches:
-    """Digests of the newest applied batches, by sequence number."""
+    """Digests of the `max_count` newest applied batches, by sequence number."""
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
@@ -25,14 +25,14 @@ class AppliedBatches:
             self._digest_by_seq.popitem(last=False)
 
     def get_digest(self, seq: int) -> int | None:
-        """Return the digest of a batch; None if it was not applied lately."""
+        """Return the digest of a batch; None if the batch is not among the recorded ones."""
         return self._digest_by_seq.get(seq)
 
     def clear(self) -> None:
         self._digest_by_seq.clear()
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Assert that the number of digests is bounded. Tests call this."""
         assert len(self._digest_by_seq) <= self._max_count
 
 
@@ -45,10 +45,10 @@ class OutOfOrderBatches:
         self._payload_by_seq: dict[int, bytes] = {}
         self._used_bytes = 0
         self.highest_seq: int | None = None
-        """Newest sequence number that came, dropped or not."""
+        """Largest sequence number that has arrived, also if its batch was dropped."""
 
     def store(self, seq: int, payload: bytes) -> bool:
-        """Store a batch; return whether it fits."""
+        """Store a batch, and return True, or return False if it does not fit."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
         self._used_bytes -= len(self._payload_by_seq.pop(seq, b""))
         if len(self._payload_by_seq) >= self._max_batches or self._used_bytes + len(payload) > self._max_bytes:

@@ -99,7 +99,7 @@ class MemberActor:
             threading.Thread(target=thread_function, daemon=True).start()
 
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
-        """Return the status of the program: at once if it differs from `last_status`, else after a while."""
+        """Return the program's status, once it differs from `last_status` or MAX_STATUS_WAIT_S have passed."""
         with self._status_changed:
             self._status_changed.wait_for(lambda: self._status != last_status, MAX_STATUS_WAIT_S)
             return self._status
@@ -113,9 +113,9 @@ class MemberActor:
 
     def _kill(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the guard kills all of it
+        self._process.stdin.close()  # the guard then kills the program with its children
         if not self._exit_event.wait(KILL_WAIT_S):
-            self._process.kill()  # the guard itself does not go on; its program is killed with it
+            self._process.kill()  # the guard hangs: its program is killed with it
             self._exit_event.wait()
 
     def _update_status(self, **changes: Any) -> None:
@@ -160,12 +160,16 @@ class MemberActor:
             return False
 
     def sync_router(self, list_version: int, workers: list[ListedWorker], peer_addresses: list[str]) -> RouterReport:
-        """Make a router know exactly these workers and peers, and return its report. Raises RuntimeError."""
+        """Make a router know exactly these workers and peers, and return its report.
+
+        The report contains `list_version` and the errors of calls that the router refused. Raises RuntimeError if the
+        router does not list its workers.
+        """
         with self._sync_lock:
             errors = []
             for method, path, body in plan_admin_calls(workers, parse_workers_page(self._fetch_workers_page())):
                 status, answer = self._send_request(method, self._launch.admin_url + path, body)
-                if status not in (200, 201, 404):  # 404: it has never reached it, or has gone before
+                if status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
                     errors.append(f"{method} {path}: {status} {answer}")
             other_peer_addresses = sorted(
                 peer_address for peer_address in peer_addresses if peer_address != self._launch.peer_address
@@ -188,7 +192,7 @@ class MemberActor:
         return page
 
     def _send_request(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
-        """Send a request; return its status and its JSON or text, with status 0 if nothing answers."""
+        """Send a request, and return the status and the JSON or text of the answer; status 0 if nothing answers."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
             headers["Authorization"] = f"Bearer {self._spec.admin_key}"

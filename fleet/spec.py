@@ -20,7 +20,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 
 class SpecError(Exception):
-    """A fleet cannot be made as asked; the message is for the user."""
+    """A fleet cannot be made as requested. The message is for the user."""
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,27 +30,27 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine_command: tuple[str, ...]
     """Command line of a worker, without its addresses."""
     is_vllm: bool = False
-    """Whether a worker is `vllm serve`: its events have to be switched on."""
+    """Whether the engine command is `vllm serve`, whose events must be switched on by a flag."""
     router_flags: tuple[str, ...] = ()
     """Flags of `router run`, besides its addresses."""
     env: dict[str, str] = {}
     worker_cpus: float = 1.0
-    """CPUs that Ray reserves for a worker; Ray counts them and pins none."""
+    """CPUs that Ray reserves for a worker. Ray only counts CPUs and does not pin processes to them."""
     worker_gpus: int = 0
-    """GPUs of a worker, all on one node, as tensor-parallel ranks have to be."""
+    """GPUs of a worker, all on one node, because tensor-parallel ranks must be on one node."""
     router_cpus: float = 1.0
     router_host: str = ""
-    """Host that routers listen on; empty: the address of their node."""
+    """Host that routers listen on; if empty, the address of their node."""
     router_port: int = 8080
-    """Port of router 0, and the next port for the next router; 0: the system chooses."""
+    """Port of router 0; each further router takes the next port. With 0 the system chooses all ports."""
     stop_timeout_s: float = 60.0
     """Seconds from the stop signal until a program is killed."""
     hang_timeout_s: float = 120.0
-    """Seconds without an answer after which a program is killed; 0: never."""
+    """Seconds without an answer after which a program is killed. With 0 it is never killed."""
     admin_key: str = ""
 
     def get_required_resources(self, kind: MemberKind) -> dict[str, float]:
-        """Return the resources that Ray reserves for a member, all on one node."""
+        """Return the resources that Ray reserves for a member. They must all be on one node."""
         if kind is MemberKind.ROUTER:
             return {"CPU": self.router_cpus}
         return {"CPU": self.worker_cpus, **({"GPU": float(self.worker_gpus)} if self.worker_gpus else {})}
@@ -75,7 +75,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PortAllocator = Callable[[int], int]
-"""Returns the first of that many consecutive free ports on this node."""
+"""Function that takes a number of ports, and returns the first of that many consecutive free ports on this node."""
 
 
 def plan_launch(

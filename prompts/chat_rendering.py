@@ -85,7 +85,7 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
         return message  # most messages are such, and would be copied unchanged
     role = message.get("role", "user")
     if role == "system":
-        content = _without_billing_line(content)
+        content = _remove_billing_line(content)
     elif (
         role == "tool"
         and content_format == "parts"
@@ -133,14 +133,19 @@ def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *other_messages]
 
 
-def _without_billing_line(content: Any) -> Any:
+def _remove_billing_line(content: Any) -> Any:
+    """Return a message's content without the billing line that a text may begin with.
+
+    A text part with nothing else is left out. Content of another type than a text or a list is returned unchanged.
+    """
     if isinstance(content, str):
         return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
     if not isinstance(content, list):
         return content
     parts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        is_text_part = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text_part else part
         if isinstance(text, str) and text.startswith(BILLING_LINE):
             remaining_text = text.partition("\n")[2]
             if remaining_text:

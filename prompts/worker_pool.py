@@ -1,8 +1,8 @@
 """Worker processes for bodies of clients, bounded in time and memory.
 
-A body decides how long it takes to decode, render and encode, and how much memory. Decoding holds Python's interpreter
-lock, so that threads would not do. Processes are few, start when they are first needed, and are replaced when they take
-too long or too much. Invariants: a process has one body at a time, and ends when its socket closes. Pickles are
+A body decides how much time and memory it takes to decode, render and encode. Decoding holds Python's interpreter lock,
+so threads cannot replace the processes. Processes are few, start when they are first needed, and are replaced when they
+take too much time or memory. Invariants: a process has one body at a time, and ends when its socket closes. Pickles are
 exchanged only between our own processes.
 """
 
@@ -28,7 +28,7 @@ from prompts.errors import RequestError
 
 T = TypeVar("T")
 WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
-"""Function of a module and its arguments. Each process calls it once; every task gets its result first."""
+"""Function of a module and its arguments. Each process calls it once, and passes the result to every task."""
 
 AFFINITY_BYTES = 2048
 """Bodies that agree in so many first bytes are given to the same process."""
@@ -54,7 +54,7 @@ class _TaskResult(NamedTuple):
 
 
 class WorkerProcess:
-    """The parent's handle of a worker process, for one user at a time."""
+    """Handle of a worker process in the parent process. It computes one call at a time."""
 
     def __init__(self, setup: WorkerSetup, memory_bytes: int, executor: ThreadPoolExecutor) -> None:
         self.is_busy = False
@@ -68,19 +68,21 @@ class WorkerProcess:
         self._killed_children: list[subprocess.Popen[bytes]] = []
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of `work(setup_result, *arguments)` in the process; `work` is a function of a module.
+        """Return `work(setup_result, *arguments)`, computed in the worker process.
 
-        A thread sends the arguments and receives the result, as they may be large. Raises the RequestError that `work`
-        raised, or WorkerProcessError.
+        `work` must be a function of a module, so that it can be pickled. Raises a RequestError that `work` raised.
+        Raises WorkerProcessError if the call takes longer than `seconds_max`, or the process fails.
         """
+        # A thread sends the arguments and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._executor, self._call, (work, arguments))
         try:
-            rejection, result, self.is_reusable = await asyncio.wait_for(future, seconds_max)
+            rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
             raise WorkerProcessError(f"not done within {seconds_max:g} s") from None
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerProcessError(f"{type(error).__name__}: {error}") from None
+        self.is_reusable = is_reusable
         if rejection is not None:
             raise RequestError(**rejection)
         return result
@@ -175,7 +177,7 @@ class WorkerPool:
             raise
 
     def _release(self, process: WorkerProcess) -> None:
-        """Hand a process to the next call that waits: tenants take turns."""
+        """Hand a process to the next waiting call. Tenants take turns."""
         while self._waiters:
             tenant = next(iter(self._waiters))
             queue = self._waiters.pop(tenant)

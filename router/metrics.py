@@ -16,18 +16,21 @@ from typing import Literal
 log = logging.getLogger("router")
 
 CRASH_LOG_S = 10.0
-"""Between two lines about the same kind of crash at the same place: what a client can cause must not fill the disk."""
+"""Least time between two log lines about one kind of crash at one place. So clients cannot fill the disk with them."""
 TransferOutcome = Literal["started", "unreachable", "lost", "timeout", "error", "refused", "bad_answer", "late"]
-"""What became of a transfer. "refused": the request is wrong, or cannot be split. "late": the source may have freed
-the KV. The core counts pulls that did not come."""
+"""Outcome of a transfer. "refused": the request is wrong, or cannot be split. "late": the source may have freed the KV.
+
+The core counts pulls that never arrived.
+"""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 
 
 class Histogram:
-    """Histogram of Prometheus, whose counts are added up only when it is exported."""
+    """Prometheus histogram. It counts the values of each bucket, and makes the counts cumulative only on export."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
+        """`bounds`: inclusive upper bounds of the buckets, ascending. A last bucket without a bound is added."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -37,7 +40,7 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, cumulative count) pairs, the last bound infinite."""
+        """Return (upper bound, cumulative count) pairs. The last bound is "+Inf"."""
         buckets: list[tuple[str, float]] = []
         running = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts):
@@ -47,7 +50,7 @@ class Histogram:
 
 
 class Histograms:
-    """A histogram for each combination of labels that was seen."""
+    """One histogram for each combination of label values that was observed."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -61,10 +64,12 @@ class Histograms:
 
 
 class EndedRequests:
-    """Requests that ended alike. The sums over them are made where somebody reads them."""
+    """Number and times of requests that ended in the same way."""
 
     def __init__(self, request_s: Histogram, ttft_s: Histogram) -> None:
-        self.request_s, self.ttft_s, self.count = request_s, ttft_s, 0
+        self.request_s = request_s
+        self.ttft_s = ttft_s
+        self.count = 0
 
 
 class TransferMetrics:
@@ -72,7 +77,7 @@ class TransferMetrics:
 
     def __init__(self) -> None:
         self.outcomes: Counter[tuple[str, TransferOutcome]] = Counter()
-        """(kind, outcome) -> transfers."""
+        """Number of transfers by kind and outcome."""
         self.prefill_s = Histograms(LATENCY_BOUNDS_S)
         """Seconds of prefills for answers of other workers, by (worker,)."""
 

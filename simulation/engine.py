@@ -297,7 +297,7 @@ class SimWorker:
 
     @property
     def occupied_slot_count(self) -> int:
-        """Slots that are taken, or will be by waiting requests."""
+        """Number of slots that running requests take and waiting requests will take."""
         return self.running_sequence_count + len(self.waiting_sequences)
 
     def compute_missing_prefill_s(self, sequence: SimSequence) -> float:
@@ -403,7 +403,7 @@ class SimWorker:
             self.wake_s = None
 
     def _plan_chunks(self, now: float) -> None:
-        """Fill the token budget of a step with chunks of begun prompts, then of waiting ones."""
+        """Fill the token budget of a step with chunks of prompts: first of running sequences, then of waiting ones."""
         token_budget = self.step_times.step_tokens - len(self.decoding_heap)
         prefilling_sequences = self.prefilling_sequences
         if self.limits.shortest_first:
@@ -417,7 +417,7 @@ class SimWorker:
         self._admit_waiting(token_budget, now)
 
     def _add_chunk(self, sequence: SimSequence, token_budget: int) -> int:
-        """Add a chunk of a prompt to the step; return its tokens."""
+        """Add a chunk of a prompt to the step, and return its number of tokens."""
         chunk_tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
         self._chunks.append((sequence, chunk_tokens))
         return chunk_tokens
@@ -434,7 +434,10 @@ class SimWorker:
         return step_s
 
     def _admit_waiting(self, token_budget: int, now: float, max_queue_key: float = math.inf) -> int:
-        """Begin waiting requests before `max_queue_key` while there is room; return the rest of the budget."""
+        """Start waiting sequences in order, while there is room and their queue key is below `max_queue_key`.
+
+        Returns the rest of the token budget.
+        """
         while token_budget > 0 and self.waiting_sequences and self.waiting_sequences[0].queue_key < max_queue_key:
             sequence = self.waiting_sequences[0]
             if self.running_sequence_count >= self.limits.max_sequences:
@@ -443,7 +446,9 @@ class SimWorker:
             if not self._admit(sequence):
                 break
             self.waiting_sequences.popleft()
-            if not sequence.has_first_token and sequence.routed_at_s <= self._last_slot_wait_s:
+            # The sequence was waiting when all slots were last found in use.
+            waited_for_slot = not sequence.has_first_token and sequence.routed_at_s <= self._last_slot_wait_s
+            if waited_for_slot:
                 self._count_slot_wait(sequence, now)
             self.prefilling_sequences.append(sequence)
             token_budget -= self._add_chunk(sequence, token_budget)

@@ -2,7 +2,7 @@
 
 Blocks have `TRACE_BLOCK_SIZE` tokens. As in the traces, a block id stands for a whole prefix. The ids of output blocks
 are known where a later request continues the conversation. `link_requests` assigns them once, so that every policy sees
-the same.
+the same ids.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any
 
 from simulation.workload import TRACE_BLOCK_SIZE, SimRequest, Workload
 
+SESSION_PROMPT_TOKENS_MAX = 131_072
+SESSION_REQUESTS_MAX = 60
+THINK_S_MAX = 60.0
+
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
-    """Read a trace; its first line decides between the formats. Raises ValueError if the line fits neither."""
+    """Read a trace, in the format that its first line shows. Raises ValueError if the line fits neither format."""
     open_trace = gzip.open if path.suffix == ".gz" else open
     with open_trace(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines if line.strip()]
@@ -62,10 +66,10 @@ def _read_mooncake(name: str, records: list[dict[str, Any]], limit: int | None) 
 
 
 def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
-    """Read agent sessions. Each request follows the previous answer of its session after a think time, at most 60 s.
+    """Read agent sessions in random order, until one of them reaches `limit` requests.
 
-    At most 60 requests of a session are used, each of at most 131,072 tokens. Sessions start at random times, on
-    average one a second at speed 1.
+    A request arrives one think time after the previous answer, at most 60 s. Longer requests than 131,072 tokens are
+    left out, and then the first 60 of a session are read. On average one session starts each second at speed 1.
     """
     rng = random.Random(seed)
     session_order = list(range(len(records)))
@@ -76,21 +80,19 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
         record = records[session]
         if record["bs"] != 64:
             raise ValueError(f"session {record['id']}: block size {record['bs']}, expected 64")
-        turns = [turn for turn in record["reqs"] if "in" in turn and turn["in"] <= 131_072][:60]
+        turns = [turn for turn in record["reqs"] if "in" in turn and turn["in"] <= SESSION_PROMPT_TOKENS_MAX]
         start_s += rng.expovariate(1.0)
         previous_index: int | None = None
-        for turn in turns:
-            small_block_ids = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
-            block_count = -(-turn["in"] // TRACE_BLOCK_SIZE)
-            block_ids = [
-                session * 1_000_000 + small_block_ids[min(8 * b + 7, len(small_block_ids) - 1)]
-                for b in range(block_count)
-                if 8 * b < len(small_block_ids)
-            ]
+        for turn in turns[:SESSION_REQUESTS_MAX]:
+            block_ids = _read_block_ids(turn, session)
+            if previous_index is None:
+                arrival_s = start_s
+            else:  # a time after the end of the previous answer
+                arrival_s = min(THINK_S_MAX, max(0.0, turn["think"] or 0.0))
             request = SimRequest(
                 index=len(requests),
                 session=session,
-                arrival_s=start_s if previous_index is None else min(60.0, max(0.0, turn["think"] or 0.0)),
+                arrival_s=arrival_s,
                 prompt_tokens=min(turn["in"], len(block_ids) * TRACE_BLOCK_SIZE),
                 output_tokens=max(1, turn["out"]),
                 block_ids=block_ids,
@@ -102,6 +104,20 @@ def _read_sessions(name: str, records: list[dict[str, Any]], limit: int | None, 
         if limit is not None and len(requests) >= limit:
             break
     return Workload(name, requests, f"{len(requests)} requests of {len(session_order)} sessions at most, closed loop")
+
+
+def _read_block_ids(turn: dict[str, Any], session: int) -> list[int]:
+    """Return the ids of a prompt's blocks of `TRACE_BLOCK_SIZE` tokens, different for every session.
+
+    The trace has runs (first id, count) of blocks with 64 tokens. A block takes the id of the last of its 8 small ones.
+    """
+    small_block_ids = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
+    block_count = -(-turn["in"] // TRACE_BLOCK_SIZE)
+    return [
+        session * 1_000_000 + small_block_ids[min(8 * b + 7, len(small_block_ids) - 1)]
+        for b in range(block_count)
+        if 8 * b < len(small_block_ids)
+    ]
 
 
 def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Workload:

@@ -1,7 +1,7 @@
-"""The learned order of eviction, by when conversations come back (`AdaptiveEviction`).
+"""Learned eviction order, which predicts when conversations continue (`AdaptiveEviction`).
 
-Device and host memory have an order each. Both learn from the same conversations. Blocks that no learned queue holds
-are evicted in the order of their age.
+Device memory and host memory have one order each. Both learn from the same conversations. Blocks that no learned queue
+holds are evicted in the order of their age.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from engine.types import Sequence as EngineSequence
 
 
 class _LearnedOrder(EvictionOrder):
-    """A learned order that keeps the same blocks in an order by age, too."""
+    """Base of the learned eviction orders of device and host memory.
+
+    It also keeps all blocks in an order by age, which decides where the learned queues hold no block.
+    """
 
     def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
-        """`blocks_per_state`: attention blocks that take as much memory as one state."""
+        """`blocks_per_state`: number of attention blocks that take as much memory as one state."""
         self._eviction = eviction
         self._age_order = age_order
         self._blocks_per_state = blocks_per_state
@@ -37,7 +40,7 @@ class _LearnedOrder(EvictionOrder):
 
 
 class LearnedDeviceOrder(_LearnedOrder):
-    """Order of the device's blocks: ends of paths, and superseded states."""
+    """Eviction order of the device's blocks. The learned queue holds leaves of the tree and superseded states."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -84,7 +87,7 @@ class LearnedDeviceOrder(_LearnedOrder):
 
 
 class LearnedHostOrder(_LearnedOrder):
-    """Order of the host's blocks: ends of paths that only the host has, and superseded states."""
+    """Eviction order of the host's blocks. The learned queue holds leaves on the host alone, and superseded states."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -134,7 +137,7 @@ class LearnedEviction(LruEviction):
     """The learned orders of both memories. Only for models without sliding windows."""
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
-        """`unit_count`: units of both memories together."""
+        """`unit_count`: number of units in both memories together."""
         super().__init__(spec)
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         blocks_per_state = blocks_per_unit[FULL_KIND]

@@ -1,9 +1,9 @@
-"""Copies of blocks that a step does before anything else: within the device's memory, to the host's and back.
+"""Copies of blocks before a step is computed: within the device's memory, and between device and host memory.
 
 Owns the host's memory. On a CPU the thread that computes a step also copies. On a GPU, blocks for the host are first
 gathered in a staging buffer, in order with the steps. A second stream copies that buffer to the host while steps are
 computed. Blocks from the host are copied in order with the steps, after all earlier copies to the host. So the effect
-is that of doing the copies one by one.
+is the same as if the copies were performed one by one.
 """
 
 from __future__ import annotations
@@ -54,28 +54,21 @@ class BlockCopier:
             self._staging_events: list[torch.cuda.Event | None] = [None, None]
 
     def execute(self, block_copies: Iterable[BlockCopy]) -> None:
-        """Do the copies in order. On a GPU, queue them on the current stream."""
+        """Perform the copies in order. On a GPU, only queue them, in order with the steps of the current stream."""
         for direction, copies in groupby(block_copies, lambda copy: copy.direction):
-            if direction is CopyDirection.TO_HOST and self._is_gpu:
-                self._stage_to_host(copies)
-                continue
-            if direction is CopyDirection.FROM_HOST and self._is_gpu:
-                torch.cuda.current_stream(self._device.device).wait_stream(self._copy_stream)
             if not self._is_gpu:
                 self._copy_on_cpu(direction, copies)
-                continue
-            source_memory = self._host if direction is CopyDirection.FROM_HOST else self._device
-            for kind, source, target, _ in copies:
-                self._block_view(self._device, kind, target).copy_(
-                    self._block_view(source_memory, kind, source), non_blocking=True
-                )
+            elif direction is CopyDirection.TO_HOST:
+                self._stage_to_host(copies)
+            else:
+                self._queue_to_device(direction, copies)
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content, as `read_blocks` returns them."""
         return self._blocks_per_unit_and_bytes[kind][1]
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
-        """Return the contents of blocks, one after the other. On a GPU, no copy to the host may follow unseen."""
+        """Return the contents of blocks, one after the other. On a GPU, waits for queued copies to the host."""
         contents = torch.empty(sum(self.get_block_bytes(place.kind) for place in places), dtype=torch.uint8)
         if self._is_gpu and any(place.is_on_host for place in places):
             self._copy_stream.synchronize()
@@ -126,6 +119,18 @@ class BlockCopier:
     def _block_view(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
         return memory[self._byte_range(kind, block)]
 
+    def _queue_to_device(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
+        """Queue copies to the GPU on the current stream."""
+        source_memory = self._device
+        if direction is CopyDirection.FROM_HOST:
+            source_memory = self._host
+            # Earlier copies to the host must be complete before the host memory is read.
+            torch.cuda.current_stream(self._device.device).wait_stream(self._copy_stream)
+        for kind, source, target, _ in block_copies:
+            self._block_view(self._device, kind, target).copy_(
+                self._block_view(source_memory, kind, source), non_blocking=True
+            )
+
     def _stage_to_host(self, block_copies: Iterable[BlockCopy]) -> None:
         """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream."""
         step_stream = torch.cuda.current_stream(self._device.device)
@@ -145,7 +150,7 @@ class BlockCopier:
         self._flush_staging(pieces, step_stream)
 
     def _flush_staging(self, pieces: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
-        """Copy the blocks of one staging buffer to the host; the next blocks go through the other buffer."""
+        """Queue the copy of one staging buffer to the host, and swap the two staging buffers."""
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):
             for host_block, staging_block in pieces:

@@ -53,6 +53,7 @@ DEATH_GRACE_S = 1.0
 
 
 def build_app(state: ServerState) -> web.Application:
+    """Return the engine's HTTP application with all its routes."""
     app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
     app.router.add_get("/", routes.show_paths)
@@ -114,6 +115,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
 def make_error_response(
     state: ServerState, request: web.Request, error: RequestError, allow: str | None = None
 ) -> web.Response:
+    """Count an error, and return its answer in the format of the requested API. `allow`: value of the Allow header."""
     state.metrics.count_error(error.status)
     headers = {}
     if error.status in (429, 503):

@@ -100,7 +100,10 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint. Raises ModelError if one is missing."""
+    """Return the safetensors files that a checkpoint's index names, or its only one without an index.
+
+    Raises ModelError if a file is missing or the index is malformed.
+    """
     index_path = folder / INDEX_FILE_NAME
     if index_path.exists():
         try:

@@ -1,6 +1,7 @@
 """Tables of the formats in which families of models write reasoning and tool calls. No I/O.
 
-A new format is a row here and a test; a new way to write a call needs a reader beside `engine.output.json_calls`.
+A new format needs a row here and a test. A new way to write a call also needs a reader like those of
+`engine.output.json_calls`.
 """
 
 from __future__ import annotations
@@ -29,46 +30,46 @@ FUNCTION_NAME = ""
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How the models of a family write reasoning. It comes first in an answer, and once."""
+    """How the models of a family write reasoning, which comes once, at the beginning of an answer."""
 
     name: str
     open_markers: tuple[str, ...]
     close_markers: tuple[str, ...]
     starts_inside: bool = False
-    """Whether answers begin with reasoning even where no marker opens it."""
+    """Whether answers begin with reasoning even without an opening marker."""
     ends_at_call: bool = False
-    """Whether a tool call ends the reasoning too."""
+    """Whether a tool call also ends the reasoning."""
     template_markers: tuple[str, ...] = ()
-    """A chat template that has one of these was made for the format."""
+    """A chat template that contains one of these texts is meant for this format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
     """How the models of a family write tool calls.
 
-    A marker opens a region with one call or several, which may stand in an array; another marker may close it.
+    A marker opens a region of one or more calls, which may be an array. Another marker may close the region.
     """
 
     name: str
     open_markers: tuple[str, ...]
     readers: Mapping[str, CallReader]
-    """Text that begins a call -> reader of the call."""
+    """Reader of a call, by the text that a call begins with."""
     close_marker: str = ""
     bare_start_chars: str = ""
-    """Characters with which an answer opens a region without a marker."""
+    """An answer that begins with one of these characters opens a region without a marker."""
     template_markers: tuple[str, ...] = ()
-    """A chat template that has one of these was made for the format."""
+    """A chat template that contains one of these texts is meant for this format."""
     has_short_ids: bool = False
-    """Whether templates of the family take only call ids of nine letters and digits."""
+    """Whether templates of the family accept only call ids of nine alphanumeric characters."""
 
     @property
     def special_markers(self) -> tuple[str, ...]:
-        """Markup that a tokenizer may have as special tokens."""
+        """Markers that may be special tokens of a tokenizer."""
         return (*self.open_markers, self.close_marker, ARGUMENTS_MARKER, ID_MARKER)
 
     @property
     def region_markers(self) -> tuple[str, ...]:
-        """Markup of more than one character that may stand between calls."""
+        """Markers and beginnings of calls, longer than one character, that may occur in a region."""
         call_starts = [call_start for call_start in self.readers if len(call_start) > 1]
         return tuple(marker for marker in (self.close_marker, *self.open_markers, *call_starts) if marker)
 

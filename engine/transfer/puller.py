@@ -1,7 +1,7 @@
-"""The side of a consumer: asks a source for the blocks that a prompt lacks, checks what comes, and has it stored.
+"""Puller of cached blocks: asks another engine for the blocks that a prompt lacks, checks them, and has them stored.
 
-Bounded: pulls at once, bytes of each pull, and seconds. A source that has failed is not asked again for a moment, and
-costs other sources nothing.
+The number of pulls at once, the bytes of each pull and its seconds are bounded. A source that has failed is not asked
+again for RETRY_AFTER_S, and does not delay pulls from other sources.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ log = logging.getLogger("engine.transfer")
 
 PULLS_AT_ONCE_MAX = 4
 PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
-"""Bytes of one pull that were asked for and are not stored yet; a larger block is alone."""
+"""Most bytes of one pull that are requested and not stored yet. A larger block is requested alone."""
 RETRY_AFTER_S = 2.0
-"""A source that has failed is not asked for so long."""
+"""Seconds for which a source that has failed is not asked."""
 FAILED_SOURCES_MAX = 1024
 
 
@@ -62,7 +62,7 @@ class Puller:
         self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
         link: SimulatedLink | None = None,
     ) -> None:  # fmt: skip
-        """`link`: takes the time that simulated contents would take."""
+        """`link`: waits as long as the transfer of simulated contents would take; None for real contents."""
         self._exchange = exchange
         self._jobs = jobs
         self._settings = settings
@@ -70,10 +70,10 @@ class Puller:
         self._link = link
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
         self._retry_s_by_source: dict[KVSource, float] = {}
-        """When a source that has failed may be asked again."""
+        """Time from which on a source that has failed may be asked again."""
 
     async def pull(self, source: KVSource, prompt: PulledPrompt) -> None:
-        """Store what the source has of a prompt and this cache has not. Failures are counted and logged, not raised."""
+        """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
         start_s = time.monotonic()
         try:
             await asyncio.wait_for(self._pull_in_turn(source, prompt), self._settings.timeout_s)
@@ -115,7 +115,7 @@ class Puller:
         self._retry_s_by_source[source] = now_s + RETRY_AFTER_S
 
     async def _transfer(self, connection: Connection, prompt: PulledPrompt) -> None:
-        """Ask what the source has, then fetch what is useful and not here."""
+        """Ask the source which blocks it has, and fetch those that are useful and not cached here."""
         hashes = [key.hash for key in prompt.keys]
         await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
         located, _ = await _receive(connection, BlocksLocated, 0)
@@ -126,7 +126,10 @@ class Puller:
         self._stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, prompt: PulledPrompt, items: list[PullItem]) -> int:
-        """Fetch items in order, some batches ahead. Returns how many were stored before the first that fails."""
+        """Fetch items in order, and return how many were stored before the first item that failed.
+
+        At most PULL_BYTES_MAX bytes are requested and not stored yet; a single larger batch is allowed.
+        """
         batches = deque(
             split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
         )
@@ -135,9 +138,12 @@ class Puller:
         bytes_ahead = stored_count = 0
         try:
             while batches or requested_batches or stores:
-                while batches and (not bytes_ahead or bytes_ahead + self._count_bytes(batches[0]) <= PULL_BYTES_MAX):
+                while batches:
+                    batch_bytes = self._count_bytes(batches[0])
+                    if bytes_ahead and bytes_ahead + batch_bytes > PULL_BYTES_MAX:
+                        break
                     batch = batches.popleft()
-                    bytes_ahead += self._count_bytes(batch)
+                    bytes_ahead += batch_bytes
                     wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
                     await connection.send(FetchBlocks(wanted_blocks))
                     requested_batches.append(batch)
@@ -145,7 +151,7 @@ class Puller:
                     batch = requested_batches.popleft()
                     store, arrived_count = await self._receive_batch(connection, prompt, batch)
                     stores.append(store)
-                    if arrived_count < len(batch):  # the source has evicted the next one, and what hangs from it
+                    if arrived_count < len(batch):  # the source has evicted a block, so later blocks are of no use
                         batches.clear()
                         requested_batches.clear()
                 while stores and (stores[0].stored_count.done() or not requested_batches):
@@ -164,7 +170,7 @@ class Puller:
     async def _receive_batch(
         self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem]
     ) -> tuple[_Store, int]:
-        """Receive and check the blocks of a batch, and begin to store them. Returns how many have arrived, too."""
+        """Receive and check the blocks of a batch, and start to store them. Also returns how many have arrived."""
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
         if sent.fingerprint != self._settings.fingerprint:
@@ -191,7 +197,7 @@ class Puller:
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
-    """Raises TransferError if nobody answers in time, or who answers has another key."""
+    """Connect to a source. Raises TransferError if it does not answer in time, or has another key."""
     loop = asyncio.get_running_loop()
     sock = None
     try:
@@ -221,7 +227,7 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
 async def _receive(
     connection: Connection, answer_type: type[AnswerType], payload_bytes_max: int
 ) -> tuple[AnswerType, bytearray]:
-    """Receive an answer of the expected type. Raises TransferError for another one."""
+    """Receive an answer of the expected type. Raises TransferError if it has another type."""
     data, payload = await connection.receive(payload_bytes_max)
     answer: Answer = decode_answer(data)
     if isinstance(answer, Refused):

@@ -58,7 +58,11 @@ def convolve_tile(
     x_token_stride, tails_unit_stride, tails_row_stride, channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Convolve TOKENS tokens of a sequence, from token `tile_token` of the batch on. Grid: (tiles, channel blocks)."""
+    """Convolve TOKENS tokens of one sequence with a causal filter of WIDTH taps, for one block of channels.
+
+    Grid (tiles, channel blocks). A tile starts at token tile_token of the batch. Inputs before the sequence's first
+    token come from its tail, the WIDTH - 1 inputs before.
+    """
     tile = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seq = tl.load(tile_seq_ptr + tile)

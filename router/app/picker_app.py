@@ -10,7 +10,7 @@ from router.picker.picker_client import PickerClient
 
 
 class PickerApp:
-    """Chooses a worker for each request that Envoy asks about, on every path."""
+    """Chooses a worker for each request that Envoy asks about, whatever the request's URL path."""
 
     def __init__(self, dispatcher: RequestDispatcher) -> None:
         proxy = dispatcher.proxy
@@ -22,7 +22,7 @@ class PickerApp:
         self._metrics = proxy.metrics
 
     def pick(self, client: PickerClient, request: HttpRequest) -> None:
-        """Choose a worker for a request, at once or when its prompt is read. Raises RequestError."""
+        """Start to choose a worker for a request. The choice may come after this call returns. Raises RequestError."""
         client.tenant = self._keys.find_tenant(client, request)
         self._dispatcher.dispatch(client, request, PickExchange)
 

@@ -343,10 +343,11 @@ def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
     return all(_is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
 
 
-class LearnedFactor:
-    """Time that loads of KV take, divided by their time at the configured rate.
+class LoadTimeFactor:
+    """Learns how much longer loads of KV take than the configured rate predicts.
 
-    The factor is a median, as a queue or a busy machine makes some loads late.
+    `factor` is the median of the recent ratios, because queues and busy machines make some loads late. It is 1 until
+    enough loads were observed.
     """
 
     def __init__(self) -> None:
@@ -359,7 +360,7 @@ class LearnedFactor:
         return len(self._recent) >= _LOADS_MIN
 
     def observe(self, configured_s: float, observed_s: float) -> None:
-        """Learn from a load that took `observed_s`, and `configured_s` at the configured rate."""
+        """Learn from a load that took `observed_s`. The configured rate predicted `configured_s`."""
         self._recent.append(min(max(observed_s / configured_s, _RATIO_MIN), _RATIO_MAX))
         if self.is_learned:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
@@ -371,15 +372,15 @@ class Speed:
     def __init__(self, pool: PoolSpeed) -> None:
         self.pool = pool
         self.factor = 1.0
-        """Time that the target takes for anything, divided by the time that its pool takes."""
-        self.tier_load = LearnedFactor()
-        """Factor of the loads from slower tiers."""
+        """Time that the target takes for any work, divided by the time that its pool takes."""
+        self.tier_load = LoadTimeFactor()
+        """Factor of the time of loads from slower tiers."""
         self.work_totals = WorkTotals()
         self.last_step_observation_s = -math.inf
         self.open_prefill_interval: PrefillInterval | None = None
         self.observation_count = 0
         self._recent_ratios: deque[float] = deque(maxlen=_TARGET_INTERVALS_MAX)
-        """Elapsed times of the last intervals, divided by those that the pool's ratios predict."""
+        """Elapsed times of the last intervals, divided by the times that the pool's ratios predict."""
         self._last_observation_number = pool.observation_count
         """The pool's number of observations at the target's last one."""
         pool.members.append(self)

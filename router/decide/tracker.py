@@ -22,6 +22,7 @@ from router.decide.load import (
     NO_PEER_LOAD,
     REPORT_VALID_S,
     EngineLoad,
+    ExternalLoad,
     PeerLoad,
     PeerPrefills,
     estimate_external_load,
@@ -59,19 +60,20 @@ class LoadTracker:
         self.cost = cost
         self._learn = learn
         self._speed_by_pool: dict[str, PoolSpeed] = {}
-        """pool -> speed of its targets; a pool for each model that was ever served."""
+        """Speed of the targets of each pool. A pool stays here after the last worker of its model is removed."""
         self.targets: dict[str, Target] = {}
         self._epoch_s: float | None = None
         self._estimated_first_tokens: list[tuple[float, int, InFlightRequest]] = []
-        """Heap of (estimated time of the first token, number, request) of requests that do not stream."""
+        """Heap of (estimated time of the first token, serial number, request) for requests that do not stream."""
         self._estimated_arrivals: list[tuple[float, int, InFlightRequest]] = []
-        """Heap of (estimated time when all KV has come, number, request) of requests whose KV moves."""
+        """Heap of (estimated end of the KV transfer, serial number, request) for requests that wait for one."""
         self._estimate_count = 0
+        """Serial number of the newest entry of the heaps, which breaks ties of time."""
         self._silence_checked_at_s = -math.inf
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
-        """router -> target name -> load."""
+        """Load of each router's requests, by router and by name of the target."""
         self.changed_targets: set[str] = set()
-        """Names of targets with a new load of this router; cleared when the peers have been told."""
+        """Names of targets whose load by this router changed after the last report to the peers."""
         self.load_orders: list[LoadOrder] = []
         """Orders to be informed of every change of a target's load."""
 
@@ -483,35 +485,45 @@ class LoadTracker:
 
     # Reports of engines --------------------------------------------------------------------------------------------
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
-        """Record the load that a target's engine reports; None: it did not answer.
+        """Record the load that a target's engine reports.
 
-        `in_flight`: number of this router's requests there when the engine was asked.
+        `engine_load`: None if the engine did not answer. Its last report then stays valid for REPORT_VALID_S.
+        `in_flight`: number of this router's requests at the target when the engine was asked.
         """
         target = self.targets.get(name)
         if target is None:
             return
-        load, external_load = target.load, NO_EXTERNAL_LOAD
         if engine_load is not None:
-            known_requests = max(in_flight, load.request_count)
-            known_kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
-            for peer_loads in self._peer_loads_by_router.values():
-                peer_load = peer_loads.get(name, NO_PEER_LOAD)
-                known_requests += peer_load.request_count
-                known_kv_tokens += peer_load.decode_context_tokens
-            external_load = estimate_external_load(
-                engine_load,
-                now,
-                known_requests=known_requests,
-                known_kv_tokens=known_kv_tokens,
-                capacity=target.capacity,
-            )
+            external_load = self._estimate_external_load(target, engine_load, now, in_flight)
         elif now - target.external_load.reported_s <= REPORT_VALID_S:
             return
+        else:
+            external_load = NO_EXTERNAL_LOAD
         target.advance_work_totals(now)
         target.external_load = external_load
         self._merge_peer_load(target)
 
+    def _estimate_external_load(
+        self, target: Target, engine_load: EngineLoad, now: float, in_flight: int
+    ) -> ExternalLoad:
+        """Return the part of an engine's load that comes neither from this router nor from its peers."""
+        load = target.load
+        known_requests = max(in_flight, load.request_count)  # the report may be older or newer than this count
+        known_kv_tokens = load.decode_context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
+        for peer_load_by_target in self._peer_loads_by_router.values():
+            peer_load = peer_load_by_target.get(target.name, NO_PEER_LOAD)
+            known_requests += peer_load.request_count
+            known_kv_tokens += peer_load.decode_context_tokens
+        return estimate_external_load(
+            engine_load,
+            now,
+            known_requests=known_requests,
+            known_kv_tokens=known_kv_tokens,
+            capacity=target.capacity,
+        )
+
     def _merge_peer_load(self, target: Target) -> None:
+        """Recompute the load that others put on a target: peers of this router, and clients of the engine."""
         loads = [
             peer_loads[target.name] for peer_loads in self._peer_loads_by_router.values() if target.name in peer_loads
         ]

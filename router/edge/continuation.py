@@ -101,7 +101,7 @@ def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
 
 
 class StreamContinuation:
-    """State by which one answer can be continued at another worker."""
+    """State that allows another worker to continue one streamed answer."""
 
     __slots__ = (
         "_body",
@@ -118,7 +118,9 @@ class StreamContinuation:
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, is_chat: bool) -> None:
-        self._fields, self._body, self._is_chat = fields, body, is_chat
+        self._fields = fields
+        self._body = body
+        self._is_chat = is_chat
         self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
         self._wants_usage = b"true" in bytes(fields.get("stream_options", b""))
         self._engine = ""
@@ -136,7 +138,7 @@ class StreamContinuation:
 
     @property
     def _continues_as_chat(self) -> bool:
-        """Whether the other worker is sent a chat, and not a completion."""
+        """Whether the other worker gets a chat request and not a completion request."""
         return self._is_chat and self._engine == BLOCKCAST
 
     @property
@@ -233,28 +235,17 @@ class StreamContinuation:
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
-        """Return the body for the worker that continues the answer; None if no token may follow."""
+        """Return the body that asks another worker to continue the answer; None if no token may follow.
+
+        `ids`: tokens of the prompt and of the answer so far. `answered_tokens`: number of those of the answer.
+        `tokens_max`: longest context of the model, if known.
+        """
         if self._continues_as_chat:
-            resent_fields = {
-                name: value
-                for name, value in self._fields.items()
-                if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
-            }
-            last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-            extra_fields = {
-                "prompt_token_ids": ids.tolist(),
-                "answered_tokens": answered_tokens,
-                "return_token_ids": True,
-            }
-            return {**resent_fields, "messages": last_message, **extra_fields}
+            return self._build_chat_body(ids, answered_tokens)
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
-        output_tokens_max = self._field_value("max_completion_tokens") if self._is_chat else None
-        if output_tokens_max is None:
-            output_tokens_max = self._field_value("max_tokens")
-        if output_tokens_max is None and not self._is_chat:
-            output_tokens_max = _DEFAULT_TOKENS_MAX
-        if self._engine == BLOCKCAST:
+        output_tokens_max = self._read_output_tokens_max()
+        if self._engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": output_tokens_max, "answered_tokens": answered_tokens}
         if output_tokens_max is not None:
             output_tokens_max -= answered_tokens
@@ -264,6 +255,27 @@ class StreamContinuation:
             return None
         remaining_tokens_min = max((self._field_value("min_tokens") or 0) - answered_tokens, 0)
         return body | {"max_tokens": output_tokens_max, "min_tokens": remaining_tokens_min}
+
+    def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
+        resent_fields = {
+            name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
+        }
+        last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
+        extra_fields = {
+            "prompt_token_ids": ids.tolist(),
+            "answered_tokens": answered_tokens,
+            "return_token_ids": True,
+        }
+        return {**resent_fields, "messages": last_message, **extra_fields}
+
+    def _read_output_tokens_max(self) -> Any:
+        """Return the client's bound of the answer's tokens; None if there is none."""
+        output_tokens_max = self._field_value("max_completion_tokens") if self._is_chat else None
+        if output_tokens_max is None:
+            output_tokens_max = self._field_value("max_tokens")
+        if output_tokens_max is None and not self._is_chat:
+            output_tokens_max = _DEFAULT_TOKENS_MAX
+        return output_tokens_max
 
     def _field_value(self, name: str) -> Any:
         raw = self._fields.get(name)
@@ -276,11 +288,11 @@ class StreamContinuation:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether an answer that ends now lacks its end."""
+        """Whether the answer would be incomplete if it ended now."""
         return self.recorder is not None and self.recorder.is_truncated
 
     def release_failure_event(self) -> bytes:
-        """Return the event with the worker's failure, for where no worker continues the answer."""
+        """Return the event with the worker's failure, for the client if no worker continues the answer."""
         return self.recorder.release_failure_event() if self.recorder is not None else b""
 
     # Answering ----------------------------------------------------------------------------------------------------

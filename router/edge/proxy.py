@@ -131,7 +131,7 @@ class Proxy:
         self.on_failure: list[Callable[..., None]] = []
         """Called with (Decision | None, FailureKind, reason) after each failed attempt."""
         self.on_transfer_failed: list[Callable[..., None]] = []
-        """Called with the id of a worker that did not give its KV to another one."""
+        """Called with the id of a worker that did not give its KV to another worker."""
         self._count = 0
 
     def open(self, exchange: Exchange) -> None:
@@ -293,18 +293,23 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Enforce the timeouts of all requests; to be called several times a second."""
-        progress_times: dict[str, float] = {}
+        """Do the work that depends on time; called several times a second.
+
+        Expires requests, migrates them where needed, finds stalled workers, and forgets removed ones.
+        """
+        progress_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self.config.timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
             self._migrate_if_needed(exchange, now)
-            moved_s, decision = exchange.last_progress_at_s, exchange.context.decision
-            if moved_s is not None and decision is not None:
-                progress_times[decision.worker] = max(moved_s, progress_times.get(decision.worker, moved_s))
-        for worker_id in self.core.update_stalled_workers(progress_times, now):
+            progress_s = exchange.last_progress_at_s
+            decision = exchange.context.decision
+            if progress_s is not None and decision is not None:
+                last_progress_s = progress_s_by_worker.get(decision.worker, progress_s)
+                progress_s_by_worker[decision.worker] = max(progress_s, last_progress_s)
+        for worker_id in self.core.update_stalled_workers(progress_s_by_worker, now):
             if worker_id in self.core.stall_detector.stalled_workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)
             else:

@@ -51,7 +51,7 @@ class ResponseProgress:
     def __init__(self, now: float) -> None:
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self.read_count = 0
-        """Reads that were forwarded: about as many as there were chunks."""
+        """Number of reads that were forwarded, which is about the number of the worker's chunks."""
         self.has_started = False
         """Whether the current worker has sent a first part of the model's output."""
         self.first_bytes = b""
@@ -63,8 +63,9 @@ class ResponseProgress:
         self.last_byte_at_s = now
 
     def restart(self) -> None:
-        """Count anew, as another worker continues the answer."""
-        self.has_started, self.read_count = False, 0
+        """Reset the counts of the current worker, because another worker continues the answer."""
+        self.has_started = False
+        self.read_count = 0
 
     def record(self, data: bytes, now: float) -> None:
         """Record that `data` was forwarded."""
@@ -77,7 +78,7 @@ class ResponseProgress:
 
     @staticmethod
     def is_output(data: bytes, path: str) -> bool:
-        """Return whether the bytes have output of the model: a stream of Responses begins with events without any."""
+        """Return whether the bytes contain output of the model. A stream of Responses begins with other events."""
         return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:
@@ -92,14 +93,12 @@ class ResponseProgress:
         first_usage = None if match is None else _read_usage(self.first_bytes, match.end())
         if first_usage is None or not first_usage.prompt_tokens:
             return last_usage
-        is_start = b'"message_start"' in self.first_bytes  # its count of the answer is that of the start
-        completion_tokens = (
-            last_usage.completion_tokens
-            if last_usage is not None
-            else None
-            if is_start
-            else first_usage.completion_tokens
-        )
+        if last_usage is not None:
+            completion_tokens = last_usage.completion_tokens
+        elif b'"message_start"' in self.first_bytes:  # this event comes before the answer's tokens
+            completion_tokens = None
+        else:
+            completion_tokens = first_usage.completion_tokens
         return ReportedUsage(first_usage.prompt_tokens, first_usage.cached_tokens, completion_tokens)
 
     def has_final_event(self, path: str) -> bool:
@@ -120,28 +119,26 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
 
 
 def _read_usage(text: bytes, start: int) -> ReportedUsage:
-    """Read a `usage` object with the counts of either API. `start`: position behind its opening brace."""
+    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace."""
     prompt_tokens, cached_tokens, completion_tokens = [_read_count(text, start, key) for key in _OPENAI_COUNT_KEYS]
-    if prompt_tokens is None:
-        uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [
-            _read_count(text, start, key) for key in _ANTHROPIC_COUNT_KEYS
-        ]
-        if uncached_tokens is not None or output_tokens is not None:
-            prompt_total = (
-                None
-                if uncached_tokens is None
-                else uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
-            )
-            return ReportedUsage(
-                prompt_total,
-                cached_tokens if cache_read_tokens is None else cache_read_tokens,
-                completion_tokens if output_tokens is None else output_tokens,
-            )
+    if prompt_tokens is not None:
+        return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
+    uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [
+        _read_count(text, start, key) for key in _ANTHROPIC_COUNT_KEYS
+    ]
+    if uncached_tokens is None and output_tokens is None:
+        return ReportedUsage(None, cached_tokens, completion_tokens)
+    if uncached_tokens is not None:
+        prompt_tokens = uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
+    if cache_read_tokens is not None:
+        cached_tokens = cache_read_tokens
+    if output_tokens is not None:
+        completion_tokens = output_tokens
     return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
 
 
 def _read_count(tail: bytes, position: int, key: bytes) -> int | None:
-    """Return the count of `key` after `position`; None if it has none, or where `tail` may cut the number off."""
+    """Return the count of `key` after `position`; None if there is no count, or `tail` may end within its digits."""
     position = tail.find(key, position)
     match = _COUNT_PATTERN.match(tail, position + len(key)) if position >= 0 else None
     return int(match[1]) if match is not None else None

@@ -18,7 +18,7 @@ SHORT_SIZE_LINE_BYTES: Final = 64
 MAX_TRAILER_BYTES: Final = 64 * 1024
 """Most bytes of all trailer lines; they follow the content, so no reader of the content needs more."""
 BETWEEN_CHUNKS: Final = -1
-"""Value of `remaining_bytes` when a size line comes next."""
+"""Value of `remaining_bytes` when a size line or a trailer line comes next."""
 
 _EXTENSION = rb";" + TOKEN_PATTERN + rb"(?:=(?:" + TOKEN_PATTERN + rb'|"[ !#-\[\]-~]*"))?'
 _SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
@@ -50,10 +50,10 @@ class ChunkedBody:
     )  # fmt: skip
 
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
-        """`max_content_bytes` bounds the content, and `max_framing_bytes` the framing beyond it.
+        """`max_content_bytes`: more content raises `BodyTooLarge`. None: neither content nor framing is limited.
 
-        Tiny chunks, long extensions and trailers cost work and carry nothing. Too much content raises `BodyTooLarge`,
-        too much framing `ProtocolError`.
+        `max_framing_bytes`: number of bytes by which sizes, extensions and trailers may exceed the content, since they
+        cost work and carry nothing. More raise `ProtocolError`.
         """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
@@ -62,14 +62,17 @@ class ChunkedBody:
         self._framing_bytes = 0
         self.is_complete = False
         self.remaining_bytes = BETWEEN_CHUNKS
-        """Content bytes of the current chunk that have not come; 0 before the line end after them."""
+        """Content bytes of the current chunk that have not arrived. 0: the line end after the content comes next.
+
+        BETWEEN_CHUNKS: a size line or a trailer line comes next.
+        """
         self._partial_line = b""
         """Start of a size line, chunk end or trailer line that was split between reads."""
         self._is_in_trailers = False
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return how many leading bytes of `data` belong to the body, and append its content to `payload`."""
+        """Parse `data`, and return how many of its leading bytes belong to the body. Appends content to `payload`."""
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
             remaining = self.remaining_bytes
@@ -97,7 +100,7 @@ class ChunkedBody:
         return position
 
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
-        """Return the end of the complete chunks from `position` on.
+        """Read complete chunks from `position` on, and return the position after them.
 
         Stops at anything unusual: the last chunk, a long extension, a chunk that continues in the next read.
         """
@@ -127,6 +130,7 @@ class ChunkedBody:
         return position
 
     def _check_sizes(self, content_bytes: int, framing_bytes: int) -> None:
+        """Add to the sizes that were read. Raises BodyTooLarge or ProtocolError if a limit is exceeded."""
         self._content_bytes += content_bytes
         self._framing_bytes += framing_bytes
         if self._content_bytes > (self._max_content_bytes or 0):
@@ -135,10 +139,11 @@ class ChunkedBody:
             raise ProtocolError("a chunked body of more framing than content")
 
     def _read_line(self, line: bytes) -> None:
+        """Read a complete line of the framing: a size, a trailer, or the line end after a chunk's content."""
         if len(line) > MAX_LINE_BYTES:
             raise ProtocolError("chunk header too long")
         chunk_bytes = 0
-        if self.remaining_bytes == 0:  # the line end that closes a chunk's content
+        if self.remaining_bytes == 0:  # the line end after a chunk's content
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
             self.remaining_bytes = BETWEEN_CHUNKS

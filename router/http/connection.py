@@ -73,7 +73,7 @@ class Client(Protocol):
 def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
     """Tell the responder of a client that the client is gone.
 
-    An exception of the responder is recorded at `place`.
+    `record_crash(place, error)` is called if the responder raises.
     """
     responder, client.responder = client.responder, None
     if responder is None:
@@ -112,7 +112,7 @@ class Application(Protocol):
 
 
 class _SendProgress:
-    """Bytes of answers that a client has taken, and when it last took some."""
+    """Progress of a client in receiving answers: their bytes, and the time of its last receipt."""
 
     __slots__ = ("_taken_at_s", "_taken_bytes", "written_bytes")
 
@@ -123,7 +123,7 @@ class _SendProgress:
         self._taken_at_s = now
 
     def find_taken_at_s(self, unsent_bytes: int, now: float) -> float:
-        """Return when the client last took bytes; `now` if `unsent_bytes` is 0. To be called often."""
+        """Return when the client last received bytes; `now` if `unsent_bytes` is 0. To be called often."""
         taken_bytes = self.written_bytes - unsent_bytes
         if not unsent_bytes or taken_bytes != self._taken_bytes:
             self._taken_bytes, self._taken_at_s = taken_bytes, now
@@ -171,18 +171,18 @@ class ClientConnection(asyncio.Protocol):
         self.has_response_started = False
         """Whether bytes of the current answer were sent."""
         self._request: HttpRequest | None = None
-        """The current request, from its head on; its path decides the format of an error."""
+        """The current request, as soon as its head is read. Its path decides the format of an error."""
         self._is_handling = False
         self._keep_alive = True
         self._is_reading_paused = False
         self._is_writing_paused = False
-        """Whether the client reads slower than it is answered; no further request begins then."""
+        """Whether the client reads more slowly than answers are written. No further request starts meanwhile."""
         self._send_progress = _SendProgress(app.now())
         self._has_unread_input = False
         """Whether the client may still send bytes that will not be read."""
         self._is_lingering = False
         self._queued_request: HttpRequest | None = None
-        """Request that waits for its turn to begin; the connection counts as busy."""
+        """Request that waits for its turn to start. The connection counts as busy."""
         self._waiting_since_s = self._app.now()
 
     # From the event loop ------------------------------------------------------------------------------------------
@@ -195,13 +195,12 @@ class ClientConnection(asyncio.Protocol):
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and start the requests that they complete. A lingering connection discards them."""
         if self._is_lingering:
-            if len(data) >= LONG_READ_BYTES:
-                self._transport.pause_reading()
-                self._app.scheduler.schedule(self._resume_discarding)
+            self._discard_input(data)
             return
         if not self._is_busy and not self._parser.has_partial_request:
-            self._waiting_since_s = self._app.now()
+            self._waiting_since_s = self._app.now()  # the time limit of a request starts with its first byte
         try:
             self._parser.feed(data)
             if self._is_busy or self._is_writing_paused:
@@ -211,6 +210,12 @@ class ClientConnection(asyncio.Protocol):
             return
         if not self._is_busy and not self._is_writing_paused:
             self._handle_requests(len(data))
+
+    def _discard_input(self, data: bytes) -> None:
+        """Discard bytes; after a long read, read on only when other connections had their turn."""
+        if len(data) >= LONG_READ_BYTES:
+            self._transport.pause_reading()
+            self._app.scheduler.schedule(self._resume_discarding)
 
     def eof_received(self) -> bool:
         self._start_queued_request()
@@ -241,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_writing_paused = False
         self._charge.unsent_response_bytes = 0
         if not self._is_busy and not self._parser.has_partial_request:
-            self._waiting_since_s = self._app.now()  # what it asked meanwhile begins to be read now
+            self._waiting_since_s = self._app.now()  # the requests that the client sent meanwhile are read only now
         try:
             if self._charge.is_charged:
                 self._charge_buffered_bytes()
@@ -364,14 +369,15 @@ class ClientConnection(asyncio.Protocol):
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _handle_requests(self, received_bytes: int = 0) -> None:
-        """Begin complete requests until one of them is answered later.
+        """Start requests that are received completely, until one of them is not answered at once.
 
-        `received_bytes` is the size of the read that completed them.
+        After REQUESTS_PER_TURN requests, another turn is scheduled. `received_bytes`: size of the last read, if any.
         """
         self._is_handling = True
         try:
             for _ in range(REQUESTS_PER_TURN):
-                if self._is_busy or self._is_writing_paused or self._transport is None or not self._keep_alive:
+                is_waiting = self._is_busy or self._is_writing_paused
+                if is_waiting or self._transport is None or not self._keep_alive:
                     break
                 request = self._parser.next_request()
                 if request is None:
@@ -389,13 +395,13 @@ class ClientConnection(asyncio.Protocol):
             )
         except RequestError as refused:
             self._reject_and_close(refused)
-        except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
+        except Exception as error:  # noqa: BLE001  a boundary: any error ends only this connection
             self.crash(error)
         finally:
             self._is_handling = False
 
     def _resume_requests(self) -> None:
-        """Begin the next requests, if the connection may begin any."""
+        """Start the next requests, unless the connection is busy."""
         if self._is_busy or self._is_writing_paused or self._is_handling:
             return
         if self._is_reading_paused or not self._parser.is_empty:

@@ -1,8 +1,8 @@
-"""Parser of a worker's answer: its head, and the end of its body. Sans-IO; the content is not looked at.
+"""Parser of a worker's answer: its head, and the end of its body. Sans-IO; the content is not parsed.
 
-The body is relayed as it came, chunk framing included, so only the number of bytes that belong to the answer is
-computed. A violation of RFC 9112 raises `ProtocolError`. If no byte was relayed yet, the client gets a 502. After that
-its connection is closed, which is the only way to say that the answer is incomplete.
+The body is relayed unchanged, with its chunk framing, so the parser only finds the number of bytes that belong to the
+answer. A violation of RFC 9112 raises `ProtocolError`. If no byte was relayed yet, the client gets a 502. Otherwise the
+client's connection is closed, which is the only way to show that the answer is incomplete.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class BodyFraming(Protocol):
     is_complete: bool
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Return how many leading bytes of `data` belong to the body; set `is_complete` at its end.
+        """Return how many leading bytes of `data` belong to the body, and set `is_complete` at the end of the body.
 
-        `payload` receives the content without framing, for clients that do not know chunks.
+        The content without framing is appended to `payload`, for clients that do not know chunks.
         """
 
     def finish(self) -> None:
@@ -36,7 +36,7 @@ class BodyFraming(Protocol):
 
 
 class LengthBody:
-    """Body of a length known in advance; length 0 is used for answers without a body too."""
+    """Body of a length known in advance. Answers without a body have length 0."""
 
     __slots__ = ("is_complete", "remaining_bytes")
 
@@ -60,7 +60,7 @@ class LengthBody:
 
 
 class CloseDelimitedBody:
-    """Body that lasts until the connection closes."""
+    """Body of an answer that ends when the worker closes the connection."""
 
     __slots__ = ("is_complete",)
 

@@ -122,18 +122,20 @@ class RenderedPrompt(msgspec.Struct, eq=False):
 
 
 def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
-    """Return the part of a prompt that a worker would use, at most one token more than it takes."""
+    """Return the part of a prompt that a worker would use, with at most one token more than the worker accepts."""
     last_tokens = _get_last_tokens(request, tokens_max)
     if ids and last_tokens is not None:
         ids = ids[-last_tokens:]
     ids_max = (tokens_max or TOKENS_MAX) + 1
-    return None if not ids else ids if len(ids) <= ids_max else ids[:ids_max]
+    if not ids:
+        return None
+    return ids if len(ids) <= ids_max else ids[:ids_max]
 
 
 def _get_last_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
     """Return how many tokens at the end of a prompt a worker would use (`truncate_prompt_tokens`); None for all.
 
-    As in vLLM, -1 stands for what the model takes, with room for one token.
+    As in vLLM, -1 stands for the longest prompt of the model, which leaves room for one token.
     """
     last_tokens = request.truncate_prompt_tokens
     if last_tokens == -1 and tokens_max is not None:
@@ -145,25 +147,25 @@ def measure_prompts(
     ids: Sequence[int] | None,
     request: RoutingRequest,
     tokens_max: int | None,
-    further_tokens: Sequence[int] = (),
+    further_lengths: Sequence[int] = (),
     *,
     is_exact: bool = True,
 ) -> PromptSize | None:
-    """Return the size of a body's prompts, of which the first has these ids before it is truncated.
+    """Return the size of a body's prompts after truncation; None if the first prompt has no ids.
 
-    `further_tokens` are those of the other prompts, by `count_further_tokens`.
+    `ids`: tokens of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
     """
     if ids is None:
         return None
     last_tokens = _get_last_tokens(request, tokens_max)
-    lengths = [len(ids), *further_tokens]
+    lengths = [len(ids), *further_lengths]
     if last_tokens is not None:
         lengths = [min(length, last_tokens) for length in lengths]
     return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
 
 
 def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """Count the tokens of each prompt of a body after the first; estimate those of texts without a tokenizer."""
+    """Return the number of tokens of each prompt after the first. Without a tokenizer, those of texts are estimated."""
     prompt = request.prompt
     if not isinstance(prompt, list) or isinstance(prompt[0], int):
         return []

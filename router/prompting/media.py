@@ -48,7 +48,7 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
 
 
 def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
-    """List a body's messages as JSON values, the system's first; empty if the body can have no media."""
+    """Return a body's messages as JSON values, the system prompt first; an empty list if the body has no media."""
     source = request.source
     if source is None:
         return list(request.messages or ()) if request.has_media else []
@@ -57,10 +57,12 @@ def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
     system_prompt: Any
     messages: Any
     if isinstance(source, ResponsesRequest):
-        system_prompt, messages = source.instructions, source.input if isinstance(source.input, list) else []
+        system_prompt = source.instructions
+        messages = source.input if isinstance(source.input, list) else []
     else:
         assert isinstance(source, CountRequest)
-        system_prompt, messages = source.system, source.messages
+        system_prompt = source.system
+        messages = source.messages
     result: list[Any] = msgspec.to_builtins([{"role": "system", "content": system_prompt}, *messages])
     return result
 

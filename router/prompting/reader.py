@@ -144,20 +144,23 @@ class PromptReader:
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
         renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt to route on. Thread-safe; raises nothing.
+        """Tokenise the prompt of a request for routing. May be called on any thread; raises nothing.
 
-        `renderer` renders the model's conversations. With a `body` too, the conversation is prepared to be cached.
+        `renderer` renders the model's conversations. If a `body` is given as well, the conversation is prepared for the
+        cache of conversations. `tokens_max`: longest context of the model; longer prompts are truncated.
         """
         render = None if renderer is None else renderer.render_whole
         result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max, render))
         if result is None:
             return TokenizedPrompt(None, read_s)
-        read, prompt = result
+        tokenized, rendered = result
         if renderer is not None and body:
-            read.conversation, cache_s = self._run_timed(lambda: cache_conversation(request, body, prompt, renderer))
+            tokenized.conversation, cache_s = self._run_timed(
+                lambda: cache_conversation(request, body, rendered, renderer)
+            )
             read_s += cache_s
-        read.seconds = read_s
-        return read
+        tokenized.seconds = read_s
+        return tokenized
 
     # Bodies -----------------------------------------------------------------------------------------------------------
 
@@ -379,7 +382,7 @@ def _tokenize(
     tokens_max: int | None,
     render: Callable[[RoutingRequest], str] | None,
 ) -> tuple[TokenizedPrompt, RenderedPrompt]:
-    """Return the truncated prompt to route on, and the whole one. Raises RequestError."""
+    """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
     prompt = read_prompt(request, tokenizer, tokens_max, render)
     further_tokens = count_further_tokens(request, tokenizer)
     size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)

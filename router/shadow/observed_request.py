@@ -98,7 +98,7 @@ class _Conversation(NamedTuple):
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return for each request the index of the one after the end of which it came; None if it waited for none.
+    """Return for each request the index of the earlier request for the end of which it waited; None if there is none.
 
     `requests` are in the order of arrival.
     """
@@ -144,7 +144,10 @@ def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, i
 def _group_conversations(
     requests: Sequence[ObservedRequest], predecessors: Sequence[int | None]
 ) -> list[_Conversation]:
-    """Return the conversations in the order of their begins; none if the end of any request is unknown."""
+    """Return the conversations in the order in which they begin; none if the end of any request is unknown.
+
+    `predecessors`: index of the previous request of the conversation, for each request; None for a first request.
+    """
     first_indices: list[int] = []
     conversation_by_first_index: dict[int, _Conversation] = {}
     for i, (request, predecessor) in enumerate(zip(requests, predecessors)):
@@ -154,7 +157,7 @@ def _group_conversations(
         first_indices.append(first_index)
         conversation = conversation_by_first_index.get(first_index)
         if conversation is None:
-            conversation = _Conversation(i, i, request.arrival_s, request.end_s)
+            conversation = _Conversation(first_index=i, last_index=i, begin_s=request.arrival_s, end_s=request.end_s)
         elif request.end_s > conversation.end_s:
             conversation = conversation._replace(last_index=i, end_s=request.end_s)
         conversation_by_first_index[first_index] = conversation
@@ -162,9 +165,9 @@ def _group_conversations(
 
 
 def _pair_conversations(conversations: Sequence[_Conversation]) -> list[tuple[_Conversation, _Conversation]]:
-    """Return (conversation, the next one of its user), if a fixed number of users holds one after the other.
+    """Return pairs (conversation, next conversation of its user), if the users seem to be a fixed number.
 
-    The user whose conversation ended first is taken to begin the next one.
+    The user whose conversation ended first is assumed to begin the next one.
     """
     ended_conversations = deque(sorted(conversations, key=lambda conversation: conversation.end_s))
     pairs = []
@@ -220,7 +223,7 @@ def _measure_balance_spread(
 
 
 def _find_busy_interval(conversations: Sequence[_Conversation]) -> tuple[float, float]:
-    """Return the begin and the end of the time in which nearly the most conversations were open."""
+    """Return the start and the end of the interval with nearly the largest number of open conversations."""
     open_count, moments = 0, []
     for moment_s, change in _list_moments(conversations):
         open_count += change
@@ -231,6 +234,6 @@ def _find_busy_interval(conversations: Sequence[_Conversation]) -> tuple[float, 
 
 
 def _list_moments(conversations: Sequence[_Conversation]) -> list[tuple[float, int]]:
-    """Return (time, 1 for a begin or -1 for an end), the earliest first."""
+    """Return (time, change of the number of open conversations) of each begin and end, in order of time."""
     begins = [(conversation.begin_s, 1) for conversation in conversations]
     return sorted(begins + [(conversation.end_s, -1) for conversation in conversations])

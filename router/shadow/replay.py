@@ -352,7 +352,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
 
 
 class _BlockNumbers:
-    """Numbers of blocks, from 1 on: one for each digest, and new ones for blocks that no later prompt has."""
+    """Numbers blocks from 1 on. Blocks with equal digests get one number, blocks without digests get new numbers."""
 
     def __init__(self) -> None:
         self._number_by_digest: dict[int, int] = {}
@@ -366,10 +366,10 @@ class _BlockNumbers:
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
-    """Convert the recorded requests for the simulation.
+    """Convert recorded requests to a workload of the simulation.
 
-    With `waits`, a request that waited for the end of an answer arrives as long after that end as it did; without, all
-    requests arrive at their recorded times. Answers of unknown length get the mean length of the others.
+    With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
+    all requests arrive at their recorded times. Answers of unknown length get the mean length of the others.
     """
     index_by_serial: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
@@ -378,13 +378,14 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
-        previous = index_by_serial.get(observed.continues) if observed.continues is not None else None
-        end_s = None if previous is None else observed_requests[previous].end_s
-        since_s = None if predecessor is None else observed_requests[predecessor].end_s
+        continued_index = index_by_serial.get(observed.continues) if observed.continues is not None else None
+        wait_origin_s = None if predecessor is None else observed_requests[predecessor].end_s
+        if wait_origin_s is None:
+            wait_origin_s = observed_requests[0].arrival_s
         request = SimRequest(
             index=i,
-            session=i if previous is None else requests[previous].session,
-            arrival_s=observed.arrival_s - (observed_requests[0].arrival_s if since_s is None else since_s),
+            session=i if continued_index is None else requests[continued_index].session,
+            arrival_s=observed.arrival_s - wait_origin_s,
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
             block_ids=block_numbers.get_numbers(observed.block_ids),
@@ -392,21 +393,25 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
             block_size=block,
         )
         requests.append(request)
-        if previous is not None and (end_s is None or end_s <= observed.arrival_s):
-            earlier = requests[previous]
-            full_blocks = earlier.full_block_count
-            known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_block_count)
-            if (
-                not earlier.final_block_ids
-                and known_block_count >= full_blocks
-                and earlier.block_ids[:full_blocks] == request.block_ids[:full_blocks]
-            ):
-                earlier.final_block_ids = request.block_ids[:known_block_count]
+        if continued_index is not None:
+            continued_end_s = observed_requests[continued_index].end_s
+            if continued_end_s is None or continued_end_s <= observed.arrival_s:
+                _set_final_blocks(requests[continued_index], request, block)
     for request in requests:
-        # The last token is never computed.
+        # An answer's last token is never computed, so it fills no block.
         final_block_count = (request.prompt_tokens + request.output_tokens - 1) // block
         known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
         request.final_block_ids = known_ids + [
             next(block_numbers.unused_numbers) for _ in range(final_block_count - len(known_ids))
         ]
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+def _set_final_blocks(earlier: SimRequest, request: SimRequest, block: int) -> None:
+    """Set the blocks of an earlier request and its answer from the prompt that continues it, unless it differs."""
+    full_blocks = earlier.full_block_count
+    known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_block_count)
+    if earlier.final_block_ids or known_block_count < full_blocks:
+        return
+    if earlier.block_ids[:full_blocks] == request.block_ids[:full_blocks]:
+        earlier.final_block_ids = request.block_ids[:known_block_count]

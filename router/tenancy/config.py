@@ -1,4 +1,4 @@
-"""Settings of model names. Those of fair shares and the background belong to the queue: router/decide/config.py."""
+"""Settings of model names. Settings of fair shares and background requests are in router/decide/config.py."""
 
 from __future__ import annotations
 
@@ -37,33 +37,46 @@ class TenancyConfig:
         "Serve this share of the conversations with MODEL by NEW, each as a whole."] = ()
 
     def __post_init__(self) -> None:
-        for flag, rules in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
-            names = [rule.partition("=")[0] for rule in rules]
-            duplicate_name = next((name for name in names if names.count(name) > 1), None)
-            if duplicate_name is not None:
-                raise ConfigError(f"{flag}: {duplicate_name} is given twice")
-        model_by_alias, fallback_by_model = parse_rules(self.model_aliases), parse_rules(self.model_fallbacks)
+        """Check that the rules fit together. Raises ConfigError."""
+        _check_duplicates("--model-alias", self.model_aliases)
+        _check_duplicates("--model-fallback", self.model_fallbacks)
+        model_by_alias = parse_rules(self.model_aliases)
         for name, model in model_by_alias.items():
             if model in model_by_alias:
                 raise ConfigError(f"--model-alias: {name} is {model}, which is an alias itself")
-        for first_model in fallback_by_model:
-            chain, name = [first_model], first_model
-            while (name := fallback_by_model.get(name, "")) and name not in chain:
-                chain.append(name)
-            if name:
-                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*chain, name])}")
+        _check_fallbacks(parse_rules(self.model_fallbacks))
         for model, canaries in parse_canaries(self.model_canaries).items():
             if sum(share for _, share in canaries) > 1.0:
-                raise ConfigError(f"--model-canary: the shares of {model} are more than 1 together")
+                raise ConfigError(f"--model-canary: the shares of {model} add up to more than 1")
+
+
+def _check_duplicates(flag: str, rules: tuple[str, ...]) -> None:
+    """Raise ConfigError if two rules NAME=MODEL have the same name."""
+    names = [rule.partition("=")[0] for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag}: {name} is given twice")
+
+
+def _check_fallbacks(fallback_by_model: dict[str, str]) -> None:
+    """Raise ConfigError if the fallbacks of a model lead back to one of its models."""
+    for first_model in fallback_by_model:
+        chain = [first_model]
+        fallback = fallback_by_model.get(first_model)
+        while fallback:
+            if fallback in chain:
+                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*chain, fallback])}")
+            chain.append(fallback)
+            fallback = fallback_by_model.get(fallback)
 
 
 def parse_rules(rules: tuple[str, ...]) -> dict[str, str]:
-    """Parse rules NAME=MODEL into a model by name."""
+    """Parse rules NAME=MODEL, and return the model of each name."""
     return {name: model for name, _, model in (rule.partition("=") for rule in rules)}
 
 
 def parse_canaries(rules: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
-    """Parse rules MODEL=NEW:SHARE into (new model, share) pairs by model, in their order."""
+    """Parse rules MODEL=NEW:SHARE, and return the (new model, share) pairs of each model in the rules' order."""
     canaries_by_model: dict[str, list[tuple[str, float]]] = {}
     for rule in rules:
         model, _, canary_and_share = rule.partition("=")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.speed import LearnedFactor, Observation, PoolSpeed, Speed
+from router.decide.speed import LoadTimeFactor, Observation, PoolSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
@@ -482,7 +482,7 @@ def _compute_s(uncached_tokens: int, steps: float) -> float:
 
 
 def test_loads_that_seem_to_take_no_time_or_for_ever_are_bounded() -> None:
-    speed = LearnedFactor()
+    speed = LoadTimeFactor()
     speed.observe(0.1, 5.0)
     speed.observe(0.1, -5.0)
     assert speed.factor == 1.0, "judged by two"

@@ -5,7 +5,6 @@ Of a vision-language checkpoint the text model is served; vision and multi-token
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -35,29 +34,35 @@ class GatedAttention(Attention):
 
 
 def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """Declare the stacked projection of queries, keys, values and gates.
+    """Declare one stacked projection: the rows of all queries, then of all keys, values and gates.
 
-    q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last.
+    The checkpoint's q_proj holds for each head the rows of its query, and then the rows of its gate.
     """
     rank_config, _, key_rows = shard_attention(scope.shard, config)
-    pairs = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
-    query_rows, kv_rows = rank_config.num_heads * rank_config.head_dim, key_rows.held_size
+    query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
+    query_rows = rank_config.num_heads * rank_config.head_dim
+    kv_rows = key_rows.held_size
     gate_start = query_rows + 2 * kv_rows
 
-    def take_half(half_index: int) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: tensor.view(rank_config.num_heads, 2, rank_config.head_dim, *tensor.shape[1:])[
-            :, half_index
-        ].flatten(0, 1)
+    def split_heads(tensor: Tensor) -> Tensor:
+        """View q_proj as [heads, 2, head_dim, ...]: the second axis is the query or the gate."""
+        return tensor.view(rank_config.num_heads, 2, rank_config.head_dim, *tensor.shape[1:])
 
-    def declare_stacked(kind: str, *columns: int) -> Weight:
-        q_name = f"q_proj.{kind}"
-        q_shape: tuple[Extent, ...] = (pairs, *columns)
+    def take_queries(tensor: Tensor) -> Tensor:
+        return split_heads(tensor)[:, 0].flatten(0, 1)
+
+    def take_gates(tensor: Tensor) -> Tensor:
+        return split_heads(tensor)[:, 1].flatten(0, 1)
+
+    def declare_stacked(parameter: str, *columns: int) -> Weight:
+        q_name = f"q_proj.{parameter}"
+        q_shape: tuple[Extent, ...] = (query_and_gate_rows, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
         parts = [
-            scope.describe_tensor(q_name, q_shape, (slice(0, query_rows),), take_half(0)),
-            scope.describe_tensor(f"k_proj.{kind}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
-            scope.describe_tensor(f"v_proj.{kind}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
-            scope.describe_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_half(1)),
+            scope.describe_tensor(q_name, q_shape, (slice(0, query_rows),), take_queries),
+            scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
+            scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
+            scope.describe_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_gates),
         ]
         return scope.declare_combined((gate_start + query_rows, *columns), parts)
 

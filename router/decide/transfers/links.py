@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from router.decide.config import TransferConfig
-from router.decide.speed import LearnedFactor
+from router.decide.speed import LoadTimeFactor
 
 PAIRS_MAX: Final = 10_000
 """Pairs that are remembered; the longest unused one is forgotten first."""
@@ -23,19 +23,19 @@ LEARNED_S_MIN: Final = 0.02
 
 @dataclass(slots=True)
 class _Pair:
-    speed: LearnedFactor = field(default_factory=LearnedFactor)
+    speed: LoadTimeFactor = field(default_factory=LoadTimeFactor)
     failures: int = 0
     """Failed transfers since the last good one."""
     paused_until_s: float = 0.0
 
 
 class TransferLinks:
-    """What is known of each pair (source, destination) of targets, by their names."""
+    """Observed speed and failures of each pair (source, destination) of targets, by their names."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._floor_s, self._s_per_byte = config.floor_s, 1.0 / (config.gb_s * 1e9)
         self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
-        self._all_pairs_speed = LearnedFactor()
+        self._all_pairs_speed = LoadTimeFactor()
 
     def estimate_transfer_s(self, source: str, destination: str, byte_count: float, active_count: int) -> float:
         """Return the time of a transfer that shares the pair's network with `active_count` others."""
