@@ -48,7 +48,7 @@ class Router:
         raise NotImplementedError
 
     def on_prefill_end(self, request: SimRequest, now: float) -> Placements:
-        """Handle that the source of a request has computed its prompt, whose KV moves now."""
+        """Handle the end of a prefill at the source of a request. The KV begins to move now."""
         return []
 
     def on_first_token(self, request: SimRequest, worker: int, now: float) -> Placements:
@@ -124,7 +124,7 @@ class SimulationResult:
     """
     preemption_count: int = 0
     moved_tokens: int = 0
-    """Tokens whose KV moved between workers."""
+    """Number of tokens of KV that moved between workers."""
     end_s: float = 0.0
     is_overloaded: bool = False
     """Whether the run was cut off because waiting grew without bound."""

@@ -204,7 +204,7 @@ class SimSequence:
     """Prompt tokens that the engine had computed, or could have computed, when the request came."""
     hit_blocks: int = 0
     moved_tokens: int = 0
-    """Tokens of the prompt whose KV came from the worker that computed it."""
+    """Tokens of the prompt that came as KV from the worker that computed them."""
     on_prefilled: Callable[[], None] | None = None
     """Called instead of reporting the sequence, where another worker computes the answer."""
     registered_blocks: int = 0

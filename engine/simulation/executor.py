@@ -154,9 +154,9 @@ def _check_block_count(flag: str, block_count: int) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of short words whose text is encoded to the same ids.
+    """Return token ids of short words, each encoded to its id again when its text is.
 
-    So an answer, sent back as history, is found in the cache. If there are no such words, any tokens are returned.
+    So an answer that a client sends back as history is found in the cache. Without such words, any ids are returned.
     """
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)

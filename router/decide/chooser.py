@@ -60,7 +60,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
     targets: Sequence[Target]
     terms: list[Terms]
     candidate_facts: list[CandidateFacts]
-    """Where KV may move, a target may occur again, with the facts and the price of a transfer."""
+    """Facts of each candidate. If KV can move, a target occurs again with the facts and the cost of a transfer."""
     winner_index: int
     request_facts: RequestFacts
     prompt_query: PromptQuery | None

@@ -81,9 +81,9 @@ class Load:
     duplicate_prompt_tokens: int = 0
     """Prompt tokens of running requests that need no KV memory, as other running requests have the same ones."""
     incoming_transfers: int = 0
-    """Requests whose KV moves here now."""
+    """Number of transfers of KV to this target that are running."""
     outgoing_transfers: int = 0
-    """Requests elsewhere whose KV comes from here now."""
+    """Number of transfers of KV from this target to others that are running."""
     background_request_count: int = 0
     utilisation_scaled: float = 0.0
     """Prefill seconds sent here per second, averaged over a minute; to be multiplied by the tracker's decay."""

@@ -128,7 +128,7 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     rank: int | None
     """Data-parallel rank of the source, or None if it has only one."""
     tokens: int
-    """Tokens whose KV moves: those that the source has and the worker lacks."""
+    """Number of tokens to move KV of: those that the source has and the worker lacks."""
     transfer_s: float
     """Time of the transfer alone, without the prefill of the source."""
 

@@ -256,7 +256,7 @@ class Target:
         self.speed = Speed(pool)
         self.transfer_facts = TransferFacts()
         self.can_prefill_for_others = True
-        """Whether the roles of its worker allow to compute prompts whose answers others compute."""
+        """Whether the roles of its worker allow it to compute prompts for other workers to answer."""
         self.peer_load = NO_PEER_LOAD
         """Sum of the loads of other routers and of `external_load`."""
         self.external_load = NO_EXTERNAL_LOAD

@@ -60,7 +60,7 @@ KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL, MOO
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """What a worker says of moving KV. The default, of a worker that says nothing, moves none."""
+    """Facts that a worker reports about moving KV. By default, it moves none."""
 
     group: str = ""
     """Workers with the same text can read each other's KV: equal engine, version, model, dtype, block size and number

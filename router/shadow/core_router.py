@@ -24,13 +24,13 @@ from simulation.workload import SimRequest
 
 MODEL = "sim"
 KV_BYTES_PER_TOKEN = 131_072
-"""As Llama-3.1-8B has it."""
+"""Bytes of KV of one token of Llama-3.1-8B."""
 PULLS = frozenset({TransferKind.PULL})
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
 SHARE_DELAY_S = 0.02
 _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
-"""Difference between the keys of two chunks of a block. Keys of blocks whose ids differ by one differ by one."""
+"""Difference between the keys of two chunks of a block. Blocks with consecutive ids have consecutive keys."""
 
 
 class BlockScaled:
