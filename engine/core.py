@@ -171,7 +171,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_count: int
     failed_steps: int
     transfers: TransferStats | None = None
-    """Statistics of blocks that moved from and to peers; None: transfers are off."""
+    """Statistics of blocks that moved from and to peers; None if transfers are off."""
 
 
 class _PreparingRequest(NamedTuple):
@@ -267,7 +267,7 @@ class EngineCore:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> list[SequenceOutput]:
-        """Plan and begin a step, then finish the oldest step in flight, unless another step may begin before that.
+        """Plan and start a step. Finish the oldest step in flight if no further step may start before its end.
 
         Returns the outputs of the finished step. Raises RunnerLostError.
         """
@@ -285,7 +285,7 @@ class EngineCore:
         return early_outputs + outputs
 
     def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
-        """Finish the steps in flight, then copy peers' blocks in and out. Returns the outputs of the steps."""
+        """Finish the steps in flight, then copy blocks from and for peers. Returns the outputs of the steps."""
         outputs: list[SequenceOutput] = []
         while self._steps_in_flight:
             outputs += self._finish_step()
@@ -293,7 +293,7 @@ class EngineCore:
         return outputs
 
     def _add_prepared(self) -> list[SequenceOutput]:
-        """Queue the requests that wait for nothing more. Returns the outputs of requests that cannot be served."""
+        """Queue the requests that are prepared. Returns the outputs of requests that cannot be served."""
         prepared_ids = self._find_prepared_ids()
         if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
             futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
@@ -315,7 +315,7 @@ class EngineCore:
         return rejected
 
     def _find_prepared_ids(self) -> list[str]:
-        """Return the ids of requests that wait for nothing more."""
+        """Return the ids of the requests that are prepared: grammars are compiled, and blocks are pulled."""
         return [
             request_id
             for request_id, entry in self._preparing_requests.items()
@@ -352,7 +352,7 @@ class EngineCore:
         return self.scheduler.apply(plan, result)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, and publish that at once. Running sequences keep their blocks."""
+        """Empty the prefix cache, and publish the event at once. Running sequences keep their blocks."""
         self.transfers.abandon_pulls()
         self.scheduler.cache.reset()
         self._publish_events()
@@ -394,12 +394,12 @@ class EngineCore:
         return self._model
 
     def _forget_old_weights(self, path: str | None) -> None:
-        """Drop all KV that other weights computed. `path`: folder of the present ones; None: the last one."""
+        """Drop all KV that other weights computed. `path`: folder of the present weights; None means the last one."""
         self.transfers.change_weights(path)
         self.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return gauges at this time, and totals since the start."""
+        """Return the current values of the gauges, and totals since the start."""
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
             running_requests=self.scheduler.running_count,

@@ -52,7 +52,7 @@ class SimCache:
 
     def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
         self.capacity = capacity
-        """Number of blocks; None: infinite."""
+        """Number of blocks; None means infinite."""
         self.host_capacity = host_capacity
         self.host_blocks: OrderedDict[int, None] = OrderedDict()
         """Blocks in host memory, the least recently used first."""

@@ -148,7 +148,7 @@ class LoadTracker:
         return request
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
-        """Record that the first token of a request was seen; return False if the request had it already."""
+        """Record the first token of a request; return False if it was recorded before."""
         if not request.has_no_first_token:
             return False
         self.end_transfer(request, now)
@@ -158,9 +158,9 @@ class LoadTracker:
         return True
 
     def record_progress(self, request: InFlightRequest, output_tokens: int, at_s: float | None = None) -> None:
-        """Record that the answer of a decoding request has `output_tokens` by now, the last of them since `at_s`.
+        """Record that the answer of a decoding request has `output_tokens` tokens.
 
-        Where that time is given, learn from it what decode steps take.
+        `at_s`: arrival time of the last token. If it is given, the time of decode steps is learned from it.
         """
         if request.phase is not RequestPhase.DECODE:
             return
@@ -185,9 +185,9 @@ class LoadTracker:
         is_computed: bool = True,
         reported_cached_tokens: int | None = None,
     ) -> None:
-        """Take a request that finished, failed or was aborted out of every count.
+        """Remove a request that finished, failed or was aborted from all counts.
 
-        Where nothing was computed (`is_computed` is False), its prefill no longer counts as utilisation.
+        `is_computed`: False if the target computed nothing of the request. Its prefill then leaves the utilisation too.
         """
         assert request.phase is not RequestPhase.ENDED, "the request has ended already"
         target, load = request.target, request.target.load
@@ -232,9 +232,9 @@ class LoadTracker:
         heapq.heappush(self._estimated_arrivals, (now + transfer_s, self._estimate_count, request))
 
     def end_transfer(self, request: InFlightRequest, now: float, cached_tokens: int | None = None) -> None:
-        """Have a request join its target's prefill queue, if its KV was still to come.
+        """End the wait of a request for KV, and add the request to its target's prefill queue.
 
-        `cached_tokens`: cached prefix without the KV, where that did not come.
+        `cached_tokens`: length of the prefix that is cached without that KV, if the transfer failed.
         """
         target = request.target
         if request.phase is RequestPhase.TRANSFER:
@@ -267,9 +267,9 @@ class LoadTracker:
                 order.mark_changed(target)
 
     def advance(self, now: float) -> None:
-        """Bring loads up to `now`: requests that do not stream pass their estimated first tokens.
+        """Update all loads to `now`: end the transfers and prefills whose estimated end has passed.
 
-        Call it before reading any load.
+        Must be called before any load is read.
         """
         arrivals = self._estimated_arrivals
         while arrivals and arrivals[0][0] <= now:
@@ -380,9 +380,9 @@ class LoadTracker:
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
-        """Learn from a whole answer what decode steps take, and return the answer's length in tokens.
+        """Learn the time of decode steps from a complete answer, and return the answer's length in tokens.
 
-        The length is the one that the engine reports, within reason, or else the one that the edge counted.
+        The length is the engine's report within plausible bounds, or else the number that the edge counted.
         """
         output_tokens = counted_tokens = request.output_tokens if request.is_streaming else 0
         if reported_tokens is not None:
@@ -394,7 +394,7 @@ class LoadTracker:
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Learn from `step_count` decode steps of a stream, and from the prefills that its target did meanwhile."""
+        """Learn from `step_count` decode steps of a stream, and from the prefills of its target in the same time."""
         target, start_totals = request.target, request.decode_start_totals
         if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return

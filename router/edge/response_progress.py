@@ -57,9 +57,9 @@ class ResponseProgress:
         self.first_bytes = b""
         """First bytes of the answer, with its id."""
         self.sent_at_s: float | None = None
-        """When the current attempt was sent to its worker; None while there is none."""
+        """Time at which the current attempt was sent to its worker; None without an attempt."""
         self.first_byte_at_s: float | None = None
-        """When the first byte of the answer came from any worker."""
+        """Time at which the first byte of the answer arrived from any worker."""
         self.last_byte_at_s = now
 
     def restart(self) -> None:

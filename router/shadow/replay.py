@@ -71,7 +71,7 @@ class Comparison(msgspec.Struct):
     lost: dict[str, int]
     """Cause (workload or routing) -> tokens computed without need, in the simulation with the recorded workers."""
     steps: dict[str, StepTimes]
-    """Worker -> its fitted step times."""
+    """Fitted step times of each worker."""
     quantiles: dict[str, list[float]] = {}
     """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
 
