@@ -92,14 +92,10 @@ class Tokenizer:
             template = _load_template(folder, config, chat_template, named_tokens)
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
-        eos_ids = _read_eos_ids(hf_tokenizer, folder, named_tokens)
         return cls(
-            hf_tokenizer,
-            named_tokens=named_tokens,
-            template=template,
-            eos_token_ids=eos_ids,
-            with_fast_encoder=with_fast_encoder,
-        )
+            hf_tokenizer, named_tokens=named_tokens, template=template, with_fast_encoder=with_fast_encoder,
+            eos_token_ids=_read_eos_ids(hf_tokenizer, folder, named_tokens),
+        )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, in which names of special tokens become these tokens. Raises RequestError."""

@@ -515,11 +515,7 @@ class LoadTracker:
             known_requests += peer_load.request_count
             known_kv_tokens += peer_load.decode_context_tokens
         return estimate_external_load(
-            engine_load,
-            now,
-            known_requests=known_requests,
-            known_kv_tokens=known_kv_tokens,
-            capacity=target.capacity,
+            engine_load, now, known_requests=known_requests, known_kv_tokens=known_kv_tokens, capacity=target.capacity
         )
 
     def _merge_peer_load(self, target: Target) -> None:

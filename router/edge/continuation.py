@@ -261,11 +261,7 @@ class StreamContinuation:
             name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
         }
         last_message = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-        extra_fields = {
-            "prompt_token_ids": ids.tolist(),
-            "answered_tokens": answered_tokens,
-            "return_token_ids": True,
-        }
+        extra_fields = {"prompt_token_ids": ids.tolist(), "answered_tokens": answered_tokens, "return_token_ids": True}
         return {**resent_fields, "messages": last_message, **extra_fields}
 
     def _read_output_tokens_max(self) -> Any:
