@@ -338,7 +338,8 @@ class EngineCore:
         except RunnerLostError:
             raise
         except Exception as error:
-            log.exception("step %d failed; its %d requests end with an error", self._step_count, len(plan.chunks))
+            step_number = self._step_count - len(self._steps_in_flight)
+            log.exception("step %d failed; its %d requests end with an error", step_number, len(plan.chunks))
             self._failed_steps += 1
             self._consecutive_failures += 1
             if self._consecutive_failures >= FAILURES_MAX:

@@ -139,7 +139,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("/v1/chat/completions", {**CHAT, "min_tokens": 10}, 400, "min_tokens"),
     ("/v1/chat/completions", {**CHAT, "stop": ""}, 400, "stop"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": {
-        "schema": {"not": {}}}}}, 400, "response_format.json_schema.schema.not"),
+        "schema": {"not": {}}}}}, 400, "response_format.json_schema.schema"),
     ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "("}}, 400, "structured_outputs.regex"),
     ("/v1/completions", {"prompt": "hi", "structured_outputs": {"grammar": "x"}}, 400, "structured_outputs.grammar"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),

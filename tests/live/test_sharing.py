@@ -205,7 +205,7 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
         (("--model-alias", "a=b", "--model-alias", "b=c"), "a is b, which is an alias itself"),
         (("--model-fallback", "a=b", "--model-fallback", "b=a"), "a circle: a -> b -> a"),
         (("--model-canary", "a=b:1.5"), "--model-canary"),
-        (("--model-canary", "a=b:0.6", "--model-canary", "a=c:0.6"), "the shares of a are more than 1"),
+        (("--model-canary", "a=b:0.6", "--model-canary", "a=c:0.6"), "the shares of a add up to more than 1"),
         (("--key-share", "k=0"), "--key-share"),
     ):
         message = refusal_message(tmp_path / "router.log", *flags)
