@@ -84,8 +84,12 @@ class RoutingChoice(msgspec.Struct, eq=False):
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the chosen target has computed the prefill that was sent to it."""
-        return self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
+        """Seconds until the target that computes the prefill has computed what was sent to it before."""
+        wait_s = self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
+        facts = self.winner_facts
+        if facts.transfer is None or facts.source_prefill_s <= 0.0:
+            return wait_s
+        return max(wait_s, facts.arrival_s - facts.transfer.transfer_s - facts.source_prefill_s)
 
     @property
     def queued_ahead_s(self) -> float:

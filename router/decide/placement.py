@@ -54,6 +54,9 @@ class Attempt(msgspec.Struct, eq=False):
     transfer_bytes: float = 0.0
     """Bytes that move for the attempt, with those that move beside them at the same time."""
     transfer_started_s: float = 0.0
+    observed_transfer_s: float | None = None
+    """Duration of the transfer; None if the first token waited for something else too."""
+    has_transfer_failed: bool = False
 
     def list_in_flight(self) -> list[InFlightRequest]:
         """Return what the load tracker counts for the attempt."""
@@ -169,7 +172,7 @@ class RequestPlacer:
         if isinstance(candidates, Refuse):
             return candidates
         if waits_behind_queue and self.is_background(request):
-            candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
+            candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
         choice = self.chooser.choose(
             request,
             candidates,
@@ -211,7 +214,7 @@ class RequestPlacer:
     def _must_wait(self, request: RouteRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
         """Return whether a request has to wait in the queue. `is_retried`: the queue offers it its turn."""
         if self.is_background(request):
-            return self.queue.waiting_count > 0 or not self._has_background_room(choice.target, now)
+            return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
         if not self._queues_when_busy:
             return False
         would_overtake = not is_retried and choice.queued_ahead_s > 0.0
@@ -221,7 +224,15 @@ class RequestPlacer:
         """Return whether a request waits until a worker is idle."""
         return request.priority >= self._background_priority
 
-    def _has_background_room(self, target: Target, now: float) -> bool:
+    def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
+        """Return whether the targets of a choice are idle enough for one more background request."""
+        if choice.winner_facts.source_prefill_s > 0.0:
+            source = self._find_transfer_source(choice)
+            if source is not None and not self._is_idle(source, now):
+                return False
+        return self._is_idle(choice.target, now)
+
+    def _is_idle(self, target: Target, now: float) -> bool:
         """Return whether a target is idle enough for one more background request."""
         if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefill_queue.requests:
             return False
@@ -339,16 +350,23 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Record the duration of a transfer, if the first token waited for nothing else."""
+        """Measure the duration of a transfer, if the first token waited for nothing else."""
         in_flight, terms = attempt.in_flight, attempt.decision.terms
         is_known = in_flight.source is not None and attempt.transfer_bytes > 0.0
         if not is_known or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
             return
         target = in_flight.target
         compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        transfer_s = now - attempt.transfer_started_s - compute_s
-        assert in_flight.source is not None
-        self._links.record_transfer(in_flight.source.name, target.name, attempt.transfer_bytes, transfer_s)
+        attempt.observed_transfer_s = now - attempt.transfer_started_s - compute_s
+
+    def record_transfer(self, attempt: Attempt) -> None:
+        """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
+        source, target = attempt.in_flight.source, attempt.in_flight.target
+        if source is None or attempt.has_transfer_failed:
+            return
+        self._links.record_success(source.name, target.name)
+        if attempt.observed_transfer_s is not None:
+            self._links.learn_speed(source.name, target.name, attempt.transfer_bytes, attempt.observed_transfer_s)
 
     def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
         """Count that the target of an attempt computes its prompt itself.
@@ -356,8 +374,9 @@ class RequestPlacer:
         `is_pair_fault`: avoid the pair for a while.
         """
         in_flight, decision = attempt.in_flight, attempt.decision
-        if in_flight.source is None:
+        if in_flight.source is None or attempt.has_transfer_failed:
             return
+        attempt.has_transfer_failed = True
         if is_pair_fault:
             self._links.record_failure(in_flight.source.name, in_flight.target.name, now)
         self.end_prefill_leg(attempt, now, is_computed=False)

@@ -167,9 +167,10 @@ class WorkerRegistry:
             return self._refuse_unserved(request)
         tokens_needed = _count_needed_tokens(request)
         if shortest_context is not None and tokens_needed > shortest_context:
+            whole_pool = pool
             pool = [t for t in pool if self._fits_context(t.worker_id, request.model, tokens_needed)]
             if not pool:
-                return self._refuse_long_prompt(request, tokens_needed)
+                return self._refuse_long_prompt(request, tokens_needed, whole_pool)
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
@@ -198,10 +199,16 @@ class WorkerRegistry:
                 for target in self._targets[worker.worker_id]
             ]
             self._sources[request.model] = sources
-        allowed_workers = request.allowed_workers
-        if sources and allowed_workers is not None:
-            return [target for target in sources if target.worker_id in allowed_workers]
-        return sources
+        if not sources:
+            return sources
+        allowed_workers, tokens_needed = request.allowed_workers, _count_needed_tokens(request)
+        return [
+            target
+            for target in sources
+            if (allowed_workers is None or target.worker_id in allowed_workers)
+            and target.worker_id not in self.avoided_workers
+            and self._fits_context(target.worker_id, request.model, tokens_needed)
+        ]
 
     def get_load_order(
         self, request: RouteRequest, candidates: list[Target], decay: float, now: float
@@ -277,9 +284,9 @@ class WorkerRegistry:
         limit = self.workers[worker_id].models[model].max_model_len
         return limit is None or tokens <= limit
 
-    def _refuse_long_prompt(self, request: RouteRequest, tokens_needed: int) -> Refuse:
-        """Return the refusal of a prompt that fits no worker's context."""
-        limit = max(worker.models[request.model].max_model_len or 0 for worker in self._workers_serving(request.model))
+    def _refuse_long_prompt(self, request: RouteRequest, tokens_needed: int, pool: list[Target]) -> Refuse:
+        """Return the refusal of a prompt that fits the context of no worker in the pool."""
+        limit = max(self.workers[target.worker_id].models[request.model].max_model_len or 0 for target in pool)
         message = f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {limit} tokens."
         return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
 

@@ -249,10 +249,11 @@ class Exchange:
         """Return the head for the client, empty if the client has one; None if the attempt has ended."""
         proxy, context, has_started = self._proxy, self.context, self.client.has_response_started
         failure_kind = RETRYABLE_STATUSES.get(head.status)
+        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
+            self.prefill_failed("error", "the decode failed")  # vLLM could not fetch the KV
+            return None
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
-            if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # vLLM could not fetch the KV
-                proxy.fail_transfer(context, "error", "the decode failed")
             instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
             if not is_final_refusal(instructions, context.request_id):
                 self.close()
@@ -260,6 +261,8 @@ class Exchange:
                 return None
             # There is no other worker: this one's answer is the best there is. The core has forgotten the request.
             proxy.perform(instructions[1:])
+        if self._prefill is not None and 400 <= head.status < 500:  # refused before the fetch
+            self._prefill.is_taken = False
         is_stream = is_readable_stream(head)
         if has_started and not is_stream:
             failure_kind = FailureKind.STREAM if head.status < 400 else None
@@ -359,6 +362,8 @@ class Exchange:
                 self._complete(head, reusable=False)
         elif is_stale and self.context.decision is not None:
             # An idle connection was closed as the request was written: repeat it, once, without blame.
+            if self._prefill is not None:
+                self._prefill.is_taken = False
             self._start_attempt(self.context.decision, is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
@@ -385,7 +390,7 @@ class Exchange:
         ):  # it waits for a worker or a connection: deadlines of the core and the pool apply
             if self._prefill is not None:
                 self._prefill.expire(now)
-        elif head is None and self._prefill is not None and self._prefill.is_worker_lost:
+        elif head is None and self._prefill is not None and self._prefill.is_fetch_lost(now):
             self.prefill_failed("lost", "the prefill's worker went down, and its KV may not have been fetched")
         elif head is None:
             silent_s = now - progress.sent_at_s

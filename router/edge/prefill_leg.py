@@ -37,6 +37,7 @@ LEASE_S: Final = 20.0
 gives other KV without an error, so a third is left as a margin."""
 _OUTPUT_FIELDS: Final = (
     "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n",
+    "stop", "stop_token_ids", "logit_bias", "echo", "logprobs", "top_logprobs", "return_token_ids", "background",
 )  # fmt: skip
 """Fields that say how much of an answer is generated and how it is sent."""
 _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
@@ -113,9 +114,10 @@ class PrefillLeg:
         else:
             self._attempt.start(target)
 
-    @property
-    def is_worker_lost(self) -> bool:
-        """Whether the worker that computed the prompt is down or was removed."""
+    def is_fetch_lost(self, now: float) -> bool:
+        """Whether the worker that computed the prompt is down or was removed while the KV may still be fetched."""
+        if now > self._lease_end_s:
+            return False
         worker = self._proxy.core.workers.get(self._source)
         return worker is None or worker.is_down
 
@@ -185,9 +187,10 @@ class PrefillLeg:
             return
         try:
             self._params = make_decode_params(self._facts, self._transfer_id, bytes(self._content))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._fail("bad_answer", f"kv_transfer_params: {error}")
             return
+        self._content, self._body = bytearray(), ()
         now = self._proxy.now()
         self._lease_end_s = now + LEASE_S
         self._proxy.metrics.transfers.prefill_s.get((self._source,)).observe(now - self._started_at_s)
@@ -228,7 +231,9 @@ def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
     if values.get("n", b"1") not in (b"1", b"null") or _SEVERAL_PROMPTS_PATTERN.match(values.get("prompt", b"")):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
-    prefill_fields = {limit_field: 1, KV_PARAMS_FIELD: kv_params}
+    prefill_fields: dict[str, object] = {limit_field: 1, KV_PARAMS_FIELD: kv_params, "ignore_eos": True}
+    if path == RESPONSES_PATH:
+        prefill_fields["store"] = False
     removed_fields = [name for name in _OUTPUT_FIELDS if name in values and name != limit_field]
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
 
@@ -254,4 +259,4 @@ def make_decode_params(source: TransferFacts, transfer_id: str, prefill_answer: 
         }
     params = msgspec.json.decode(prefill_answer, type=_PrefillAnswer).kv_transfer_params
     msgspec.json.decode(params, type=_NixlParams)
-    return params
+    return params.copy()

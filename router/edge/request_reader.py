@@ -14,6 +14,7 @@ import msgspec
 
 from prompts.anthropic import CountRequest
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
+from prompts.schemas import decode_json
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
@@ -53,6 +54,7 @@ ESTIMATED_TOKENS_MAX: Final = 131_072
 """Largest estimate of a prompt's tokens where the context length of its model is unknown."""
 _JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """Start of a JSON object in UTF-8, UTF-16 or UTF-32."""
+_VALUE_DECODER = msgspec.json.Decoder()
 _UNREAD_REQUEST = RoutingRequest(kind="other")
 
 
@@ -329,9 +331,6 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
     """Return a JSON object without the fields that clients may not set; None if it has no such field."""
-    try:
-        fields = msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return None
+    fields: Any = decode_json(_VALUE_DECODER, value)
     client_fields = without_worker_fields(fields, allowed_fields)
     return None if client_fields == fields else client_fields

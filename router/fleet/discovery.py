@@ -438,7 +438,9 @@ class Prober:
         is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         is_engine_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources)))) is True
         transfer = make_transfer_facts(flag, models, sources, block_size)
-        if transfer.dialect == MOONCAKE and transfer.can_give:
+        if transfer.dialect == MOONCAKE and len(sources) > 1:
+            transfer = dataclasses.replace(transfer, can_give=False)  # each data-parallel rank has an engine of its own
+        elif transfer.dialect == MOONCAKE and transfer.can_give:
             transfer = await self._find_bootstrap(flag, transfer)
         return WorkerFacts(
             True,
@@ -542,7 +544,8 @@ class Prober:
 
     async def _find_bootstrap(self, flag: WorkerFlag, transfer: TransferFacts) -> TransferFacts:
         """Return the facts of a Mooncake worker with its engine's name; it gives no KV where that is not told."""
-        address = flag.bootstrap or f"{urlsplit(flag.url).hostname}:{BOOTSTRAP_PORT}"
+        host = urlsplit(flag.url).hostname or ""
+        address = flag.bootstrap or f"{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
         try:
             status, body = await fetch(
                 self._session, f"http://{address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX

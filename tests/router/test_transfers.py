@@ -319,14 +319,20 @@ def test_pauses_grow_and_end_with_a_good_transfer() -> None:
     links = TransferLinks(TransferConfig())
     for _ in range(20):
         links.record_failure("a", "b", 0.0)
-    assert links.is_paused("a", "b", PAUSE_S_MAX - 0.1)
-    assert not links.is_paused("a", "b", PAUSE_S_MAX)
+    assert links.is_paused("a", "b", PAUSE_S - 0.1)
+    assert not links.is_paused("a", "b", PAUSE_S), "transfers that fail at the same time count once"
     assert not links.is_paused("b", "a", 0.0)
-    links.record_transfer("a", "b", 1e9, 0.2)
-    links.record_failure("a", "b", 1000.0)
-    assert not links.is_paused("a", "b", 1000.0 + PAUSE_S)
+    now = 0.0
+    for _ in range(2000):
+        now += PAUSE_S_MAX
+        links.record_failure("a", "b", now)
+    assert links.is_paused("a", "b", now + PAUSE_S_MAX - 0.1)
+    assert not links.is_paused("a", "b", now + PAUSE_S_MAX)
+    links.record_success("a", "b")
+    links.record_failure("a", "b", now + PAUSE_S_MAX)
+    assert not links.is_paused("a", "b", now + PAUSE_S_MAX + PAUSE_S)
     links.forget_target("b")
-    assert not links.is_paused("a", "b", 1000.0)
+    assert not links.is_paused("a", "b", now + PAUSE_S_MAX)
 
 
 def test_the_rate_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None:
@@ -334,13 +340,13 @@ def test_the_rate_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None
     assert links.estimate_transfer_s("a", "b", 1e9, 0) == pytest.approx(0.11)
     assert links.estimate_transfer_s("a", "b", 1e9, 2) == pytest.approx(0.31), "three share the network"
     for _ in range(20):
-        links.record_transfer("a", "b", 1e9, 0.41)
+        links.learn_speed("a", "b", 1e9, 0.41)
     assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81)
     assert links.estimate_transfer_s("c", "d", 1e9, 0) == pytest.approx(0.41)
-    links.record_transfer("a", "b", 1e9, 60.0)
+    links.learn_speed("a", "b", 1e9, 60.0)
     assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "one late transfer changes nothing"
     for _ in range(20):
-        links.record_transfer("a", "b", 0.9 * LEARNED_S_MIN * 10e9, 5.0)
+        links.learn_speed("a", "b", 0.9 * LEARNED_S_MIN * 10e9, 5.0)
     assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "nor do short ones"
 
 

@@ -17,6 +17,7 @@ PAIRS_MAX: Final = 10_000
 """Pairs that are remembered; the longest unused one is forgotten first."""
 PAUSE_S, PAUSE_S_MAX = 5.0, 300.0
 """First time that a pair is avoided after a failure, which doubles with each further failure, and the longest."""
+PAUSE_DOUBLINGS_MAX: Final = 6
 LEARNED_S_MIN: Final = 0.02
 """Least time at the configured rate of a transfer that is learned from; the time of a step hides shorter ones."""
 
@@ -48,19 +49,26 @@ class TransferLinks:
         pair = self._pairs.get((source, destination))
         return pair is not None and now < pair.paused_until_s
 
-    def record_transfer(self, source: str, destination: str, byte_count: float, transfer_s: float) -> None:
-        """Learn from a transfer that came; `byte_count` includes what moved beside it."""
+    def record_success(self, source: str, destination: str) -> None:
+        """Count a transfer that came, so that the pair's next failure is the first in a row."""
+        pair = self._pairs.get((source, destination))
+        if pair is not None:
+            pair.failures = 0
+
+    def learn_speed(self, source: str, destination: str, byte_count: float, transfer_s: float) -> None:
+        """Learn from the time of a transfer that came; `byte_count` includes what moved beside it."""
         pair = self._get_pair(source, destination)
-        pair.failures = 0
         configured_s = byte_count * self._s_per_byte
         if configured_s >= LEARNED_S_MIN:
             for speed in (pair.speed, self._all_pairs_speed):
                 speed.observe(configured_s, transfer_s - self._floor_s)
 
     def record_failure(self, source: str, destination: str, now: float) -> None:
-        """Avoid a pair for a while, longer after each failure in a row."""
+        """Avoid a pair for a while, longer after each failure in a row. One pause counts one failure."""
         pair = self._get_pair(source, destination)
-        pair.paused_until_s = now + min(PAUSE_S * 2.0**pair.failures, PAUSE_S_MAX)
+        if now < pair.paused_until_s:
+            return
+        pair.paused_until_s = now + min(PAUSE_S * 2.0 ** min(pair.failures, PAUSE_DOUBLINGS_MAX), PAUSE_S_MAX)
         pair.failures += 1
 
     def forget_target(self, name: str) -> None:

@@ -431,3 +431,96 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
         assert (row["sources"], row["problem"]) == ([], "no worker gives KV: each computes its prompts")
 
     edge.run(scenario())
+
+
+async def refuse_fetches(nixl: NixlWorkers, status: bytes, request: Any, reader: Any, writer: Any) -> None:
+    """Answer a decode that would fetch KV with this status, before it fetched anything; answer others as usual."""
+    if b"remote_block_ids" in request.body:
+        writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 2\r\n\r\n{}")
+    else:
+        await nixl.decode(request, reader, writer)
+
+
+def test_a_failed_fetch_is_computed_by_the_only_worker_that_decodes(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        nixl = NixlWorkers(edge.now)
+        _, _, decode = await split_pair(
+            edge, p=nixl.prefill, d=lambda *call: refuse_fetches(nixl, b"500 Internal Server Error", *call)
+        )
+        prefill_worker = edge.core.workers["p"]
+        spec = dataclasses.replace(prefill_worker.spec, roles=frozenset({"prefill"}))
+        edge.core.add_worker(spec, edge.now())
+        answer = await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        assert text_for(PROMPT).encode() in answer
+        assert len(decode.received) == 2
+        assert outcomes(edge) == {"started": 1, "error": 1}
+
+    edge.run(scenario())
+
+
+def test_a_refused_decode_gives_the_kv_back(edge: Any, make_post: Any) -> None:
+    """The prefill's body is valid, as it lacks the field for which the decode is refused."""
+
+    async def scenario() -> None:
+        nixl = NixlWorkers(edge.now)
+
+        async def decode(request: Any, reader: Any, writer: Any) -> None:
+            if b"min_tokens" in request.body:
+                await refuse_fetches(nixl, b"400 Bad Request", request, reader, writer)
+            else:
+                await nixl.decode(request, reader, writer)
+
+        await split_pair(edge, p=nixl.prefill, d=decode)
+        answer = await edge.exchange(make_post(json.dumps(PROMPT | {"min_tokens": 99}).encode(), b"/v1/completions"))
+        assert answer.startswith(b"HTTP/1.1 400")
+        await edge.until(lambda: not nixl.pinned)
+        assert nixl.faults == []
+
+    edge.run(scenario())
+
+
+def test_a_prefill_worker_that_goes_down_long_after_the_fetch_disturbs_nobody(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        nixl, gate = NixlWorkers(edge.now), asyncio.Event()
+
+        async def decode_slowly(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            await nixl.decode(request, reader, writer)
+
+        _, _, decode = await split_pair(edge, p=nixl.prefill, d=decode_slowly)
+        answer = asyncio.ensure_future(edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions")))
+        await edge.until(lambda: decode.received)
+        edge.advance(100.0)
+        edge.proxy.perform(edge.core.mark_worker_down("p", edge.now(), "killed"))
+        edge.advance(5.0)
+        gate.set()
+        await answer
+        assert len(decode.received) == 1
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("params", [b'{"remote_host":"\xff"}', b"[" * 100_000 + b"]" * 100_000], ids=["utf8", "deep"])
+def test_a_prefill_answer_that_cannot_be_decoded_is_not_used(edge: Any, make_post: Any, params: bytes) -> None:
+    async def scenario() -> None:
+        await split_pair(edge, p=edge.reply(b'{"kv_transfer_params":' + params + b"}"))
+        answer = await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        assert text_for(PROMPT).encode() in answer
+        assert outcomes(edge) == {"started": 1, "bad_answer": 1}
+
+    edge.run(scenario())
+
+
+def test_a_prefill_does_not_stop_at_its_first_token_and_stores_nothing(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        _, prefill, _ = await split_pair(edge)
+        stops = {"stop": ["a"], "stop_token_ids": [1], "logit_bias": {"1": 100}}
+        await edge.exchange(make_post(json.dumps(PROMPT | stops).encode(), b"/v1/completions"))
+        body = {"model": "tiny", "input": "hi", "background": True, "store": True}
+        await edge.exchange(make_post(json.dumps(body).encode(), b"/v1/responses"))
+        completion, response = (json.loads(request.body) for request in prefill.received)
+        assert not set(stops) & set(completion)
+        assert completion["ignore_eos"] is True
+        assert (response["store"], "background" in response) == (False, False)
+
+    edge.run(scenario())

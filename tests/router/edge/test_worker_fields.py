@@ -144,3 +144,23 @@ def test_named_fields_pass_for_trusted_clients(edge: Any, make_post: Any) -> Non
 def test_every_name_of_the_list_is_a_field_s() -> None:
     assert all(name == name.lower() and "-" not in name for name in WORKER_FIELDS)
     assert all(name == name.lower() for name in WORKER_HEADERS)
+
+
+@pytest.mark.parametrize("value", [b"1e999", b'"\xff"'], ids=["infinity", "utf8"])
+@pytest.mark.parametrize("container", [b"vllm_xargs", b"extra_body"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+def test_a_container_that_only_workers_could_decode_is_refused(
+    edge: Any, make_post: Any, path: str, container: bytes, value: bytes
+) -> None:
+    """Python's decoder reads 1e999 as infinity, so a worker would find the fields beside it."""
+
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply(), "w", engine="vllm")
+        fields = b'{"x":' + value + b',"kv_transfer_params":{"remote_host":"evil"}}'
+        raw = json.dumps(BODIES[path]).encode()[:-1] + b',"' + container + b'":' + fields + b"}"
+        answer = await edge.exchange(make_post(raw, path.encode()))
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert worker.received == []
+
+    edge.run(scenario())
