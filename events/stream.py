@@ -159,7 +159,7 @@ class StreamState:
             # Without a complete snapshot, the state is rebuilt from the ring.
             return [*self._clear("no snapshot"), *self._start_rebuild(now)]
         if self.phase is StreamPhase.REBUILD and self._next_seq is None:
-            self._next_seq = min(self._early_batches.list_seqs(), default=0)
+            self._next_seq = 0  # the ring was empty, so nothing had been published: no batch may be missing
         if self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)

@@ -105,6 +105,14 @@ def test_ring_publisher_never_leaves_a_false_hit(
         assert world.follower.resident == world.publisher.resident
 
 
+def test_the_first_batch_that_is_lost_after_an_empty_ring_was_replayed_is_asked_for() -> None:
+    world = World(StreamConfig(start_mode=StartMode.RING), 1000, snapshots=False)
+    world.connect()
+    run(world, [("serve", 0), ("publish", 0), ("publish", 1), ("lose", 0)])
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident == {0, 1}
+
+
 def test_a_ring_that_nobody_replayed_is_asked_for_again_after_a_reconnection() -> None:
     world = World(StreamConfig(start_mode=StartMode.RING), 1000, snapshots=False)
     world.connect()
