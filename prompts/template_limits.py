@@ -142,10 +142,12 @@ def _check_arguments(arguments: Iterable[Any]) -> None:
             _check_arguments(argument)
 
 
-def _limit_items(items: Iterable[Any]) -> Iterator[Any]:
+def _limit_items(context: Any, items: Iterable[Any]) -> Iterator[Any]:
     """Yield the items that a filter makes. Raises RenderLimitError if they are too large together."""
     chars_left = PROMPT_CHARS_MAX
     for item in items:
+        if isinstance(context, RenderContext):
+            is_in_time(context)
         chars_left -= ITEM_CHARS + (len(item) if isinstance(item, str) else 0)
         if chars_left < 0:
             raise _make_size_error()
@@ -154,9 +156,13 @@ def _limit_items(items: Iterable[Any]) -> Iterator[Any]:
 
 def concat(parts: Iterable[str]) -> str:
     """Join the output of a template or a macro. Raises RenderLimitError if the output is too large."""
-    texts = list(parts)
-    if sum(map(len, texts)) > PROMPT_CHARS_MAX:
-        raise _make_size_error()
+    texts = []
+    chars_left = PROMPT_CHARS_MAX
+    for text in parts:
+        chars_left -= len(text)
+        if chars_left < 0:
+            raise _make_size_error()
+        texts.append(text)
     return "".join(texts)
 
 
@@ -169,8 +175,9 @@ def _limit_filter(name: str, apply_filter: Callable[..., Any]) -> Callable[..., 
         filter_arguments = arguments[value_index + 1 :]
         _check_arguments((*filter_arguments, *options.values()))
         _check_filter(name, filter_arguments, options)
+        check_size(arguments[value_index])  # a macro's text may be larger than a value
         result = apply_filter(*arguments, **options)
-        return _limit_items(result) if isinstance(result, GeneratorType) else check_size(result)
+        return _limit_items(arguments[0], result) if isinstance(result, GeneratorType) else check_size(result)
 
     return limited_filter
 
@@ -179,7 +186,10 @@ def _check_filter(name: str, arguments: tuple[Any, ...], options: dict[str, Any]
     """Raise RenderLimitError for a large indent, and for `map` with a filter that is not known to be fast."""
     indents = (*arguments, *options.values()) if name in ("indent", "tojson") else ()
     maps_slow_filter = name == "map" and arguments and (len(arguments) > 1 or arguments[0] not in _MAPPED_FILTERS)
-    if maps_slow_filter or any(isinstance(indent, int) and indent > INDENT_MAX for indent in indents):
+    if maps_slow_filter or any(
+        len(indent) > INDENT_MAX if isinstance(indent, str) else isinstance(indent, int) and indent > INDENT_MAX
+        for indent in indents
+    ):
         raise RenderLimitError(f"the chat template may take too long: it uses the filter {name} in an unusual way")
 
 
@@ -195,7 +205,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.tests = {name: test for name, test in self.tests.items() if name in _SAFE_TESTS}
         self.tests["in_time"] = is_in_time
         measured_filters = {name: _limit_filter(name, self.filters[name]) for name in _MEASURED_FILTERS}
-        self.filters = {name: self.filters[name] for name in _SAFE_FILTERS} | measured_filters
+        safe_filters = {name: _limit_filter(name, self.filters[name]) for name in _SAFE_FILTERS}
+        self.filters = safe_filters | measured_filters
         self.filters["check_size"] = check_size
         self.globals = {name: self.globals[name] for name in _FUNCTIONS if name in self.globals}
 
@@ -218,6 +229,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         self, function = __self, __obj
         options = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+        if type(function) is BuiltinMethodType and isinstance(function.__self__, str):
+            check_size(function.__self__)
         if type(function) is BuiltinMethodType and function.__name__ in _SAFE_METHODS:  # fast path of nearly all calls
             return check_size(function(*args, **options))
         self._check_call(function, args, options)
@@ -231,6 +244,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(function, BuiltinMethodType) and function.__name__ in _MEASURED_METHODS:
             _check_arguments([function.__self__] if function.__name__ == "join" else args)
         elif function is self.globals.get("strftime_now"):
+            args = (*args, *options.values())
             _check_arguments(args)
             if any(char.isdigit() for argument in args for char in str(argument)):
                 raise RenderLimitError("the chat template may take too long: it writes the time with a width")

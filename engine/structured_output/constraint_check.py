@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -13,6 +14,9 @@ from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
 from prompts import RequestError
+
+LOOSEN_CPU_S_MAX: Final = 0.8
+"""CPU time for loosening the schemas of one request property by property; after it, they allow any object."""
 
 FindFault = Callable[[Format], str | None]
 """Returns why a format cannot be compiled; None: it can."""
@@ -31,7 +35,8 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
             if not constraint.source_json:
                 raise
             requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
-            format = _loosen_schemas(requested.format, _make_fault_finder(vocabulary))
+            end_s = time.thread_time() + LOOSEN_CPU_S_MAX
+            format = _loosen_schemas(requested.format, _make_fault_finder(vocabulary), end_s)
             loosened_constraint = RequestedConstraint(requested.param, format)
             lark = check_grammar(vocabulary, write_lark(loosened_constraint, vocabulary.added_tokens))
     except GrammarError as error:
@@ -54,34 +59,37 @@ def _make_fault_finder(vocabulary: GrammarVocabulary) -> FindFault:
     return find_fault
 
 
-def _loosen_schemas(part: Any, find_fault: FindFault) -> Any:
-    """Loosen every schema in a part of a format that cannot be compiled. Raises RequestError if a tool is strict."""
+def _loosen_schemas(part: Any, find_fault: FindFault, end_s: float) -> Any:
+    """Loosen every schema in a part of a format that cannot be compiled. Raises RequestError if a tool is strict.
+
+    `end_s`: CPU time of this thread from which on a faulty schema allows any object.
+    """
     if isinstance(part, list):
-        return [_loosen_schemas(item, find_fault) for item in part]
+        return [_loosen_schemas(item, find_fault, end_s) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") != "json_schema" or "param" not in part:
-        return {name: _loosen_schemas(item, find_fault) for name, item in part.items()}
+        return {name: _loosen_schemas(item, find_fault, end_s) for name, item in part.items()}
     fault = find_fault(part)
     if fault is None:
         return part
     if not part.get("lenient"):
         raise RequestError(f"{part['param']}: {fault}", param=part["param"])
-    return _loosen_schema(part, find_fault)
+    return _loosen_schema(part, find_fault, end_s)
 
 
-def _loosen_schema(format: Format, find_fault: FindFault) -> Format:
-    """Loosen the schema of a tool's arguments property by property; if that is not enough, allow any object."""
-    schema = format["json_schema"]
-    if isinstance(schema.get("properties"), dict):
-        properties = {
-            name: _loosen_property(format, name, property_schema, find_fault)
-            for name, property_schema in schema["properties"].items()
-        }
-        loosened_format = {**format, "json_schema": {**schema, "properties": properties}}
-        if find_fault(loosened_format) is None:
-            return loosened_format
-    return {**format, "json_schema": {"type": "object"}}
+def _loosen_schema(format: Format, find_fault: FindFault, end_s: float) -> Format:
+    """Loosen the schema of a tool's arguments property by property; if that fails or takes long, allow any object."""
+    schema, any_object = format["json_schema"], {**format, "json_schema": {"type": "object"}}
+    if not isinstance(schema.get("properties"), dict):
+        return any_object
+    properties = {}
+    for name, property_schema in schema["properties"].items():
+        if time.thread_time() > end_s:
+            return any_object
+        properties[name] = _loosen_property(format, name, property_schema, find_fault)
+    loosened_format = {**format, "json_schema": {**schema, "properties": properties}}
+    return loosened_format if find_fault(loosened_format) is None else any_object
 
 
 def _loosen_property(format: Format, name: str, property_schema: Any, find_fault: FindFault) -> Any:

@@ -3,6 +3,8 @@ may take long is refused here, and left to a process with a deadline."""
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from prompts.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError
@@ -188,6 +190,35 @@ def test_what_a_client_can_send_ends_no_limits() -> None:
     kept = limited_template("{% set ns = namespace(m=messages) %}{% set all = ns.m + [1] %}{{ all | tojson | length }}")
     assert int(kept.render([call])) > 100_000
     assert kept.is_bounded
+
+
+LONG = "{% set a='0123456789abcde ' %}" + "{% set a = a ~ a %}" * 13
+"""Makes a text of 131,072 characters."""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        MANY + "{{ a ~ i }}" + END,
+        "{{ a | upper }}" * 2000,
+        "{% macro m() %}" + "{{ a }}" * 30 + "{% endmacro %}{{ m() | join('" + "\U0001f600" * 64 + "') }}",
+        "{% macro m() %}" + "{{ a }}" * 30 + "{% endmacro %}{{ m().replace('0', '00') }}",
+        "{{ a | list | tojson(indent='" + " " * 64 + "') }}",
+        "{{ strftime_now(format='%9000d') }}",
+        "{% set x = a | list | map('lower') | map('lower') | map('lower') | map('lower') | list %}" * 20,
+    ],
+)
+def test_output_filters_and_macros_are_bounded_in_memory_and_time(source: str) -> None:
+    template = limited_template("{% if messages | length == 3 %}" + LONG + source + "{% endif %}")
+    assert template.is_bounded
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            template.render(MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    assert not template.is_bounded
 
 
 def test_what_cannot_be_read_says_so() -> None:
