@@ -597,7 +597,7 @@ class SimWorker:
         )
         sequence.prefill_tokens += generated_tokens
         sequence.remaining_tokens -= generated_tokens
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.moved_tokens = 0
         if self.limits.shortest_first:
             self._enqueue(sequence)
         else:

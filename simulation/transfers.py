@@ -15,7 +15,7 @@ class LinkTimes:
     """Speed of the links between workers."""
 
     tokens_per_s: float
-    """Tokens of KV that a link moves in a second; 0 if no KV moves."""
+    """Tokens of KV that a link moves in a second."""
     floor_s: float = 0.005
     """Time before the first token moves."""
 

@@ -260,6 +260,10 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
+        transfer = attempt.decision.transfer
+        if transfer is not None and transfer.kind is TransferKind.PREFILL:
+            # vLLM's decoding worker reports the hit of the worker that computed the prompt, not its own.
+            engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         if _has_missing_transfer(attempt, engine_usage):
             self._placer.fail_transfer(attempt, now)
         if not is_error:
@@ -273,7 +277,7 @@ class RouterCore:
         self._placer.end_session(active_request.request)
         self.registry.record_answer(attempt.decision.worker, now)
         if usage is not None:
-            self._watch_usage(active_request.request, attempt.decision, usage)
+            self._watch_usage(active_request.request, attempt.decision, engine_usage)
         return self._place_queued(now)
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:

@@ -11,9 +11,9 @@ from core_by_hand import NaiveIndex, make_core, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig, ServiceModel, TransferConfig
+from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel, TransferConfig
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, FailureKind, Forward, ReportedUsage, Transfer, TransferKind
+from router.decide.messages import Decision, Enqueue, FailureKind, Forward, ReportedUsage, Transfer, TransferKind
 from router.decide.transfers.links import LEARNED_S_MIN, PAUSE_S, PAUSE_S_MAX, TransferLinks
 from router.decide.workers import TransferFacts
 
@@ -185,9 +185,9 @@ def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> No
     assert not index.pins
 
 
-def make_split_fleet() -> tuple[RouterCore, NaiveIndex]:
+def make_split_fleet(config: CoreConfig = CONFIG) -> tuple[RouterCore, NaiveIndex]:
     """Workers "p" and "q" compute prompts, "d" and "e" answers."""
-    core, index = make_core("", CONFIG)
+    core, index = make_core("", config)
     for name in "pqde":
         role = "prefill" if name in "pq" else "decode"
         core.add_worker(spec(name, transfer=PREFILLS, roles=frozenset({role})), 0.0)
@@ -227,6 +227,37 @@ def test_one_worker_computes_the_prompt_and_another_the_answer() -> None:
     core.finish_request("r", ReportedUsage(400, 100, 5), 2.0)
     core.check_invariants()
     assert core.counters["failed_transfers"] == 0
+
+
+def test_a_fair_queue_looks_at_the_worker_that_computes_the_prompt() -> None:
+    core, _ = make_split_fleet(replace(CONFIG, queue=QueueConfig(fair=True)))
+    for name in "de":
+        make_busy(core, name, 0.0)
+        for number in range(3):  # these decode for long, so their own prefills would be slow
+            core.record_first_token(f"busy-{name}{number}", 0.1)
+    instructions = [
+        core.route(request(f"r{i}", [1000 * i + j for j in range(1000)], tenant="t"), 0.2) for i in range(30)
+    ]
+    core.check_invariants()
+    assert sum(isinstance(instruction, Enqueue) for instruction in instructions) > 20
+    prefill_queues = [core.registry.get_targets(name)[0].estimate_queue_s(0.2) for name in "pq"]
+    assert max(prefill_queues) < 5.0
+
+
+def test_the_hit_of_the_prefill_worker_is_no_wrong_prediction_of_the_other_one() -> None:
+    """vLLM's decoding worker reports what the worker that computed the prompt had cached."""
+    core, _ = make_split_fleet()
+    for name in "de":
+        make_busy(core, name, 0.0, count=8)
+    for number in range(100):
+        now = 10.0 * number
+        decision = route(core, f"r{number}", [1000 * number + i for i in range(400)], now)
+        assert decision.transfer is not None
+        core.record_prefill_end(f"r{number}", now + 0.4)
+        core.record_first_token(f"r{number}", now + 0.6)
+        core.finish_request(f"r{number}", ReportedUsage(400, 399, 5), now + 1.0)
+    alarms = [alarm for name in core.workers for alarm in core.watchdog.alarms(name)]
+    assert not any("cached" in str(alarm) for alarm in alarms), alarms
 
 
 def test_workers_for_prefills_get_other_requests_where_no_other_worker_is_left() -> None:
