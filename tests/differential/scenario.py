@@ -27,8 +27,8 @@ _PORT_OF_WORKER = re.compile(rb"127\.0\.0\.1:\d+")
 _DECISION_HEADER = re.compile(rb"(x-blockcast-(?:worker|predicted-cached-tokens)): ([^\r]*)\r\n", re.IGNORECASE)
 _CACHED_TOKENS = re.compile(rb'"(cached_tokens|cache_read_input_tokens|input_tokens)": ?\d+')
 """What depends on the placement in answers of workers."""
-_LOCAL_METRICS = re.compile(r"memory|_bytes|python_|process_|cpu_seconds|_created")
-"""Lines of the metrics page that depend on the process."""
+_LOCAL_METRICS = re.compile(r"memory|_bytes|python_|process_|cpu_seconds|_created|large_bodies")
+"""Lines of the metrics page that depend on the process or on its speed."""
 
 
 class Transcript:
