@@ -17,7 +17,6 @@ PAIRS_MAX: Final = 10_000
 """Pairs that are remembered; the longest unused one is forgotten first."""
 PAUSE_S, PAUSE_S_MAX = 5.0, 300.0
 """First time that a pair is avoided after a failure, which doubles with each further failure, and the longest."""
-PAUSE_DOUBLINGS_MAX: Final = 6
 LEARNED_S_MIN: Final = 0.02
 """Least time at the configured rate of a transfer that is learned from; the time of a step hides shorter ones."""
 
@@ -25,8 +24,8 @@ LEARNED_S_MIN: Final = 0.02
 @dataclass(slots=True)
 class _Pair:
     speed: LoadTimeFactor = field(default_factory=LoadTimeFactor)
-    failures: int = 0
-    """Failed transfers since the last good one."""
+    pause_s: float = PAUSE_S
+    """Time for which the next failure will have the pair avoided."""
     paused_until_s: float = 0.0
 
 
@@ -53,7 +52,7 @@ class TransferLinks:
         """Count a transfer that came, so that the pair's next failure is the first in a row."""
         pair = self._pairs.get((source, destination))
         if pair is not None:
-            pair.failures = 0
+            pair.pause_s = PAUSE_S
 
     def learn_speed(self, source: str, destination: str, byte_count: float, transfer_s: float) -> None:
         """Learn from the time of a transfer that came; `byte_count` includes what moved beside it."""
@@ -68,8 +67,8 @@ class TransferLinks:
         pair = self._get_pair(source, destination)
         if now < pair.paused_until_s:
             return
-        pair.paused_until_s = now + min(PAUSE_S * 2.0 ** min(pair.failures, PAUSE_DOUBLINGS_MAX), PAUSE_S_MAX)
-        pair.failures += 1
+        pair.paused_until_s = now + pair.pause_s
+        pair.pause_s = min(2.0 * pair.pause_s, PAUSE_S_MAX)
 
     def forget_target(self, name: str) -> None:
         """Forget all pairs of a target, because its worker restarted or was removed."""
