@@ -24,7 +24,7 @@ from router.edge.prefill_leg import PrefillLeg, make_prefill_body
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
-from router.edge.rewrite import Body, KVParams, WorkerHeaders, add_kv_params, build_request_head, build_response_head
+from router.edge.rewrite import Body, KVParams, add_kv_params, build_response_head
 from router.edge.upstream import Endpoint, UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.connection import Client
@@ -196,14 +196,7 @@ class Exchange:
                 if is_prefill
                 else add_kv_params(body, kv_params)
             )
-        headers = WorkerHeaders(
-            context.trace_id,
-            proxy.workers.get_authorization(decision.worker),
-            None if context.span is None else context.span[1],
-            decision.rank,
-            proxy.passed_fields,
-        )
-        return build_request_head(context.request, endpoint, headers, body, path), body
+        return proxy.build_head(context, endpoint, decision.worker, decision.rank, body, path), body
 
     def _take_kv_params(self, decision: Decision) -> KVParams | None:
         """Return the parameters by which the chosen worker gets KV; None if it computes the prompt itself."""

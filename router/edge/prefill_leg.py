@@ -21,7 +21,7 @@ from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
-from router.edge.rewrite import Body, KVParams, WorkerHeaders, build_request_head
+from router.edge.rewrite import Body, KVParams
 from router.edge.upstream import UpstreamConnection
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
@@ -98,7 +98,7 @@ class PrefillLeg:
         self._deadline_s = self._started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
 
     def start(self, body: Body, path: bytes | None) -> None:
-        """Send the prefill of a request with this body. `path`: as in `build_request_head`."""
+        """Send the prefill of a request with this body. `path`: None: that of the client's request."""
         try:
             kv_params = make_prefill_params(self._facts, self._transfer_id)
             self._path, self._body = path, make_prefill_body(self._context.request.path, body, kv_params)
@@ -150,17 +150,9 @@ class PrefillLeg:
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request."""
-        proxy, context = self._proxy, self._context
-        headers = WorkerHeaders(
-            context.trace_id,
-            proxy.workers.get_authorization(self._source),
-            None if context.span is None else context.span[1],
-            self._rank,
-            proxy.passed_fields,
-        )
-        connection.send(
-            build_request_head(context.request, connection.target, headers, self._body, self._path), self._body
-        )
+        endpoint, body = connection.target, self._body
+        head = self._proxy.build_head(self._context, endpoint, self._source, self._rank, body, self._path)
+        connection.send(head, body)
 
     def attempt_unconnected(self, error: Exception | None) -> None:
         self._fail("unreachable", "closed at once" if error is None else str(error) or "connect timed out")
