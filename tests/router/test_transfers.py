@@ -148,7 +148,7 @@ def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> No
     core, index = make_fleet()
     index.store(core.workers["a"].holders[0], PROMPT[:390])
     make_busy(core, "a", 0.0)
-    route(core, "r", PROMPT, 0.0, is_streaming=end != "finish")
+    decision = route(core, "r", PROMPT, 0.0, is_streaming=end != "finish")
     targets = [core.registry.get_targets(name)[0] for name in "ab"]
     if has_come:
         core.tick(1.0)
@@ -158,8 +158,23 @@ def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> No
         if end != "finish":  # there, the first token was estimated before
             assert core.get_attempts()["r"].in_flight.cached_tokens == 0
         assert core.get_attempts()["r"].decision.predicted_cached_tokens == 0
+    end_request(core, end, decision, cached_tokens=390)
+    for number in range(3):
+        core.abort_request(f"busy-a{number}", 3.0)
+    core.tick(20.0)
+    core.check_invariants()
+    for target in targets:
+        load = target.load
+        assert (load.request_count, load.incoming_transfers, load.outgoing_transfers) == (0, 0, 0)
+        assert (load.pending_prompt_tokens, target.prefill_queue.own_prefill_s) == (0, 0.0)
+    assert not index.pins
+
+
+def end_request(core: RouterCore, end: str, decision: Decision, *, cached_tokens: int) -> None:
+    """End the request "r" in one of the ways that `end` names; its engine reports these cached tokens."""
+    assert decision.transfer is not None
     if end == "finish":
-        core.finish_request("r", ReportedUsage(400, 390, 1), 2.0)
+        core.finish_request("r", ReportedUsage(400, cached_tokens, 1), 2.0)
     elif end == "abort":
         core.abort_request("r", 2.0)
     elif end == "fail":
@@ -171,18 +186,9 @@ def test_nothing_stays_counted(end: str, has_come: bool, has_failed: bool) -> No
         core.check_invariants()
         core.finish_request("r", None, 3.0)
     else:
-        core.remove_worker("a" if end == "lost source" else "b", 1.5)
+        core.remove_worker(decision.transfer.source if end == "lost source" else decision.worker, 1.5)
         core.check_invariants()
         core.abort_request("r", 2.0)
-    for number in range(3):
-        core.abort_request(f"busy-a{number}", 3.0)
-    core.tick(20.0)
-    core.check_invariants()
-    for target in targets:
-        load = target.load
-        assert (load.request_count, load.incoming_transfers, load.outgoing_transfers) == (0, 0, 0)
-        assert (load.pending_prompt_tokens, target.prefill_queue.own_prefill_s) == (0, 0.0)
-    assert not index.pins
 
 
 def make_split_fleet(config: CoreConfig = CONFIG) -> tuple[RouterCore, NaiveIndex]:
@@ -292,22 +298,7 @@ def test_nothing_of_two_legs_stays_counted(end: str, is_computed: bool, has_fail
         core.fail_transfer("r", 0.6, is_pair_fault=False)
         core.check_invariants()
         assert core.get_attempts()["r"].in_flight.cached_tokens == 0
-    if end == "finish":
-        core.finish_request("r", ReportedUsage(400, 0, 1), 2.0)
-    elif end == "abort":
-        core.abort_request("r", 2.0)
-    elif end == "fail":
-        core.fail_attempt("r", FailureKind.SERVER_ERROR, 2.0)
-        core.check_invariants()
-        core.abort_request("r", 2.0)
-    elif end == "first token":
-        core.record_first_token("r", 2.0)
-        core.check_invariants()
-        core.finish_request("r", None, 3.0)
-    else:
-        core.remove_worker(decision.transfer.source if end == "lost source" else decision.worker, 1.5)
-        core.check_invariants()
-        core.abort_request("r", 2.0)
+    end_request(core, end, decision, cached_tokens=0)
     for number in range(8):
         for name in "de":
             core.abort_request(f"busy-{name}{number}", 3.0)
