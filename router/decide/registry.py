@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from router.decide.cache_state import CacheState
 from router.decide.load import EngineLoad
@@ -20,6 +20,7 @@ from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import (
     BLOCKCAST,
+    PREFILL_ROLE,
     CircuitBreaker,
     ServedModel,
     Worker,
@@ -29,9 +30,6 @@ from router.decide.workers import (
     merge_models,
 )
 from router.index.protocol import PrefixIndex
-
-PREFILL_ROLE: Final = frozenset({"prefill"})
-"""Roles of a worker that only computes prefills for others, if it can hand them over."""
 
 
 class _Pool(NamedTuple):
@@ -91,7 +89,7 @@ class WorkerRegistry:
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
             target.transfer_facts = spec.transfer
-            target.can_prefill_for_others = not spec.roles or spec.roles >= PREFILL_ROLE
+            target.can_prefill_for_others = not spec.roles or PREFILL_ROLE in spec.roles
             self._cache_state.add_target(target, spec)
         self.apply_worker_changes()
         return worker
@@ -353,7 +351,7 @@ def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> 
 
 def _computes_prefills_only(worker: Worker) -> bool:
     """Return whether a worker hands the KV of its prefills over, so that it gets no request without this role."""
-    return worker.spec.roles == PREFILL_ROLE and TransferKind.PREFILL in worker.spec.transfer.kinds
+    return worker.spec.roles == {PREFILL_ROLE} and TransferKind.PREFILL in worker.spec.transfer.kinds
 
 
 def _get_base_model(spec: WorkerSpec) -> str | None:

@@ -53,6 +53,8 @@ class ServedModel:
     max_model_len: int | None = None
 
 
+PREFILL_ROLE, DECODE_ROLE = "prefill", "decode"
+"""Roles of workers that compute prompts for others, and that answer prompts which others computed."""
 NIXL, MOONCAKE = "nixl", "mooncake"
 KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL, MOONCAKE: TransferKind.PREFILL}
 """How a request names its transfer (docs/concepts/moving-kv.md) -> the kind of transfer."""

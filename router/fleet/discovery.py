@@ -26,9 +26,11 @@ from options import ConfigError
 from router.decide.load import EngineLoad
 from router.decide.workers import (
     BLOCKCAST,
+    DECODE_ROLE,
     KIND_BY_DIALECT,
     MOONCAKE,
     NO_TRANSFERS,
+    PREFILL_ROLE,
     VLLM,
     CacheView,
     ServedModel,
@@ -134,7 +136,6 @@ BOOTSTRAP_PORT = 8998
 """Port where Mooncake's prefill workers name their engines, unless VLLM_MOONCAKE_BOOTSTRAP_PORT says another."""
 KV_FLAG_VALUES = tuple(dialect for dialect in KIND_BY_DIALECT if dialect != BLOCKCAST)
 """Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
-PREFILL_ROLE, DECODE_ROLE = "prefill", "decode"
 _NUMBER_KEYS = ("cache_tokens", "max_num_seqs", "block_size")
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 """Option that makes `vllm serve` or `engine serve` publish events."""

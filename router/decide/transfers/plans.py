@@ -16,7 +16,8 @@ from router.decide.workers import TransferFacts
 from router.index.protocol import HolderId, Match
 
 SOURCES_MAX: Final = 2
-"""Sources of one request that plans are made with: those with the longest cached prefix."""
+"""Sources of one request that plans are made with: for pulls those with the longest cached prefix, for prefills those
+that compute the prompt first."""
 DESTINATIONS_MAX: Final = 4
 """Targets of one request that plans are made with: those with the lowest price besides the prefill."""
 
