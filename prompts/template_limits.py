@@ -45,14 +45,12 @@ _SAFE_TESTS = frozenset((
     "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "sameas", "sequence", "string", "true",
     "undefined", "==", "!=", "<", "<=", ">", ">=",
 ))  # fmt: skip
-_SAFE_FILTERS = frozenset((
-    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last",
-    "length", "list", "lower", "max", "min", "reverse", "sort", "title", "trim", "unique", "upper",
+_FILTERS = frozenset((
+    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "indent", "int", "items", "join",
+    "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "select",
+    "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
 ))  # fmt: skip
-_MEASURED_FILTERS = frozenset((
-    "indent", "join", "map", "reject", "rejectattr", "replace", "select", "selectattr", "string", "tojson",
-))  # fmt: skip
-"""Filters whose arguments and results are checked."""
+"""Filters that templates may use. Their arguments and results are checked."""
 _MAPPED_FILTERS = frozenset(("first", "int", "last", "length", "lower", "string", "tojson", "trim", "upper"))
 """Filters that `map` may apply to each item."""
 _SAFE_METHODS = frozenset((
@@ -204,9 +202,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Remove all tests, filters and functions that may take long."""
         self.tests = {name: test for name, test in self.tests.items() if name in _SAFE_TESTS}
         self.tests["in_time"] = is_in_time
-        measured_filters = {name: _limit_filter(name, self.filters[name]) for name in _MEASURED_FILTERS}
-        safe_filters = {name: _limit_filter(name, self.filters[name]) for name in _SAFE_FILTERS}
-        self.filters = safe_filters | measured_filters
+        self.filters = {name: _limit_filter(name, self.filters[name]) for name in _FILTERS}
         self.filters["check_size"] = check_size
         self.globals = {name: self.globals[name] for name in _FUNCTIONS if name in self.globals}
 

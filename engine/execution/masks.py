@@ -127,7 +127,8 @@ class Masks:
 
     def apply(self, logits: Tensor, masks: TokenMasks) -> None:
         """Set the logits [rows, vocab] of forbidden tokens to -inf, in place, except in short rows."""
-        full_rows = [i for i, row in enumerate(masks.logits_rows) if row not in masks.short_rows.logits_rows]
+        short_rows = set(masks.short_rows.logits_rows)
+        full_rows = [i for i, row in enumerate(masks.logits_rows) if row not in short_rows]
         if not full_rows:
             return
         mask_bytes = copy_to_device(masks.bits[full_rows].view(np.uint8).reshape(-1), self._device)

@@ -246,7 +246,8 @@ class Sampler:
 
     def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, short_rows: ShortRows) -> Tensor:
         """Draw the token of each row, [rows]. Of short rows only the allowed logits are read."""
-        full_rows = [row for row in range(len(logits)) if row not in short_rows.logits_rows]
+        short_row_numbers = set(short_rows.logits_rows)
+        full_rows = [row for row in range(len(logits)) if row not in short_row_numbers]
         tokens = torch.empty(len(logits), dtype=torch.int64)
         if full_rows:
             tokens[full_rows] = self._draw(logits[full_rows], settings.select_rows(full_rows))

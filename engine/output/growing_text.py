@@ -124,17 +124,13 @@ class DelimiterScanner:
         self._chars_max = max(map(len, delimiters), default=0)
         self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
 
-    def find_first(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """Return the match of the delimiter that begins first in `text[start:]`."""
-        return self._pattern.search(text, start)
-
     def take_until(self, source: GrowingText, emit: Callable[[str], object]) -> Steps[str]:
         """Take the text up to a delimiter, and emit it in pieces. Return the delimiter, which is not taken.
 
         Returns an empty string at the end of the text, where the beginning of a delimiter may be left.
         """
         while True:
-            match = self.find_first(source.text, source.position)
+            match = self._pattern.search(source.text, source.position)
             if match is not None:
                 emit(source.take(match.start()))
                 return match[0]

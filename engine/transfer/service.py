@@ -22,7 +22,7 @@ from engine.transfer.settings import TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource, Request
-from events.sources import KVTransferOffer
+from events.sources import KVTransferOffer, resolve_endpoint
 
 log = logging.getLogger("engine.transfer")
 
@@ -74,9 +74,8 @@ class KVTransfers:
 
     def describe(self, block_tokens: int) -> KVTransferOffer:
         """Return what a router needs to name this engine as a source of blocks."""
-        url_host = f"[{self._host}]" if ":" in self._host else self._host
         return KVTransferOffer(
-            endpoint=f"tcp://{url_host}:{self.port}",
+            endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
             group=self.settings.fingerprint.hex(),
             bytes_per_token=max(1, self.settings.block_bytes_by_kind[FULL_KIND] // block_tokens),
         )

@@ -378,9 +378,8 @@ class Exchange:
                 return
             self._withdraw_from_core(None)
             self.refuse(504, "timeout", message)
-        elif (
-            progress.sent_at_s is None
-        ):  # it waits for a worker or a connection: deadlines of the core and the pool apply
+        elif progress.sent_at_s is None:
+            # It waits for a worker or a connection: deadlines of the core and the pool apply.
             if self._prefill is not None:
                 self._prefill.expire(now)
         elif head is None and self._prefill is not None and self._prefill.is_fetch_lost(now):

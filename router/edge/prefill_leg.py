@@ -219,14 +219,15 @@ def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
     """
     joined_body = b"".join(body)
     spans = locate_fields(joined_body)
-    values = {name: joined_body[start:end] for name, (start, end) in spans.span_by_field.items()}
-    if values.get("n", b"1") not in (b"1", b"null") or _SEVERAL_PROMPTS_PATTERN.match(values.get("prompt", b"")):
+    n_start, n_end = spans.span_by_field.get("n", (0, 0))
+    has_several_answers = joined_body[n_start:n_end] not in (b"", b"1", b"null")
+    if has_several_answers or _SEVERAL_PROMPTS_PATTERN.match(joined_body, *spans.span_by_field.get("prompt", (0, 0))):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
     prefill_fields: dict[str, object] = {limit_field: 1, KV_PARAMS_FIELD: kv_params, "ignore_eos": True}
     if path == RESPONSES_PATH:
         prefill_fields["store"] = False
-    removed_fields = [name for name in _OUTPUT_FIELDS if name in values and name != limit_field]
+    removed_fields = [name for name in _OUTPUT_FIELDS if name in spans.span_by_field and name != limit_field]
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
 
 

@@ -310,18 +310,18 @@ class UpstreamPool:
 
     def send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         """Send a request, and read no answer. Failures are ignored."""
-        task = asyncio.get_running_loop().create_task(self._send_unanswered(target, head + b"".join(body)))
+        task = asyncio.get_running_loop().create_task(self._send_unanswered(target, head, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_unanswered(self, target: Endpoint, data: bytes) -> None:
+    async def _send_unanswered(self, target: Endpoint, head: bytes, body: tuple[bytes, ...]) -> None:
         try:
             connection = await self.connect(target)
         except (OSError, asyncio.TimeoutError, ValueError) as failure:
             log.info("%s:%d: a request without a reader was not sent: %s", target.host, target.port, failure)
             return
         if connection.transport is not None:
-            connection.transport.write(data)
+            connection.send(head, body)
             connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:

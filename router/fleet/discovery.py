@@ -439,7 +439,9 @@ class Prober:
         is_shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         is_engine_asleep = are_ranks_asleep(read_loads(metrics, max(1, len(sources)))) is True
         transfer = make_transfer_facts(flag, models, sources, block_size)
-        if transfer.dialect == MOONCAKE and len(sources) > 1:
+        if transfer.dialect not in self._kv_dialects:
+            transfer = NO_TRANSFERS
+        elif transfer.dialect == MOONCAKE and len(sources) > 1:
             transfer = dataclasses.replace(transfer, can_give=False)  # each data-parallel rank has an engine of its own
         elif transfer.dialect == MOONCAKE and transfer.can_give:
             transfer = await self._find_bootstrap(flag, transfer)
@@ -455,7 +457,7 @@ class Prober:
             host_tokens,
             is_shortest_first,
             is_engine_asleep,
-            transfer if transfer.dialect in self._kv_dialects else NO_TRANSFERS,
+            transfer,
         )
 
     async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:

@@ -17,7 +17,7 @@ import msgspec
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import parse_routing
+from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer, TokenizerError, find_checkpoint_folder
 from router.http_client import FetchError, fetch
 from router.prompting.boundary_rendering import BoundaryRenderer
@@ -238,8 +238,8 @@ class ModelTokenizers:
         tokenize_request = build_tokenize_request(request, model)
         if self.remote is None or template is None or tokenize_request is None or not worker.url:
             return
-        changed_ids = self._read_probe(model, template, as_sent=False)
-        unchanged_ids = self._read_probe(model, template, as_sent=True)
+        changed_ids = self._read_probe(model, template, request, as_sent=False)
+        unchanged_ids = self._read_probe(model, template, request, as_sent=True)
         if changed_ids is None or unchanged_ids is None or list(changed_ids) == list(unchanged_ids):
             return
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
@@ -253,12 +253,14 @@ class ModelTokenizers:
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
-    def _read_probe(self, model: str, template: ChatTemplate, *, as_sent: bool) -> Sequence[int] | None:
+    def _read_probe(
+        self, model: str, template: ChatTemplate, request: RoutingRequest, *, as_sent: bool
+    ) -> Sequence[int] | None:
         """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
         template_copy = copy.copy(template)
         template_copy.keeps_messages_as_sent = as_sent
         try:
-            text = render_chat(template_copy, parse_routing("/v1/chat/completions", _PROBE_CHAT))
+            text = render_chat(template_copy, request)
             return self.tokenizer_by_model[model].encode(text, add_special_tokens=False)
         except RequestError:
             return None
