@@ -55,6 +55,7 @@ from routing_sim.runs import (
     run,
 )
 
+from router.shadow.core_router import KV_BYTES_PER_TOKEN
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.traces import ChatShape, Workload, generate_chat, generate_tool_use, read_trace
@@ -69,8 +70,6 @@ CHAT_COLUMNS = {
     "hit": ("hit", "{:.2f}"), "seat waits": ("slot_wait_count", "{}"), "in vain": ("avoidable_slot_wait_count", "{}"),
     "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
 }  # fmt: skip
-KV_BYTES = 131_072
-"""Of a token, as Llama-3.1-8B's."""
 _WORKLOADS: dict[str, Workload] = {}
 
 
@@ -94,7 +93,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     parser.add_argument("--host-memory", type=float, default=0.0, help="under each cache, times its size")
-    parser.add_argument("--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES:,} bytes a token")
+    parser.add_argument(
+        "--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES_PER_TOKEN:,} bytes a token"
+    )
     parser.add_argument("--transfer-gb-s", type=float, default=0.0, help="rate at which ours moves KV (0: it does not)")
     parser.add_argument("--prefill-order", choices=["arrival", "shortest"], default="arrival",
                         help="which prompt an engine computes first; 100 %% load is that of arrival")  # fmt: skip
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.grid:
         run_grid(arguments)
         return
-    load_s = KV_BYTES / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
+    load_s = KV_BYTES_PER_TOKEN / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
     step_times = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
     service = StepTimes(**step_times, load_s_per_token=load_s)
     talks = arguments.workload == "chat"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of a step in seconds. Symbols of docs/reference/price.md are in brackets."""
+    """Times of a step in seconds. docs/reference/price.md has their places in the price."""
 
     prefill_s_per_token: float = 1e-4
     """Time of a prefill token at an empty context."""

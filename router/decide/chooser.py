@@ -64,8 +64,6 @@ class RoutingChoice(msgspec.Struct, eq=False):
     winner_index: int
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
-    plan_count: int = 0
-    """Number of plans in which KV moves; they are the last items."""
 
     @property
     def target(self) -> Target:
@@ -237,7 +235,6 @@ class Chooser:
         if not plans:
             return
         choice.targets = [*choice.targets, *(plan.target for plan in plans)]
-        choice.plan_count = len(plans)
         for plan in plans:
             choice.candidate_facts.append(plan.facts)
             choice.terms.append(price_worker(plan.target, choice.request_facts, plan.facts, self._cost_config))
@@ -404,7 +401,7 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        own_terms = choice.terms[: len(choice.terms) - choice.plan_count]
+        own_terms = (candidate for candidate in choice.terms if not candidate.transfer)
         most_cached = max(own_terms, key=lambda candidate: candidate.cached_tokens)
         if most_cached.cached_tokens > terms.cached_tokens:
             decision.most_cached = most_cached

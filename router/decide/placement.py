@@ -226,10 +226,9 @@ class RequestPlacer:
 
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
         """Return whether the targets of a choice are idle enough for one more background request."""
-        if choice.winner_facts.source_prefill_s > 0.0:
-            source = self._find_transfer_source(choice)
-            if source is not None and not self._is_idle(source, now):
-                return False
+        source = choice.winner_facts.source
+        if source is not None and choice.winner_facts.source_prefill_s > 0.0 and not self._is_idle(source, now):
+            return False
         return self._is_idle(choice.target, now)
 
     def _is_idle(self, target: Target, now: float) -> bool:
@@ -256,7 +255,7 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.advance_tie_rotation()
-        transfer_source = self._find_transfer_source(choice)
+        transfer_source = choice.winner_facts.source
         in_flight = self._tracker.add_request(
             target,
             prompt_tokens=request.prompt_tokens,
@@ -298,15 +297,6 @@ class RequestPlacer:
             self.chooser.session_placements.put(request.session, placement)
         if request.media_conversation is not None:
             self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
-
-    def _find_transfer_source(self, choice: RoutingChoice) -> Target | None:
-        """Return the target that the KV of a choice comes from; None if no KV moves."""
-        transfer = choice.winner_facts.transfer
-        if transfer is None:
-            return None
-        source = self._registry.get_target(transfer.source, transfer.rank)
-        assert source is not None, "the source was found for this choice"
-        return source
 
     def _start_source(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
         """Count what the source of an attempt's KV does: it sends the KV, or computes it first."""
@@ -352,8 +342,7 @@ class RequestPlacer:
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
         """Measure the duration of a transfer, if the first token waited for nothing else."""
         in_flight, terms = attempt.in_flight, attempt.decision.terms
-        is_known = in_flight.source is not None and attempt.transfer_bytes > 0.0
-        if not is_known or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
+        if attempt.transfer_bytes <= 0.0 or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
             return
         target = in_flight.target
         compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)

@@ -58,6 +58,8 @@ class CandidateFacts(msgspec.Struct, eq=False):
     """Prefill that the router has queued for the worker and will send before this request."""
     transfer: Transfer | None = None
     """KV that moves to the worker first."""
+    source: Target | None = None
+    """Target that this KV comes from."""
     arriving_tokens: int = 0
     """Prefix that is here when that KV has come. `cached_tokens` are those of it that nobody has to compute."""
     arrival_s: float = 0.0

@@ -131,11 +131,6 @@ class WorkerRegistry:
         """Return the targets of a worker, one for each rank."""
         return self._targets.get(worker_id, [])
 
-    def get_target(self, worker_id: str, rank: int | None) -> Target | None:
-        """Return one target of a worker; None if the worker or the rank is gone."""
-        targets = self.get_targets(worker_id)
-        return targets[rank or 0] if (rank or 0) < len(targets) else None
-
     def get_served_models(self) -> dict[str, ServedModel]:
         """Return the models that some worker serves now, by name. The result must not be changed."""
         if self._models is None:

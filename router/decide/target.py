@@ -19,7 +19,7 @@ from typing import Final
 from router.decide.config import ServiceModel
 from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad, PeerPrefills
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
-from router.decide.workers import TransferFacts
+from router.decide.workers import NO_TRANSFERS
 from router.index.protocol import HolderId
 
 _SORTED_PREFILLS_MAX: Final = 128
@@ -254,7 +254,7 @@ class Target:
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
         self.speed = Speed(pool)
-        self.transfer_facts = TransferFacts()
+        self.transfer_facts = NO_TRANSFERS
         self.can_prefill_for_others = True
         """Whether the roles of its worker allow it to compute prompts for other workers to answer."""
         self.peer_load = NO_PEER_LOAD

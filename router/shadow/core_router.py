@@ -15,7 +15,7 @@ from events.types import BlockRemoved, BlockStored, EventBatch
 from router.decide.config import CoreConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest, TransferKind
-from router.decide.workers import ServedModel, TransferFacts, WorkerSpec
+from router.decide.workers import NO_TRANSFERS, ServedModel, TransferFacts, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
@@ -83,9 +83,9 @@ class CoreRouter(Router):
         super().attach(cluster)
         inner, block_size = make_index(seed=self._seed + 1), cluster.workload.block_size
         self.core = RouterCore(BlockScaled(inner, block_size), self._config, seed=self._seed)
-        transfer_facts = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
-        if cluster.config.link_times is None:
-            transfer_facts = TransferFacts()
+        transfer_facts = NO_TRANSFERS
+        if cluster.config.link_times is not None:
+            transfer_facts = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
         for i, worker in enumerate(cluster.config.workers):
             spec = WorkerSpec(
                 worker_id=str(i),

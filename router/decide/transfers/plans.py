@@ -27,7 +27,6 @@ class Plan(NamedTuple):
 
     target: Target
     facts: CandidateFacts
-    source: Target
 
 
 class PricedTarget(NamedTuple):
@@ -107,10 +106,11 @@ class TransferPlanner:
                         facts,
                         cached_tokens=source_tokens,
                         transfer=transfer,
+                        source=source,
                         arriving_tokens=source_tokens,
                         arrival_s=transfer.transfer_s,
                     )
-                    plans.append(Plan(target, new_facts, source))
+                    plans.append(Plan(target, new_facts))
         return plans
 
     def plan_prefills(
@@ -133,11 +133,12 @@ class TransferPlanner:
                         cached_tokens=source_facts.cached_tokens,
                         tier_load_s=0.0,
                         transfer=transfer,
+                        source=source,
                         arriving_tokens=self._prompt_tokens - 1,
                         arrival_s=source_terms.ttft_s + transfer.transfer_s,
                         source_prefill_s=source_terms.slowdown * source_terms.prefill_s,
                     )
-                    plans.append(Plan(target, new_facts, source))
+                    plans.append(Plan(target, new_facts))
         return plans
 
     def _find_destinations(self, priced_targets: Sequence[PricedTarget]) -> list[PricedTarget]:
