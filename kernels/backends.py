@@ -14,7 +14,7 @@ BACKENDS = ("auto", "triton", "flash-attn", "torch", "cpu", "reference")
 """Backends that `select_kernels` knows.
 
 `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` is `triton` with the attention of
-prompts from FlashAttention-3.
+prompts from FlashAttention, version 3 where it is installed, else 2.
 """
 
 HOPPER_MAJOR = 9
@@ -68,9 +68,9 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
         from kernels.triton.backend import TritonKernels
 
         return TritonKernels(device)
-    from kernels.flash_attention import FlashAttentionKernels
+    from kernels.flash_attention import FlashAttentionKernels, make_prompt_attention
 
-    return FlashAttentionKernels(device)
+    return FlashAttentionKernels(device, make_prompt_attention(device))
 
 
 def _choose_fastest(device: torch.device) -> str:

@@ -1,26 +1,31 @@
-"""The Triton backend with FlashAttention-3 for the attention of prompts.
+"""The Triton backend with FlashAttention for the attention of prompts.
 
-The package is optional, and imported when the backend is made. It needs no copies: `view_overlapping_pages` presents
-the pool as pages that begin at every token row. So our block tables, which hold such rows, are its page tables. Decodes
-stay with Triton, whose launches can be recorded, as do dtypes and sizes that the package does not take.
+The package is optional, and imported when the backend is made. FlashAttention-3 needs no copies: for it
+`view_overlapping_pages` presents the pool as pages that begin at every token row. So our block tables, which hold such
+rows, are its page tables. FlashAttention-2 takes only pages of 256 tokens or more, and gets a copy of the context.
+Decodes stay with Triton, whose launches can be recorded, as do dtypes and sizes that the package does not take.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.interface import DeviceBlockTable, PagedKV, RaggedBatch
+from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan
 
 MAX_BLOCK_SIZE = 32
-"""Largest block size: FlashAttention may load larger blocks whole and multiply what lies past a context."""
+"""Largest block size: FlashAttention-3 may load larger blocks whole and multiply what lies past a context."""
 MAX_HEAD_DIM = 256
 
 
@@ -38,11 +43,21 @@ class PromptBatch:
     """[prompts, width] int32: the row where each block begins, K of layer 0."""
     max_query_len: int
     window: int | None
+    batch: RaggedBatch
+    table: DeviceBlockTable
 
     @property
     def window_size(self) -> tuple[int, int]:
         """(tokens before, tokens after) that a token sees besides itself; -1: all. FlashAttention's parameter."""
         return (-1, -1) if self.window is None else (self.window - 1, 0)
+
+
+class PromptAttention(Protocol):
+    """Function for the causal attention of prompts, after their K and V are stored."""
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
+        """q: [tokens of the prompts, heads, dim]; returns the same shape."""
+        ...
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
@@ -63,22 +78,105 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+class FlashAttention3:
+    """Attention of prompts by FlashAttention-3."""
+
+    def __init__(self) -> None:
+        """Import the package. Raises ValueError if it is not installed."""
+        self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
+        k, v = view_overlapping_pages(kv, layer)
+        out: Tensor = self._attend(
+            q,
+            k,
+            v,
+            cache_seqlens=prompts.context_lens,
+            page_table=prompts.block_start_rows,
+            cu_seqlens_q=prompts.query_starts,
+            max_seqlen_q=prompts.max_query_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=prompts.window_size,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredContext:
+    """Contexts of prompts, one after another."""
+
+    prompts: PromptBatch
+    token_rows: Tensor
+    """[tokens of all contexts]: their K rows of layer 0."""
+    context_starts: Tensor
+    """[prompts + 1] int32, from 0."""
+    max_context_len: int
+
+
+class FlashAttention2:
+    """Attention of prompts by FlashAttention-2, on a copy of the context."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Import the package. Raises ValueError if it is not installed."""
+        self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
+        self._device = device
+        self._context_by_group: dict[int, GatheredContext] = {}
+        """id of a group's KV -> its context in the last step."""
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
+        context = self._context_by_group.get(id(kv))
+        if context is None or context.prompts is not prompts:
+            context = self._context_by_group[id(kv)] = self._gather(prompts, kv)
+        rows = kv.view_rows()[layer * kv.rows_per_layer :]
+        shape = (-1, kv.num_kv_heads, kv.head_dim)
+        out: Tensor = self._attend(
+            q,
+            rows.index_select(0, context.token_rows).view(shape),
+            rows[kv.block_size :].index_select(0, context.token_rows).view(shape),
+            cu_seqlens_q=prompts.query_starts,
+            cu_seqlens_k=context.context_starts,
+            max_seqlen_q=prompts.max_query_len,
+            max_seqlen_k=context.max_context_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=prompts.window_size,
+        )
+        return out
+
+    def _gather(self, prompts: PromptBatch, kv: PagedKV) -> GatheredContext:
+        batch, table, first_prompt = prompts.batch, prompts.table, prompts.batch.decode_count
+        context_lens = batch.context_lens[first_prompt:]
+        block_start_rows = kv.compute_block_rows(
+            table.host_blocks[table.sequence_rows[first_prompt:], : -(-int(context_lens.max()) // kv.block_size)]
+        )
+        token_rows = [
+            (row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n]
+            for row, n in zip(block_start_rows, context_lens.tolist())
+        ]
+        context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
+        device_rows, device_starts = (
+            copy_to_device(x, self._device) for x in (np.concatenate(token_rows), context_starts)
+        )
+        return GatheredContext(prompts, device_rows, device_starts, int(context_lens.max()))
+
+
+def make_prompt_attention(device: torch.device) -> PromptAttention:
+    """Return FlashAttention-3 if it is installed, else 2. Raises ValueError if neither is."""
+    try:
+        return FlashAttention3()
+    except ValueError:
+        return FlashAttention2(device)
+
+
 class FlashAttentionKernels(TritonKernels):
     """Implements `interface.Kernels` with FlashAttention for prompts, and Triton for the rest."""
 
     name = "flash-attn"
 
-    def __init__(self, device: torch.device) -> None:
-        """Import the package. Raises ValueError if it is not installed."""
+    def __init__(self, device: torch.device, attend: PromptAttention) -> None:
         super().__init__(device)
-        try:
-            from flash_attn_interface import flash_attn_with_kvcache
-        except ImportError as error:
-            raise ValueError(
-                f"attention backend 'flash-attn': FlashAttention-3 is not installed ({error}): pip install the folder "
-                "hopper of its sources"
-            ) from error
-        self._attend_paged = flash_attn_with_kvcache
+        self._attend = attend
 
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
@@ -94,6 +192,8 @@ class FlashAttentionKernels(TritonKernels):
             block_start_rows=plan.block_table[:, first:].t().contiguous(),
             max_query_len=int(np.diff(batch.query_starts[first:]).max()),
             window=window,
+            batch=batch,
+            table=table,
         )
         return replace(plan, prompt_batch=prompts)
 
@@ -105,19 +205,7 @@ class FlashAttentionKernels(TritonKernels):
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
         first = prompts.first_token
-        key_pages, value_pages = view_overlapping_pages(kv, layer)
-        out[first:] = self._attend_paged(
-            q[first:],
-            key_pages,
-            value_pages,
-            cache_seqlens=prompts.context_lens,
-            page_table=prompts.block_start_rows,
-            cu_seqlens_q=prompts.query_starts,
-            max_seqlen_q=prompts.max_query_len,
-            softmax_scale=scale,
-            causal=True,
-            window_size=prompts.window_size,
-        )
+        out[first:] = self._attend(q[first:], kv, layer, prompts, scale)
         return out
 
 
@@ -129,3 +217,14 @@ def _supports(kv: PagedKV) -> bool:
         and kv.head_dim % 8 == 0
         and kv.head_dim <= MAX_HEAD_DIM
     )
+
+
+def _import_function(module: str, name: str) -> Callable[..., Any]:
+    """Import a function. Raises ValueError if its module is not installed."""
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"attention backend 'flash-attn': {name} of {module} is not installed ({error}): pip install flash-attn"
+        ) from error
+    return function

@@ -18,6 +18,7 @@ from typing import Any
 TARGET = Path(__file__).parents[1] / "golden" / "kernel_signatures.json"
 FUNCTIONS = {
     "flash_attn_with_kvcache": "hopper/flash_attn_interface.py",
+    "flash_attn_varlen_func": "flash_attn/flash_attn_interface.py",
 }
 
 

@@ -53,11 +53,20 @@ def test_what_is_not_published_is_refused():
             call(*args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("flash_attn_interface", "flash_attn_with_kvcache"),
+        ("flash_attn", "flash_attn_varlen_func"),
+    ],
+)
 @pytest.mark.gpu
-def test_what_is_installed_is_what_was_recorded():
-    function = pytest.importorskip("flash_attn_interface").flash_attn_with_kvcache
-    installed = set(inspect.signature(function).parameters)
-    assert {parameter for parameter, _, _ in SIGNATURES["flash_attn_with_kvcache"]["parameters"]} <= installed
+def test_what_is_installed_is_what_was_recorded(module, name):
+    owner = pytest.importorskip(module)
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    installed = set(inspect.signature(owner).parameters)
+    assert {parameter for parameter, _, _ in SIGNATURES[name]["parameters"]} <= installed
 
 
 def cached(k_pages, v_pages, table, count):
@@ -82,11 +91,26 @@ def flash_by_reference(
     return out
 
 
+def flash_2_by_reference(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
+):
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max())) == (max_seqlen_q, max_seqlen_k)
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    out = torch.empty_like(q)
+    for asked, known in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        out[slice(*asked)] = attend(q[slice(*asked)], k[slice(*known)], v[slice(*known)], window, softmax_scale)
+    return out
+
+
 @pytest.fixture
 def lent(monkeypatch):
-    """The package, as a stand-in."""
+    """The packages, as stand-ins."""
     flash = as_published("flash_attn_with_kvcache", flash_by_reference)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_with_kvcache=flash))
+    flash_2 = as_published("flash_attn_varlen_func", flash_2_by_reference)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_2))
 
 
 def pool(lens, block_size, per_unit, dim, dtype):
@@ -111,7 +135,10 @@ def pool(lens, block_size, per_unit, dim, dtype):
 
 
 @pytest.mark.parametrize("per_unit", [1, 3])
-def test_prompts_are_attended_by_what_is_borrowed(lent, rng, per_unit):
+@pytest.mark.parametrize("version", [3, 2])
+def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, version, per_unit):
+    if version == 2:
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     ops, exact = select_kernels(CPU, "flash-attn"), ReferenceKernels(CPU)
     lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
     kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
