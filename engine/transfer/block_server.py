@@ -155,7 +155,7 @@ class BlockServer:
         """Copy blocks out and count them, on the thread of the steps: the report after its step has the counts."""
         read_blocks = self._exchange.read(wanted_blocks)
         self._stats.sent_blocks += len(read_blocks.blocks)
-        self._stats.sent_bytes += self._count_bytes([block.kind for block in read_blocks.blocks])
+        self._stats.sent_bytes += self._count_bytes([block.kind for block in wanted_blocks[: len(read_blocks.blocks)]])
         return read_blocks
 
     def _count_bytes(self, kinds: list[int]) -> int:

@@ -216,6 +216,7 @@ def test_simulated_engines_move_no_bytes_and_take_the_time_of_the_bandwidth(tmp_
         assert status == 200
         assert _texts(answer) == _texts(first_answer)
         assert cached_tokens(answer["usage"]) == 300 * 16
+        wait_until(lambda: metrics(consumer)["pulled_blocks_total"] >= 300, "the last statistics of the consumer")
         moved = metrics(consumer)
         assert moved["pulled_blocks_total"] == 300
         assert moved["pulled_bytes_total"] == 300 * 16 * 100_000
