@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from urllib.parse import quote
 
 import pytest
 from programs import Program, call, wait_until
-from test_transfer import FLEET_KEY, TEXT, cached_tokens, metrics
 
 pytestmark = pytest.mark.live
 
+FLEET_KEY = "a key of sixteen or more"
+TEXT = " ".join(f"{i} times {i} is {i * i}." for i in range(60))
 NEARLY_FREE = ("--set", "transfer.floor_s=0", "--set", "transfer.gb_s=1000")
 """Transfers that are cheaper than a prefill of the tiny model."""
 APIS = ["chat", "completions", "messages", "responses"]
@@ -71,13 +73,9 @@ class Fleet:
             events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
             choices = [choice for event in events for choice in event["choices"]]
             usage = events[-1]["usage"]
-            return (
-                "".join(choice["delta"].get("content") or "" for choice in choices),
-                predicted_tokens,
-                cached_tokens(usage),
-            )
+            return "".join(choice["delta"].get("content") or "" for choice in choices), predicted_tokens, cached(usage)
         fields = json.loads(content)
-        return text_of(fields), predicted_tokens, cached_tokens(fields["usage"])
+        return text_of(fields), predicted_tokens, cached(fields["usage"])
 
     def await_indexed(self, api: str, text: str) -> None:
         """Wait until the router knows that a worker has computed this text."""
@@ -90,7 +88,10 @@ class Fleet:
         wait_until(is_indexed, "the worker's blocks are in the index")
 
     def count_pulls(self, engine: int) -> float:
-        return metrics(self.engines[engine])["pulls_total"]
+        with urllib.request.urlopen(f"{self.engines[engine].url}/metrics", timeout=30) as answer:
+            match = re.search(r"^engine:kv_transfer_pulls_total (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert match is not None
+        return float(match[1])
 
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = call(f"{self.router.url}/workers")[2]["counters"]
@@ -118,6 +119,11 @@ def text_of(answer: dict[str, Any]) -> str:
         return str(choice.get("text") or choice["message"]["content"])
     parts = answer["content"] if "content" in answer else answer["output"][0]["content"]
     return "".join(part["text"] for part in parts)
+
+
+def cached(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
 
 
 @pytest.fixture(scope="module")
