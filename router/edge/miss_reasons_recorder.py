@@ -23,10 +23,11 @@ from router.edge.proxy import Proxy
 from router.edge.request_context import PendingComparison, RequestContext, Sampling
 from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
-from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer, compute_short_keys
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
+from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.miss_reasons.watched_conversations import WatchedConversations
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.read_body import ReadBody
@@ -52,13 +53,10 @@ class MissReasonsRecorder:
         worker_pool: PromptWorkerPool,
     ) -> None:
         core, metrics = proxy.core, proxy.metrics
-        self.analyzer = MissAnalyzer(
-            config,
-            core.index.count_common_tokens,
-            metrics.cache_miss_requests,
-            metrics.cache_miss_tokens,
-            metrics.reused_tokens,
-        )
+        self.analyzer = MissAnalyzer(config, core.index.count_common_tokens)
+        metrics.cache_miss_requests = self.analyzer.requests_by_reason
+        metrics.cache_miss_tokens = self.analyzer.tokens_by_reason
+        metrics.reused_tokens = self.analyzer.reuse_sums
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
         self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
@@ -217,22 +215,24 @@ class MissReasonsRecorder:
     def _build_prompt(
         self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
     ) -> AnalyzedPrompt:
-        token_ids, index = route.token_ids or (), self._core.index
+        token_ids = route.token_ids or ()
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
-        keys: Sequence[int] = ()
-        short_keys: Sequence[int] = ()
+        chunk_keys: Sequence[int] = ()
         if route.session is None:
             query = self._core.get_prompt_query(route.request_id)
             if query is not None:
-                keys = query.get_chunk_keys(self._chunk_tokens)
+                chunk_keys = query.get_chunk_keys(self._chunk_tokens)
             else:
-                keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
-            if self.analyzer.needs_short_keys(keys):
-                short_keys = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
+                chunk_keys = self._core.index.chunk_keys(ids, route.scope, self._chunk_tokens)
         return AnalyzedPrompt(
-            context.name, route, ids, comparison.outline, keys, short_keys, comparison.first_message_digest,
-            comparison.sampling.has_unknown_history,
-        )  # fmt: skip
+            request_id=context.name,
+            route=route,
+            token_ids=ids,
+            outline=comparison.outline,
+            chunk_keys=chunk_keys,
+            opening_key=comparison.first_message_digest,
+            is_history_incomplete=comparison.sampling.has_unknown_history,
+        )
 
     def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
         """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""

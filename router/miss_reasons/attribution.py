@@ -8,13 +8,12 @@ answer. Invariant: the ranges cover the tokens behind the predicted prefix, in o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
-from router.miss_reasons.prompt_history import PreviousPrompt
-from router.prompting.chat_outline import Outline
+from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptMatch
 
 BLOCK_TOKENS: Final = 16
 """Block size of a worker that reports none."""
@@ -48,7 +47,7 @@ class Placement(NamedTuple):
 
 
 class MissFacts(Protocol):
-    """Facts that are looked up only for uncached tokens."""
+    """Facts about workers and tokens that an analysis asks for only if it needs them."""
 
     def last_emptied_s(self, worker_id: str) -> float | None:
         """Return when a worker last lost its whole cache; None if it never did."""
@@ -60,54 +59,24 @@ class MissFacts(Protocol):
         """Return whether a worker's cache is estimated, as the worker does not announce what it removes."""
 
 
-class PromptComparison:
-    """A prompt of `prompt_tokens`, and the last prompt of its conversation."""
-
-    def __init__(self, prompt_tokens: int, previous: PreviousPrompt | None) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.previous = previous
-        self.common_tokens = 0
-        """Length of the common beginning of both prompts."""
-        self.outline: Outline | None = None
-        self.is_same_session = True
-        """Whether the last prompt is of the same session, and not of its parent."""
-        self.scope_difference: str | None = None
-        """Field in which the scopes of both prompts differ (model, lora, salt); None if they are equal."""
-        self.is_history_incomplete = False
-        """Whether the conversation may have had earlier prompts that were not stored."""
-
-
 class _RangeBuilder:
     """Builds the uncached ranges of a prompt in order. The next range begins at `offset`."""
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
         self.offset = offset
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens = prompt_tokens
         self.ranges: list[UncachedRange] = []
 
-    def add(
-        self,
-        reason: str,
-        end: int,
-        *,
-        position: int | None = None,
-        message: int | None = None,
-        worker: str | None = None,
-        lost_ago_s: float | None = None,
-        chosen_ttft_s: float | None = None,
-        best_ttft_s: float | None = None,
-    ) -> None:
-        """Append the range from `offset` to `end`, and move `offset` there.
+    def add(self, reason: str, end: int, **details: Any) -> None:
+        """Append the range from `offset` to `end`, and move `offset` there. `details`: further fields of the range.
 
         `end` is limited to the end of the prompt, and an empty range is not added. A range with the same cause as the
         last range extends the last range.
         """
-        end = min(end, self._prompt_tokens)
+        end = min(end, self.prompt_tokens)
         if end <= self.offset:
             return
-        uncached_range = UncachedRange(
-            reason, self.offset, end, position, message, worker, lost_ago_s, chosen_ttft_s, best_ttft_s
-        )
+        uncached_range = UncachedRange(reason, self.offset, end, **details)
         if self.ranges and self.ranges[-1].has_same_cause(uncached_range):
             self.ranges[-1].end = end
         else:
@@ -129,41 +98,20 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
     return builder.ranges
 
 
-def attribute_misses(comparison: PromptComparison, placement: Placement, facts: MissFacts) -> list[UncachedRange]:
-    """Return the uncached ranges of a prompt, with reasons from a comparison with the conversation's last prompt."""
-    previous = comparison.previous
-    block_tokens = placement.block_tokens
-    prompt_tokens = comparison.prompt_tokens
-    common_tokens = comparison.common_tokens
-    builder = _start_ranges(prompt_tokens, placement.decision)
-    if previous is None:
+def attribute_misses(
+    prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
+) -> list[UncachedRange]:
+    """Return the uncached ranges of a prompt. `match`: the last prompt of its conversation; None if it is unknown."""
+    builder = _start_ranges(len(prompt.token_ids), placement.decision)
+    if match is None:
         _add_evicted(builder, placement)
-        builder.add(NOT_COMPARED if comparison.is_history_incomplete else "new_session", prompt_tokens)
+        builder.add(NOT_COMPARED if prompt.is_history_incomplete else "new_session", builder.prompt_tokens)
         return builder.ranges
-    is_continuation = common_tokens == len(previous.token_ids)
-    cacheable_tokens = previous.cacheable_tokens if is_continuation else common_tokens
-    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
-    if comparison.scope_difference is not None or builder.offset < usable_tokens:
-        _add_evicted(builder, placement)
-    if comparison.scope_difference is not None:  # blocks of another scope cannot be used
-        builder.add(comparison.scope_difference, _round_down_to_blocks(common_tokens, block_tokens))
-        builder.add("partial_block", common_tokens)
-    elif builder.offset < _round_down_to_blocks(min(common_tokens, prompt_tokens - 1), block_tokens):
-        reason, lost_ago_s = _classify_loss(previous, facts, placement.at_s)
-        builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
-    if not is_continuation and comparison.is_same_session and comparison.scope_difference is None:
-        difference, message_index = _classify_message_difference(comparison, previous, facts)
-        end = max(previous.cacheable_tokens, common_tokens + 1)
-        builder.add(difference, end, position=common_tokens, message=message_index)
-    elif is_continuation and builder.offset < usable_tokens and comparison.outline is not None:
-        answer_index = previous.message_count
-        answer_change = classify_answer_change(comparison.outline, answer_index)
-        if answer_change is not None:
-            position = max(builder.offset, common_tokens)
-            builder.add(answer_change, cacheable_tokens, position=position, message=answer_index)
-    else:
-        builder.add("partial_block", cacheable_tokens)
-    builder.add("new_text" if comparison.is_same_session else "new_session", prompt_tokens)
+    cacheable_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
+    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, builder.prompt_tokens - 1), placement.block_tokens)
+    _add_lost(builder, match, usable_tokens, placement, facts)
+    _add_changed(builder, prompt, match, usable_tokens, facts)
+    builder.add("new_text" if match.is_same_session else "new_session", builder.prompt_tokens)
     return builder.ranges
 
 
@@ -183,6 +131,7 @@ def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
 
 
 def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
+    """Add the range that some worker had and has removed."""
     removed_prefix = placement.removed_prefix
     if removed_prefix is not None:
         builder.add(
@@ -191,6 +140,48 @@ def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
             worker=removed_prefix.worker,
             lost_ago_s=round(placement.at_s - removed_prefix.removed_at_s, 3),
         )
+
+
+def _add_lost(
+    builder: _RangeBuilder, match: PromptMatch, usable_tokens: int, placement: Placement, facts: MissFacts
+) -> None:
+    """Add the range that the last prompt's worker had computed and has no more, or has for another scope only.
+
+    `usable_tokens`: tokens in the full blocks of the last prompt and its answer that the new prompt could use.
+    """
+    if match.scope_difference is not None:  # blocks of another scope cannot be used
+        _add_evicted(builder, placement)
+        builder.add(match.scope_difference, _round_down_to_blocks(match.common_tokens, placement.block_tokens))
+        builder.add("partial_block", match.common_tokens)
+        return
+    if builder.offset < usable_tokens:
+        _add_evicted(builder, placement)
+    common_tokens = min(match.common_tokens, builder.prompt_tokens - 1)  # the last token is always computed
+    if builder.offset < _round_down_to_blocks(common_tokens, placement.block_tokens):
+        reason, lost_ago_s = _classify_loss(match.previous, facts, placement.at_s)
+        builder.add(reason, usable_tokens, worker=match.previous.worker, lost_ago_s=lost_ago_s)
+
+
+def _add_changed(
+    builder: _RangeBuilder, prompt: AnalyzedPrompt, match: PromptMatch, usable_tokens: int, facts: MissFacts
+) -> None:
+    """Add the range in which the last prompt and its answer had other tokens, or else their unfinished last block."""
+    previous = match.previous
+    if not match.is_continuation:
+        if not match.is_same_session or match.scope_difference is not None:
+            builder.add("partial_block", match.common_tokens)
+            return
+        reason, message_index = _classify_message_difference(prompt, match, facts)
+        end = max(previous.cacheable_tokens, match.common_tokens + 1)
+        builder.add(reason, end, position=match.common_tokens, message=message_index)
+    elif builder.offset >= usable_tokens or prompt.outline is None:
+        builder.add("partial_block", previous.cacheable_tokens)
+    else:
+        answer_index = previous.message_count
+        answer_change = classify_answer_change(prompt.outline, answer_index)
+        if answer_change is not None:
+            position = max(builder.offset, match.common_tokens)
+            builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
 
 
 def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
@@ -204,26 +195,28 @@ def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tu
 
 
 def _classify_message_difference(
-    comparison: PromptComparison, previous: PreviousPrompt, facts: MissFacts
+    prompt: AnalyzedPrompt, match: PromptMatch, facts: MissFacts
 ) -> tuple[str, int | None]:
-    """Return how the prompt differs from the last one, and the index of the message that differs."""
-    if comparison.outline is None or previous.outline is None:
+    """Return how the prompt differs from the last one, and the index of the message that differs.
+
+    If all messages are the same, the template has rendered them differently, because of what follows them.
+    """
+    previous = match.previous
+    if prompt.outline is None or previous.outline is None:
         return "edited", None
     difference, message_index = classify_difference(
-        previous.outline, comparison.outline, comparison.common_tokens / len(previous.token_ids)
+        previous.outline, prompt.outline, match.common_tokens / len(previous.token_ids)
     )
-    is_tail = len(previous.token_ids) - comparison.common_tokens <= TEMPLATE_TAIL_TOKENS
-    if difference == "re_encoded" and not is_tail:
-        added_prompt_index = find_added_system_prompt(previous.outline, comparison.outline)
+    if difference != "re_encoded":
+        return difference, message_index
+    is_tail = len(previous.token_ids) - match.common_tokens <= TEMPLATE_TAIL_TOKENS
+    if not is_tail:
+        added_prompt_index = find_added_system_prompt(previous.outline, prompt.outline)
         if added_prompt_index is not None:  # the template renders it before the earlier messages
             return "system_prompt", added_prompt_index
-    if (
-        difference == "re_encoded"
-        and is_tail
-        and classify_answer_change(comparison.outline, previous.message_count) is not None
-    ):
+    elif classify_answer_change(prompt.outline, previous.message_count) is not None:
         # The template renders another text before the answer, now that the answer is a message.
-        is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
+        is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[match.common_tokens :])
         return ("thinking_dropped" if is_thought else difference), previous.message_count
     return difference, message_index
 

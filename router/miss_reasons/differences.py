@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from itertools import compress
-from typing import Literal
+from struct import Struct
+from typing import Final, Literal, NamedTuple
 
 from router.prompting.chat_outline import (
     FINGERPRINT_FIELDS,
@@ -16,8 +14,10 @@ from router.prompting.chat_outline import (
     Outline,
 )
 
-_ROLE_BY_KIND = bytes([kind & ROLE_BITS for kind in range(256)])
-_POSITION_TOLERANCE = 0.1
+SYSTEM, USER, ASSISTANT = 0, 1, 2
+"""Roles of messages."""
+_FINGERPRINT_STRUCT: Final = Struct(f"={FINGERPRINT_FIELDS}I")
+_POSITION_TOLERANCE: Final = 0.1
 """Largest error of a message's position, as a share of the prompt, if it is estimated by characters."""
 
 DifferenceKind = Literal[
@@ -26,50 +26,52 @@ DifferenceKind = Literal[
 ]  # fmt: skip
 
 
-def unpack_words(outline: Outline) -> array[int]:
-    """Return the fingerprints of the messages, FINGERPRINT_FIELDS numbers each."""
-    return array("I", outline.messages)
+class MessageFingerprint(NamedTuple):
+    """Digests of one message of a chat. Equal digests mean equal text, so the text need not be stored."""
+
+    sent_digest: int
+    """Digest of the message as the client sent it."""
+    json_digest: int
+    """Digest that is the same if only the JSON of tool arguments is written differently."""
+    content_digest: int
+    """Digest without the reasoning and without billing lines."""
+    kind: int
+    """Role and further facts, as bits."""
+    chars: int
+
+    @property
+    def role(self) -> int:
+        return self.kind & ROLE_BITS
 
 
-def select_message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
-    """Return the digests of the messages. Unrelated conversations have no digest in common.
+def unpack_fingerprints(outline: Outline) -> list[MessageFingerprint]:
+    """Return the fingerprint of each message of a chat."""
+    return [MessageFingerprint._make(fields) for fields in _FINGERPRINT_STRUCT.iter_unpack(outline.messages)]
 
-    `without_system`: leave out system prompts, which many conversations share.
+
+def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
+    """Return how `new` differs from `old`, and the index of the message that differs; None if it is no message.
+
+    `common_share`: share of the old prompt's tokens with which the new prompt begins too. If the digests are equal,
+    the template has dropped reasoning, or the same text was encoded to other tokens.
     """
-    words = unpack_words(outline)
-    digests, kinds = words[2::FINGERPRINT_FIELDS], words[3::FINGERPRINT_FIELDS]
-    return compress(digests, bytes(kinds.tolist()).translate(_ROLE_BY_KIND)) if without_system else digests
-
-
-def is_dialogue(kind: int) -> bool:
-    """Return whether a message of this kind is no system prompt."""
-    return kind & ROLE_BITS != 0
-
-
-def classify_difference(old: Outline, new: Outline, share: float) -> tuple[DifferenceKind, int | None]:
-    """Return how `new` differs from `old`, and the index of the message that differs.
-
-    `share`: share of the old prompt's tokens that both begin with. If no message, tool or flag differs, the template
-    has dropped reasoning, or the same text was encoded to other tokens.
-    """
-    old_words, new_words = unpack_words(old), unpack_words(new)
-    common_message_count = min(len(old_words), len(new_words)) // FINGERPRINT_FIELDS
-    changed_messages = _find_changed_messages(old_words, new_words, common_message_count)
     if old.tools != new.tools:
         return "tools", None
-    if changed_messages:
-        message_index = _find_diverging_message(old_words, changed_messages, share)
-        return _classify_message_change(old_words, new_words, message_index), message_index
-    if len(new_words) < len(old_words):
-        return "truncated", common_message_count
+    old_messages, new_messages = unpack_fingerprints(old), unpack_fingerprints(new)
+    changed_indexes = [
+        index
+        for index, (old_message, new_message) in enumerate(zip(old_messages, new_messages))
+        if old_message.sent_digest != new_message.sent_digest
+    ]
+    if changed_indexes:
+        diverging_index = _find_diverging_message(old_messages, changed_indexes, common_share)
+        return _classify_message_change(old_messages, new_messages, diverging_index), diverging_index
+    if len(new_messages) < len(old_messages):
+        return "truncated", len(new_messages)
     if old.options_digest != new.options_digest:
         return "template_flag", None
-    kinds = old_words[3::FINGERPRINT_FIELDS]
-    last_user_message_index = max((i for i, kind in enumerate(kinds) if kind & ROLE_BITS == 1), default=-1)
-    thinking_message_index = next(
-        (i for i, kind in enumerate(kinds) if i > last_user_message_index and kind & HAS_THOUGHTS), None
-    )
-    return ("re_encoded", None) if thinking_message_index is None else ("thinking_dropped", thinking_message_index)
+    thinking_index = _find_droppable_thoughts(old_messages)
+    return ("re_encoded", None) if thinking_index is None else ("thinking_dropped", thinking_index)
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
@@ -84,54 +86,75 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
     """Return the index of the first system prompt behind the messages of `old`; None if there is none."""
-    kinds = unpack_words(new)[3::FINGERPRINT_FIELDS]
-    return next((i for i in range(old.message_count, len(kinds)) if kinds[i] & ROLE_BITS == 0), None)
+    new_messages = unpack_fingerprints(new)
+    added_indexes = range(old.message_count, len(new_messages))
+    return next((index for index in added_indexes if new_messages[index].role == SYSTEM), None)
+
+
+def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKind | None:
+    """Return why a template may render an answer otherwise than the model wrote it.
+
+    None if the message at `answer_index` is missing or is no answer.
+    """
+    messages = unpack_fingerprints(outline)
+    if answer_index >= len(messages) or messages[answer_index].role != ASSISTANT:
+        return None
+    kind = messages[answer_index].kind
+    if kind & HAS_THOUGHTS:
+        return "thinking_dropped"
+    return "tool_arguments" if kind & HAS_TOOL_CALLS else "re_encoded"
 
 
 def _find_system_prompt_digest(outline: Outline) -> int | None:
-    """Return the digest of the first message without billing lines; None if it is no system prompt."""
-    words = unpack_words(outline)
-    return words[2] if words and words[3] & ROLE_BITS == 0 else None
+    """Return the content digest of the first message; None if it is no system prompt."""
+    first_messages = unpack_fingerprints(outline)[:1]
+    return next((message.content_digest for message in first_messages if message.role == SYSTEM), None)
 
 
-def _find_changed_messages(old_words: array[int], new_words: array[int], count: int) -> list[int]:
-    """Return the indexes of the messages that differ, among the first `count`."""
-    last_offset = FINGERPRINT_FIELDS * (count - 1)
-    if count and old_words[:last_offset] == new_words[:last_offset]:  # nearly always
-        return [count - 1] if old_words[last_offset] != new_words[last_offset] else []
-    return [i for i in range(count) if old_words[FINGERPRINT_FIELDS * i] != new_words[FINGERPRINT_FIELDS * i]]
+def _find_droppable_thoughts(messages: list[MessageFingerprint]) -> int | None:
+    """Return the first message with reasoning behind the last user message; None if there is none.
+
+    Templates keep the reasoning of a turn only until the next user message.
+    """
+    last_user_index = max((index for index, message in enumerate(messages) if message.role == USER), default=-1)
+    for index, message in enumerate(messages):
+        if index > last_user_index and message.kind & HAS_THOUGHTS:
+            return index
+    return None
 
 
-def _find_diverging_message(old_words: array[int], changed_messages: list[int], share: float) -> int:
-    """Return the changed message at which the tokens diverge: a template may drop the text of earlier ones."""
-    if len(changed_messages) == 1:
-        return changed_messages[0]
-    sizes = old_words[4::FINGERPRINT_FIELDS]
-    divergence = (share - _POSITION_TOLERANCE) * sum(sizes)
-    return next((i for i in changed_messages if sum(sizes[: i + 1]) >= divergence), changed_messages[-1])
+def _find_diverging_message(
+    old_messages: list[MessageFingerprint], changed_indexes: list[int], common_share: float
+) -> int:
+    """Return the changed message at which the tokens diverge.
+
+    It may come after the first changed one, because a template may leave out the text of earlier messages. Characters
+    tell about where it is: the messages before it have about `common_share` of them.
+    """
+    if len(changed_indexes) == 1:
+        return changed_indexes[0]
+    total_chars = sum(message.chars for message in old_messages)
+    common_chars_min = (common_share - _POSITION_TOLERANCE) * total_chars
+    for index in changed_indexes:
+        if sum(message.chars for message in old_messages[: index + 1]) >= common_chars_min:
+            return index
+    return changed_indexes[-1]
 
 
-def _classify_message_change(old_words: array[int], new_words: array[int], message: int) -> DifferenceKind:
-    offset = message * FINGERPRINT_FIELDS
-    if new_words[offset] in old_words[offset + FINGERPRINT_FIELDS :: FINGERPRINT_FIELDS] or len(new_words) < len(
-        old_words
-    ):
+def _classify_message_change(
+    old_messages: list[MessageFingerprint], new_messages: list[MessageFingerprint], index: int
+) -> DifferenceKind:
+    """Return how the message at `index`, which is not the same in both chats, was changed."""
+    old_message, new_message = old_messages[index], new_messages[index]
+    is_later_message = any(later.sent_digest == new_message.sent_digest for later in old_messages[index + 1 :])
+    if is_later_message or len(new_messages) < len(old_messages):
         return "truncated"
-    kind, role = old_words[offset + 3] | new_words[offset + 3], new_words[offset + 3] & ROLE_BITS
-    is_same_content = old_words[offset + 2] == new_words[offset + 2]
-    if kind & HAS_BILLING_LINE and is_same_content:
+    kind = old_message.kind | new_message.kind
+    is_same_content = old_message.content_digest == new_message.content_digest
+    if is_same_content and kind & HAS_BILLING_LINE:
         return "billing_line"
-    if old_words[offset + 1] == new_words[offset + 1]:
+    if old_message.json_digest == new_message.json_digest:
         return "tool_arguments"
     if is_same_content and kind & HAS_THOUGHTS:
         return "thinking_dropped"
-    return "system_prompt" if role == 0 else "edited"
-
-
-def classify_answer_change(outline: Outline, message: int) -> DifferenceKind | None:
-    """Return why the answer at index `message` may be rendered otherwise than it was generated; None for no answer."""
-    words, offset = unpack_words(outline), message * FINGERPRINT_FIELDS + 3
-    if offset >= len(words) or words[offset] & ROLE_BITS != 2:
-        return None
-    kind = words[offset]
-    return "thinking_dropped" if kind & HAS_THOUGHTS else "tool_arguments" if kind & HAS_TOOL_CALLS else "re_encoded"
+    return "system_prompt" if new_message.role == SYSTEM else "edited"

@@ -76,43 +76,30 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
 
     def update_main_reason(self) -> None:
         """Set the main reason, its position and the lost tokens from the ranges."""
-        lost_tokens = largest_loss = largest_new = 0
-        main_range: UncachedRange | None = None
-        new_range: UncachedRange | None = None
-        for uncached_range in self.uncached_ranges:
-            tokens = uncached_range.tokens
-            if uncached_range.reason not in NO_LOSS:
-                lost_tokens += tokens
-                if tokens > largest_loss:
-                    largest_loss, main_range = tokens, uncached_range
-            elif tokens > largest_new:
-                largest_new, new_range = tokens, uncached_range
-        if main_range is None:
-            main_range = new_range
-        self.lost_tokens = lost_tokens
-        self.reason = main_range.reason if main_range is not None else "new_text"
-        self.position = (
-            None if main_range is None else main_range.start if main_range.position is None else main_range.position
-        )
+        lost_ranges = [uncached for uncached in self.uncached_ranges if uncached.reason not in NO_LOSS]
+        self.lost_tokens = sum(uncached.tokens for uncached in lost_ranges)
+        if not self.uncached_ranges:
+            self.reason, self.position = "new_text", None
+            return
+        main_range = max(lost_ranges or self.uncached_ranges, key=lambda uncached: uncached.tokens)
+        self.reason = main_range.reason
+        self.position = main_range.start if main_range.position is None else main_range.position
 
     def apply_reported_tokens(self, resident_tokens: int, reported_tokens: int) -> None:
         """Correct the ranges by the number of tokens that the worker reported as reused.
 
-        `resident_tokens`: tokens that the worker had announced when the request was sent.
+        `resident_tokens`: tokens that the worker had announced when the request was sent. If it reused fewer, the
+        announced ones were mispredicted, and the further predicted ones were not announced.
         """
         self.reported_cached_tokens = reported_tokens
-        reused_tokens, predicted_tokens = min(reported_tokens, self.prompt_tokens), self.predicted_cached_tokens
-        remaining_ranges = [
-            uncached_range for uncached_range in self.uncached_ranges if uncached_range.end > reused_tokens
-        ]
-        for uncached_range in remaining_ranges:
-            uncached_range.start = max(uncached_range.start, reused_tokens)
-        announced_tokens = min(max(resident_tokens, reused_tokens), predicted_tokens)
-        added_ranges = [
+        reused_tokens = min(reported_tokens, self.prompt_tokens)
+        announced_tokens = min(max(resident_tokens, reused_tokens), self.predicted_cached_tokens)
+        ranges = [
             UncachedRange("mispredicted", reused_tokens, announced_tokens, worker=self.worker),
-            UncachedRange("not_announced", announced_tokens, predicted_tokens, worker=self.worker),
+            UncachedRange("not_announced", announced_tokens, self.predicted_cached_tokens, worker=self.worker),
+            *self.uncached_ranges,
         ]
-        self.uncached_ranges = [
-            uncached_range for uncached_range in added_ranges if uncached_range.end > uncached_range.start
-        ] + remaining_ranges
+        for uncached_range in ranges:
+            uncached_range.start = max(uncached_range.start, reused_tokens)
+        self.uncached_ranges = [uncached for uncached in ranges if uncached.end > uncached.start]
         self.update_main_reason()

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple
 
+from router.decide.messages import RouteRequest
 from router.index.protocol import Scope
-from router.miss_reasons.differences import is_dialogue, is_side_request, select_message_digests, unpack_words
-from router.prompting.chat_outline import FINGERPRINT_FIELDS, Outline
+from router.miss_reasons.differences import SYSTEM, is_side_request, unpack_fingerprints
+from router.prompting.chat_outline import Outline
 
 BRANCHES_MAX: Final = 4
 """Most conversations under one session's name: agents make requests for titles and summaries in between."""
@@ -26,34 +29,50 @@ _SHARED_RATIO_MIN: Final = 0.5
 """Share of the shorter of two prompts without messages that both begin with, if they are of one conversation."""
 
 
-class PreviousPrompt:
-    """A prompt that was computed by the target `worker`.
+@dataclass(slots=True, eq=False)
+class AnalyzedPrompt:
+    """A prompt that is to be compared with the last prompt of its conversation."""
 
-    `keys`: digests by which it is found, where its session has no name. `is_short`: it is shorter than a chunk.
+    request_id: str
+    """Id by which the client knows the request."""
+    route: RouteRequest
+    """The request, with its scope and session."""
+    token_ids: array[int]
+    outline: Outline | None
+    """Digests of the messages; None for a prompt that is no chat."""
+    chunk_keys: Sequence[int] = ()
+    """Digest of the prompt up to the end of each chunk; empty if the session has a name."""
+    opening_key: int | None = None
+    """Digest of the first message of the user; None if the session has a name.
+
+    It tells conversations apart that have a system prompt, and so all of their chunks, in common.
     """
+    is_history_incomplete: bool = False
+    """Whether the conversation may have had earlier prompts that were not stored."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        token_ids: array[int],
-        outline: Outline | None,
-        worker: str,
-        computed_s: float,
-        session: str | None,
-        keys: tuple[int, ...],
-        is_short: bool = False,
-    ) -> None:
-        self.scope = scope
-        self.token_ids = token_ids
-        self.outline = outline
-        self.worker = worker
-        self.computed_s = computed_s
-        self.session, self.keys, self.is_short = session, keys, is_short
-        self.answer_tokens = 0
-        """Tokens of the answer; 0 until they are known."""
-        self.size_bytes = PROMPT_BYTES + 4 * len(token_ids)
-        if outline is not None:
-            self.size_bytes += OUTLINE_BYTES + len(outline.messages) + len(outline.tools)
+
+@dataclass(slots=True, eq=False)
+class PreviousPrompt:
+    """A prompt that the target `worker` has computed."""
+
+    scope: Scope
+    token_ids: array[int]
+    outline: Outline | None
+    worker: str
+    computed_s: float
+    session: str | None
+    keys: tuple[int, ...]
+    """Digests by which the prompt is found; empty if its session has a name."""
+    answer_tokens: int = 0
+    """Tokens of the answer; 0 until they are known."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate memory of the prompt."""
+        size_bytes = PROMPT_BYTES + 4 * len(self.token_ids)
+        if self.outline is not None:
+            size_bytes += OUTLINE_BYTES + len(self.outline.messages) + len(self.outline.tools)
+        return size_bytes
 
     @property
     def message_count(self) -> int:
@@ -66,6 +85,23 @@ class PreviousPrompt:
         return len(self.token_ids) + max(self.answer_tokens - 1, 0)
 
 
+class PromptMatch(NamedTuple):
+    """The stored prompt that a new prompt most likely continues."""
+
+    previous: PreviousPrompt
+    common_tokens: int
+    """Length of the common beginning of both prompts."""
+    is_same_session: bool = True
+    """Whether both are of the same session; False if the stored prompt is of the parent session."""
+    scope_difference: str | None = None
+    """Field in which the scopes of both differ (model, lora, salt); None if they are equal."""
+
+    @property
+    def is_continuation(self) -> bool:
+        """Whether the new prompt begins with all of the stored one."""
+        return self.common_tokens == len(self.previous.token_ids)
+
+
 class PromptHistory:
     """Last prompts of the conversations of a process."""
 
@@ -73,67 +109,63 @@ class PromptHistory:
         self, bytes_max: int, ttl_s: float, count_common_tokens: Callable[[array[int], array[int]], int]
     ) -> None:
         """`count_common_tokens` returns the length of the common beginning of two prompts."""
-        self._bytes_max, self._ttl_s, self._count_common_tokens = bytes_max, ttl_s, count_common_tokens
-        self._prompts: OrderedDict[int, PreviousPrompt] = OrderedDict()
-        """Python id of a prompt -> prompt, the oldest first."""
-        self._by_session: dict[str, list[PreviousPrompt]] = {}
-        """Session name -> its prompts, the newest first."""
-        self._by_key: dict[int, PreviousPrompt] = {}
+        self._bytes_max = bytes_max
+        self._ttl_s = ttl_s
+        self._count_common_tokens = count_common_tokens
+        self._prompts: OrderedDict[PreviousPrompt, None] = OrderedDict()
+        """All prompts, the oldest first."""
+        self._prompts_by_session: dict[str, list[PreviousPrompt]] = {}
+        """Prompts of each named session, the newest first."""
+        self._prompt_by_key: dict[int, PreviousPrompt] = {}
         self.used_bytes = 0
-        self.short_prompts = 0
-        """Number of prompts without a whole chunk: if there are none, short keys need not be computed."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def find_continued(
-        self, token_ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]
-    ) -> PreviousPrompt | None:
-        """Return a prompt of which all tokens are the beginning of this one. Cheap, and usually found."""
-        for prompt in self._candidates(session, None, keys):
-            if prompt.scope == scope and self._starts_with(token_ids, prompt.token_ids):
-                return prompt
+    def find_match(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
+        """Return the stored prompt that a new one continues; None if its conversation is unknown."""
+        return self._find_continued(prompt) or self._find_similar(prompt)
+
+    def _find_continued(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
+        """Return a prompt of the same scope and session with all of which the new prompt begins; usually there is one.
+
+        Prompts without a session's name are found by their keys, those of longer beginnings first.
+        """
+        session = prompt.route.session
+        if session is not None:
+            candidates = self._prompts_by_session.get(session, [])
+        else:
+            opening_keys = [] if prompt.opening_key is None else [prompt.opening_key]
+            candidates = self._find_by_keys([*opening_keys, *reversed(prompt.chunk_keys)])
+        for candidate in candidates:
+            common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
+            if candidate.scope == prompt.route.scope and common_tokens == len(candidate.token_ids):
+                return PromptMatch(candidate, common_tokens)
         return None
 
-    def find_previous(
-        self,
-        token_ids: array[int],
-        outline: Outline | None,
-        session: str | None,
-        parent: str | None,
-        keys: Sequence[int],
-    ) -> tuple[PreviousPrompt, int] | None:
-        """Return the prompt that this one most likely continues, and the length of their common beginning."""
-        candidates = self._candidates(session, parent, keys)
-        if outline is not None:
-            candidates = [
-                prompt
-                for prompt in candidates
-                if prompt.outline is None or not is_side_request(prompt.outline, outline)
-            ]
-        # As usual, there is nothing to compare.
-        if len(candidates) == 1 and _share_message(outline, candidates[0], session):
-            return candidates[0], self._count_common_tokens(candidates[0].token_ids, token_ids)
-        best_score, best_match = (-1, -1), None
-        digests = (
-            set(select_message_digests(outline, without_system=session is None))
-            if outline is not None and candidates
-            else None
-        )
-        for prompt in candidates:
-            common_tokens = self._count_common_tokens(prompt.token_ids, token_ids)
-            similarity = _similarity(prompt, digests, common_tokens, len(token_ids))
+    def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
+        """Return the prompt of the session, or else of the parent session, that has most in common with a new one."""
+        session, parent = prompt.route.session, prompt.route.parent
+        if session is None:
+            candidates = self._find_by_keys(reversed(prompt.chunk_keys))
+        else:
+            candidates = self._prompts_by_session.get(session, [])
+            if not candidates and parent is not None:
+                candidates = self._prompts_by_session.get(parent, [])
+        best_match, best_score = None, (-1, -1)
+        for candidate in candidates:
+            common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
+            similarity = _measure_similarity(candidate, prompt, common_tokens)
             if similarity is not None and (similarity, common_tokens) > best_score:
-                best_score, best_match = (similarity, common_tokens), (prompt, common_tokens)
+                best_score = similarity, common_tokens
+                scope_difference = _find_scope_difference(candidate.scope, prompt.route.scope)
+                best_match = PromptMatch(candidate, common_tokens, candidate.session == session, scope_difference)
         return best_match
 
-    def _starts_with(self, token_ids: array[int], prefix: array[int]) -> bool:
-        count = len(prefix)
-        return (
-            0 < count <= len(token_ids)
-            and token_ids[count - 1] == prefix[count - 1]
-            and self._count_common_tokens(prefix, token_ids) == count
-        )
+    def _find_by_keys(self, keys: Iterable[int]) -> list[PreviousPrompt]:
+        """Return the first BRANCHES_MAX prompts that have one of the keys, in the order of the keys."""
+        prompts = (self._prompt_by_key[key] for key in keys if key in self._prompt_by_key)
+        return list(islice(dict.fromkeys(prompts), BRANCHES_MAX))
 
     def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
         """Add a prompt that was computed. `replaces`: the prompt that it continues, which is dropped."""
@@ -141,98 +173,86 @@ class PromptHistory:
             self._drop(replaces)
         if prompt.size_bytes > self._bytes_max:
             return
-        self._prompts[id(prompt)] = prompt
+        self._prompts[prompt] = None
         self.used_bytes += prompt.size_bytes
-        self.short_prompts += prompt.is_short
         for key in prompt.keys:
-            self._by_key[key] = prompt
+            self._prompt_by_key[key] = prompt
         if prompt.session is not None:
-            branches = self._by_session.setdefault(prompt.session, [])
+            branches = self._prompts_by_session.setdefault(prompt.session, [])
             branches.insert(0, prompt)
             for excess in branches[BRANCHES_MAX:]:
                 self._drop(excess)
         while self.used_bytes > self._bytes_max:
-            self._drop(next(iter(self._prompts.values())))
+            self._drop(next(iter(self._prompts)))
 
     def forget_session(self, session: str) -> None:
         """Drop the prompts of a session that has ended."""
-        for prompt in list(self._by_session.get(session, ())):
+        for prompt in list(self._prompts_by_session.get(session, ())):
             self._drop(prompt)
 
     def expire(self, now: float) -> None:
         """Drop prompts older than `ttl_s`."""
         while self._prompts:
-            prompt = next(iter(self._prompts.values()))
-            if now - prompt.computed_s < self._ttl_s:
+            oldest = next(iter(self._prompts))
+            if now - oldest.computed_s < self._ttl_s:
                 return
-            self._drop(prompt)
-
-    def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[PreviousPrompt]:
-        if session is None:
-            candidates, by_key = list[PreviousPrompt](), self._by_key
-            for i in range(len(keys) - 1, -1, -1):  # the longest prefix first
-                prompt = by_key.get(keys[i])
-                if prompt is not None and prompt not in candidates:
-                    candidates.append(prompt)
-                    if len(candidates) == BRANCHES_MAX:
-                        break
-            return candidates
-        return self._by_session.get(session) or (self._by_session.get(parent, []) if parent is not None else [])
+            self._drop(oldest)
 
     def _drop(self, prompt: PreviousPrompt) -> None:
-        if self._prompts.pop(id(prompt), None) is None:
+        """Remove a prompt from every index; do nothing if it was removed before."""
+        if prompt not in self._prompts:
             return
+        del self._prompts[prompt]
         self.used_bytes -= prompt.size_bytes
-        self.short_prompts -= prompt.is_short
         for key in prompt.keys:
-            if self._by_key.get(key) is prompt:
-                del self._by_key[key]
+            if self._prompt_by_key.get(key) is prompt:
+                del self._prompt_by_key[key]
         if prompt.session is not None:
-            branches = self._by_session[prompt.session]
+            branches = self._prompts_by_session[prompt.session]
             branches.remove(prompt)
             if not branches:
-                del self._by_session[prompt.session]
+                del self._prompts_by_session[prompt.session]
 
     def check_invariants(self) -> None:
-        assert self.used_bytes == sum(prompt.size_bytes for prompt in self._prompts.values()) <= self._bytes_max
-        assert self.short_prompts == sum(prompt.is_short for prompt in self._prompts.values())
-        session_prompts = [prompt for branches in self._by_session.values() for prompt in branches]
-        assert {id(prompt) for prompt in session_prompts} == {
-            i for i, prompt in self._prompts.items() if prompt.session is not None
-        }
-        assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._by_session.values())
-        assert {id(prompt) for prompt in self._by_key.values()} <= set(self._prompts)
+        assert self.used_bytes == sum(prompt.size_bytes for prompt in self._prompts) <= self._bytes_max
+        named_prompts = {prompt for prompt in self._prompts if prompt.session is not None}
+        assert {prompt for branches in self._prompts_by_session.values() for prompt in branches} == named_prompts
+        assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._prompts_by_session.values())
+        assert set(self._prompt_by_key.values()) <= self._prompts.keys()
 
 
-def _share_message(outline: Outline | None, previous: PreviousPrompt, session: str | None) -> bool:
-    """Return whether both prompts have the same message at the same place, so that `_similarity` is above 0."""
-    if outline is None or previous.outline is None:
-        return False
-    new_words, old_words = unpack_words(outline), unpack_words(previous.outline)
-    for offset in range(0, min(len(new_words), len(old_words)), FINGERPRINT_FIELDS):
-        if new_words[offset + 2] == old_words[offset + 2] and (
-            (session is not None or is_dialogue(new_words[offset + 3]))
-            and (previous.session is not None or is_dialogue(old_words[offset + 3]))
-        ):
-            return True
-    return False
+def _measure_similarity(previous: PreviousPrompt, prompt: AnalyzedPrompt, common_tokens: int) -> int | None:
+    """Return how much two prompts have in common: messages if both have some, else tokens at their beginnings.
 
-
-def _similarity(
-    previous: PreviousPrompt, digests: set[int] | None, common_tokens: int, prompt_tokens: int
-) -> int | None:
-    """Return how much an earlier prompt has in common with the new one; None for too little.
-
-    `digests`: digests of the new prompt's messages; None if it has none.
+    None if it is too little for one conversation, or if one of them is a request beside it.
     """
-    if digests is not None and previous.outline is not None:
-        return (
-            len(digests.intersection(select_message_digests(previous.outline, without_system=previous.session is None)))
-            or None
-        )
-    return (
-        common_tokens
-        if previous.session is not None
-        or common_tokens >= _SHARED_RATIO_MIN * min(len(previous.token_ids), prompt_tokens)
-        else None
-    )
+    if prompt.outline is not None and previous.outline is not None:
+        if is_side_request(previous.outline, prompt.outline):
+            return None
+        new_digests = _collect_message_digests(prompt.outline, prompt.route.session)
+        old_digests = _collect_message_digests(previous.outline, previous.session)
+        return len(new_digests & old_digests) or None
+    shorter_prompt_tokens = min(len(previous.token_ids), len(prompt.token_ids))
+    is_same_conversation = previous.session is not None or common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
+    return common_tokens if is_same_conversation else None
+
+
+def _collect_message_digests(outline: Outline, session: str | None) -> set[int]:
+    """Return the content digests of the messages by which conversations are told apart.
+
+    In a session without a name these are not those of system prompts, which many conversations share.
+    """
+    return {
+        message.content_digest
+        for message in unpack_fingerprints(outline)
+        if session is not None or message.role != SYSTEM
+    }
+
+
+def _find_scope_difference(old: Scope, new: Scope) -> str | None:
+    """Return the first field in which two scopes differ: model, lora or salt; None if these are equal."""
+    if old.model != new.model:
+        return "model"
+    if old.lora != new.lora:
+        return "lora"
+    return "salt" if old.salt != new.salt else None

@@ -16,10 +16,11 @@ from reference.miss_reasons.naive import check_adds_up
 from router.decide.messages import Decision, ReportedUsage, RouteRequest, Terms
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import AnalyzedPrompt, MissAnalyzer
+from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
+from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.prompting.chat_outline import Outline
 
 INDEX = make_index(seed=3)
@@ -145,14 +146,12 @@ class World:
         scope = SCOPES[0] if rng.random() < 0.85 else rng.choice(SCOPES)
         tools, flags = rng.choices([[], [1, 1]], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
         is_chat, ids = rng.random() < 0.85, array("I", talk.ids)
-        keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
-        if session is None and analyzers.needs_short_keys(keys):
-            short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
+        keys = INDEX.chunk_keys(ids, scope, CHUNK)
         decision = draw_decision(rng, len(ids))
         name, outline = f"r{rng.choice([number, rng.randrange(9)])}", talk.outline(tools, flags) if is_chat else None
         route = make_route(ids, scope, session, parent=rng.choice(SESSIONS), is_final=rng.random() < 0.05)
         prompt = AnalyzedPrompt(
-            name, route, ids, outline, keys, short,
+            name, route, ids, outline, keys,
             talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.2,
         )  # fmt: skip
         facts = draw_facts(rng, self.now)

@@ -27,11 +27,11 @@ from router.decide.working_set import WorkingSets
 from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import AnalyzedPrompt, compute_short_keys
 from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
+from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.prompting.chat_outline import HAS_THOUGHTS, Outline
 from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
 from router.prompting.sessions import digest_first_user_message
@@ -134,10 +134,8 @@ class Fleet:
     def prompt(self, route: RouteRequest, routing_request: RoutingRequest) -> AnalyzedPrompt:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
-        short = route.session is None and self.analyzer.needs_short_keys(keys)
         return AnalyzedPrompt(
             route.request_id, route, ids, outline_chat(routing_request), keys,
-            compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
             digest_first_user_message(routing_request) if route.session is None else None,
         )  # fmt: skip
 

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from router.decide.messages import ReportedUsage
-from router.miss_reasons.analyzer import AnalyzedPrompt, AnalyzedRequest, MissAnalyzer
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.attribution import MissFacts, Placement
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation
+from router.miss_reasons.prompt_history import AnalyzedPrompt
 
 from . import naive
 
@@ -33,9 +34,6 @@ class BothAnalyzers:
         assert self.analyzer.reuse_sums == self.naive.sums
         return self.analyzer.reuse_sums
 
-    def needs_short_keys(self, keys: list[int]) -> bool:
-        return self.analyzer.needs_short_keys(keys)
-
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
         explanation = self.analyzer.explain(prompt, placement, facts)
         naive_explanation = self.naive.explain(prompt, placement, facts)
@@ -43,7 +41,7 @@ class BothAnalyzers:
         return explanation
 
     def record_placed(self, prompt: AnalyzedPrompt, placement: Placement) -> Both:
-        arguments = prompt.request_id, prompt.session_name, len(prompt.token_ids), placement
+        arguments = prompt.request_id, prompt.route.session, len(prompt.token_ids), placement
         return self._check_equal((self.analyzer.record_placed(*arguments), self.naive.record_placed(*arguments)))
 
     def record_compared(
@@ -68,11 +66,7 @@ class BothAnalyzers:
         self.explanation_of(request)
         history, naive = self.analyzer.history, self.naive
         history.check_invariants()
-        assert (len(history), history.used_bytes, history.short_prompts) == (
-            len(naive.history),
-            naive.used_bytes,
-            naive.shorts,
-        )
+        assert (len(history), history.used_bytes) == (len(naive.history), naive.used_bytes)
         assert len(self.analyzer) == len(naive.requests)
         assert (self.analyzer.requests_by_reason, self.analyzer.tokens_by_reason, self.analyzer.reuse_sums) == (
             naive.turns,

@@ -15,10 +15,10 @@ from typing import Any
 
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import AnalyzedPrompt
 from router.miss_reasons.attribution import MissFacts, Placement, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
+from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.prompting.chat_outline import Outline
 
 Message = tuple[int, int, int, int, int]
@@ -36,7 +36,6 @@ class PreviousPrompt:
     worker: str
     at_s: float
     session: str | None
-    is_short: bool
     answer_tokens: int = 0
 
     @property
@@ -79,10 +78,6 @@ class NaiveAnalyzer:
     def used_bytes(self) -> int:
         return sum(past.size for past in self.history)
 
-    @property
-    def shorts(self) -> int:
-        return sum(past.is_short for past in self.history)
-
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
         return self._explain(prompt, placement, facts)[0].why
 
@@ -103,11 +98,10 @@ class NaiveAnalyzer:
         while self.history and now - self.history[0].at_s >= self.config.ttl_s:
             del self.history[0]
         request, replaced_prompt = self._explain(prompt, placement, facts)
-        is_short = prompt.session_name is None and not prompt.chunk_keys
         past = PreviousPrompt(
-            prompt.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.session_name, is_short
+            prompt.route.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.route.session
         )
-        request.previous, request.is_final, request.is_sampled = past, prompt.is_final, is_sampled
+        request.previous, request.is_final, request.is_sampled = past, prompt.route.is_final, is_sampled
         if len(prompt.token_ids) >= block:
             self._store_prompt(past, prompt, replaced_prompt)
         self._store_request(request)
@@ -165,7 +159,7 @@ class NaiveAnalyzer:
                 ends.append(prompt.chunk_keys[count - 1])
                 count //= 2
             for key in [
-                *(ends or prompt.short_keys[-1:]),
+                *ends,
                 *([] if prompt.opening_key is None else [prompt.opening_key]),
             ]:
                 self.owners[key] = past
@@ -189,18 +183,18 @@ class NaiveAnalyzer:
 
     def _find_extended(self, prompt: AnalyzedPrompt) -> PreviousPrompt | None:
         begins = [] if prompt.opening_key is None else [prompt.opening_key]
-        for past in self._candidates(prompt.session_name, None, [*prompt.short_keys, *prompt.chunk_keys, *begins]):
+        for past in self._candidates(prompt.route.session, None, [*prompt.chunk_keys, *begins]):
             size = len(past.ids)
-            if past.scope == prompt.scope and size and list(prompt.token_ids[:size]) == past.ids:
+            if past.scope == prompt.route.scope and size and list(prompt.token_ids[:size]) == past.ids:
                 return past
         return None
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PreviousPrompt | None:
         matches = []
-        for past in self._candidates(prompt.session_name, prompt.parent, prompt.chunk_keys):
+        for past in self._candidates(prompt.route.session, prompt.route.parent, prompt.chunk_keys):
             shared_tokens = shared(past.ids, prompt.token_ids)
             if prompt.outline is not None and past.outline is not None:
-                new_digests = message_digests(prompt.outline, prompt.session_name is None)
+                new_digests = message_digests(prompt.outline, prompt.route.session is None)
                 old_digests = message_digests(past.outline, past.session is None)
                 likeness = len(new_digests & old_digests)
                 if not likeness or is_other_conversation(past.outline, prompt.outline):
@@ -231,8 +225,8 @@ def labels_of(
     is_extended = past is not None and shared_tokens == len(past.ids)
     known_tokens = 0 if past is None else past.cached_token_count if is_extended else shared_tokens
     usable = min(known_tokens, length - 1) // block * block
-    differs = None if past is None else different_scope_field(past.scope, prompt.scope)
-    same_session = past is not None and past.session == prompt.session_name
+    differs = None if past is None else different_scope_field(past.scope, prompt.route.scope)
+    same_session = past is not None and past.session == prompt.route.session
     missing = min(max(first, most_cached_tokens), length)
     looks_for_gone = past is None or differs is not None or missing < usable
     removed_end = gone.end_token if gone is not None and looks_for_gone else 0
@@ -274,7 +268,7 @@ def labels_of(
 def why_of(prompt: AnalyzedPrompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
     best = decision.most_cached or decision.terms
     why = MissExplanation(
-        prompt.request_id, wall, prompt.session_name, decision.worker, len(prompt.token_ids), best.cached_tokens,
+        prompt.request_id, wall, prompt.route.session, decision.worker, len(prompt.token_ids), best.cached_tokens,
         best.worker, decision.predicted_cached_tokens, attempt=decision.attempt,
     )  # fmt: skip
     sum_up(why, labels)
