@@ -41,9 +41,10 @@ def decode_batch_rank(payload: bytes) -> int | None:
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
-    """Read a payload of any known engine version.
+    """Decode a batch of events from any known version of an engine.
 
-    Raises DecodeError if the envelope is unreadable (truncated, not msgpack, not `[ts, events, rank]`).
+    Events that are malformed or of an unknown type are left out and counted in the result. Raises DecodeError if the
+    payload is not `[ts, events, rank]` in msgpack.
     """
     try:
         decoded_batch = DecodedBatch(_BATCH_DECODER.decode(payload))
@@ -52,13 +53,17 @@ def decode_batch(payload: bytes) -> DecodedBatch:
                 infer_block_size(typed_event)
         return decoded_batch
     except _DECODE_ERRORS:
-        pass  # not all events are well-formed maps of known types: read them one by one
+        return _decode_events_separately(payload)
+
+
+def _decode_events_separately(payload: bytes) -> DecodedBatch:
+    """Decode a batch event by event, because not all of them are well-formed maps of known types."""
     try:
         raw_batch = _RAW_BATCH_DECODER.decode(payload)
     except _DECODE_ERRORS as error:
         raise DecodeError(f"unreadable event batch of {len(payload)} bytes: {error}") from error
-    batch = EventBatch(raw_batch.ts, [], raw_batch.data_parallel_rank)
-    decoded_batch = DecodedBatch(batch)
+    decoded_batch = DecodedBatch(EventBatch(raw_batch.ts, [], raw_batch.data_parallel_rank))
+    type_counts = decoded_batch.unknown_type_counts
     for event_index, raw_event in enumerate(raw_batch.events):
         try:
             type_name, event = parse_event(raw_event)
@@ -66,7 +71,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
             decoded_batch.errors.append(f"event {event_index}: {error}")
             continue
         if event is None:
-            decoded_batch.unknown_type_counts[type_name] = decoded_batch.unknown_type_counts.get(type_name, 0) + 1
+            type_counts[type_name] = type_counts.get(type_name, 0) + 1
         else:
-            batch.events.append(event)
+            decoded_batch.batch.events.append(event)
     return decoded_batch

@@ -51,9 +51,10 @@ def should_bind(endpoint: str) -> bool:
 
 
 def make_rank_endpoint(endpoint: str, rank: int) -> str:
-    """Return the address of data-parallel rank `rank`: port + rank for tcp, a suffix for ipc and inproc.
+    """Return the address on which a data-parallel rank publishes, derived from the configured one.
 
-    Raises ConfigError for another transport and for a tcp address without a usable port.
+    Ranks of one worker must not share an address. For tcp the rank is added to the port; for ipc and inproc it becomes
+    a suffix. Raises ConfigError for another transport, and for a tcp address without a usable port.
     """
     if endpoint.startswith(("ipc://", "inproc://")):
         return endpoint if rank == 0 else f"{endpoint}_dp{rank}"

@@ -28,10 +28,10 @@ _EXTRA_KEYS_DECODER = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
 
 
 def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
-    """Return the name of an event's type, and the event, which is None if the type is unknown.
+    """Parse one event of a batch; return the name of its type and the event, which is None for an unknown type.
 
-    The event is a map, or an array with the fields in order. Raises ValidationError or UnicodeDecodeError if it cannot
-    be read.
+    Some engines send an event as a map, others as an array with the type and the fields in their fixed order. Raises
+    ValidationError or UnicodeDecodeError for a malformed event.
     """
     msgpack_type = _get_msgpack_type(raw_event)
     if msgpack_type == "map":
@@ -52,7 +52,7 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
     event = event_class(**dict(_decode_fields(event_class, raw_value_by_field)))
     if isinstance(event, BlockStored):
         infer_block_size(event)
-        _convert_texts_to_media_keys(event)
+        _move_texts_to_extra_keys(event)
     return type_name, event
 
 
@@ -63,8 +63,12 @@ def infer_block_size(event: BlockStored) -> None:
         event.block_size = token_count // block_count
 
 
-def _convert_texts_to_media_keys(event: BlockStored) -> None:
-    """Convert texts among the token ids to media keys. TensorRT-LLM sends such texts in the places of media."""
+def _move_texts_to_extra_keys(event: BlockStored) -> None:
+    """Move the texts among an event's token ids to the extra keys of their blocks, and put 0 in their places.
+
+    TensorRT-LLM names an image or other media by a text that stands among the token ids. A block gets only the first of
+    its texts, as (text, offset in the block). Raises ValidationError if the tokens do not fill the blocks exactly.
+    """
     token_ids: list[Any] = event.token_ids
     text_positions = [position for position, value in enumerate(token_ids) if isinstance(value, str)]
     if not text_positions:
@@ -74,29 +78,36 @@ def _convert_texts_to_media_keys(event: BlockStored) -> None:
         raise ValidationError("BlockStored.token_ids has texts and not one name a block")
     keys_by_block: list[Any] = list(event.extra_keys or ())
     keys_by_block += [None] * (block_count - len(keys_by_block))
-    first_text_positions = {position // block_size: position for position in reversed(text_positions)}
-    for block_index, position in first_text_positions.items():
-        keys_by_block[block_index] = (*(keys_by_block[block_index] or ()), (token_ids[position], position % block_size))
+    first_position_by_block: dict[int, int] = {}
+    for position in text_positions:
+        first_position_by_block.setdefault(position // block_size, position)
+    for block_index, position in first_position_by_block.items():
+        other_keys = keys_by_block[block_index] or ()
+        keys_by_block[block_index] = (*other_keys, (token_ids[position], position % block_size))
     event.extra_keys = keys_by_block
     event.token_ids = [0 if isinstance(value, str) else value for value in token_ids]
 
 
 def _decode_fields(event_class: type[Event], raw_value_by_field: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the decoded value of each field of an event; the value of a missing field is None.
+
+    Raises ValidationError, which names the field, for a malformed value and for a missing field that is required.
+    """
     for field_name in event_class.__struct_fields__:
         raw_value = raw_value_by_field.get(field_name, _ABSENT)
-        if len(raw_value) == 0:
-            if field_name in _REQUIRED_FIELDS:
-                raise ValidationError(f"{event_class.__name__} without {field_name}")
+        is_absent = len(raw_value) == 0
+        if is_absent and field_name in _REQUIRED_FIELDS:
+            raise ValidationError(f"{event_class.__name__} without {field_name}")
+        if is_absent:
             yield field_name, None
-            continue
-        if event_class is AllBlocksCleared:
-            # if the medium cannot be read, the blocks of all media count as cleared
+        elif event_class is AllBlocksCleared:
+            # If the medium cannot be read, the blocks of all media count as cleared.
             yield field_name, _decode_or_none(str | None, raw_value)
-            continue
-        try:
-            yield field_name, _DECODER_BY_FIELD[field_name](raw_value)
-        except ValidationError as error:
-            raise ValidationError(f"{event_class.__name__}.{field_name}: {error}") from error
+        else:
+            try:
+                yield field_name, _DECODER_BY_FIELD[field_name](raw_value)
+            except ValidationError as error:
+                raise ValidationError(f"{event_class.__name__}.{field_name}: {error}") from error
 
 
 def _make_decoder(value_type: Any) -> Callable[[Raw], Any]:

@@ -22,7 +22,6 @@ from events.feed_sockets import MAX_TOPICS, Context, FollowedStream, StreamSourc
 from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
-    LiveMessage,
     build_replay_request,
     parse_live_message,
     parse_reply_message,
@@ -74,6 +73,7 @@ class EventFeed:
     """Follows any number of streams. All public methods may be called from any thread."""
 
     def __init__(self, handler: FeedHandler) -> None:
+        """Prepare a feed that gives its batches and notices to `handler`. `start` starts its thread."""
         self._handler = handler
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
@@ -81,10 +81,13 @@ class EventFeed:
         self._poller = SocketPoller()
         self._thread = LoopThread("kv-feed", self._run)
         self._poller.watch_descriptor(self._thread.wakeup.fd)
-        self._subscription_by_socket: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
+        self._subscription_by_socket: dict[Any, Subscription] = {}
+        """Subscription of each SUB socket and of each monitor socket."""
         self._stream_by_dealer: dict[Any, FollowedStream] = {}
+        """Stream of each DEALER socket, on which the replies to a request come."""
         self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
+        """Streams with work that waits for the next turn."""
         self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
@@ -212,7 +215,10 @@ class EventFeed:
                 self._reset(stream, error)
 
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
-        """Clear what a stream announced, and follow it again after a pause."""
+        """Clear what a stream announced after an exception, and follow it again after a pause.
+
+        The state of the stream is unknown then, so the handler is told to remove all of its blocks.
+        """
         stream.fault_count += 1
         pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
@@ -221,51 +227,52 @@ class EventFeed:
         self._cancel_request(stream)
         self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause_s)
-        handler = self._handler
-        for notify in (
-            lambda: handler.handle(stream_id, Clear(reason), stream.topic),
-            lambda: handler.handle(stream_id, MalformedMessage(reason), stream.topic),
-            lambda: handler.on_connection_changed(stream_id, False),
-        ):
-            self._run_guarded(None, notify)  # the handler may be what raised
+        # Each call is guarded by itself, because the handler may be what raised the exception.
+        for instruction in (Clear(reason), MalformedMessage(reason)):
+            self._run_guarded(None, self._handler.handle, stream_id, instruction, stream.topic)
+        self._run_guarded(None, self._handler.on_connection_changed, stream_id, False)
 
     def _reset_all(self) -> None:
         for stream in list(self._stream_by_id.values()):
             self._reset(stream, RuntimeError("the thread that reads events had ended"))
 
     def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
+        """Follow a stream, in place of one with the same id. If its address is unusable, try again in `pause_s`."""
         self._remove(source.stream_id)
-        stream = FollowedStream(source)
         try:
-            subscription = Subscription(self._context, source.topic, is_bound=False)
-            subscription.open(source.endpoint)
+            subscription = self._open_subscription(source)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
-            self._unopened_source_by_stream_id[source.stream_id] = _UnopenedSource(
-                time.monotonic() + pause_s, pause_s, source
-            )
+            unopened_source = _UnopenedSource(time.monotonic() + pause_s, pause_s, source)
+            self._unopened_source_by_stream_id[source.stream_id] = unopened_source
             self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
-        subscription.stream = stream
+        stream = subscription.stream = FollowedStream(source)
         self._stream_by_id[source.stream_id] = stream
         self._register(subscription)
 
+    def _open_subscription(self, source: StreamSource) -> Subscription:
+        """Connect a SUB socket to a publisher. Raises zmq.ZMQError if the address cannot be used."""
+        subscription = Subscription(self._context, source.topic, is_bound=False)
+        subscription.open(source.endpoint)
+        return subscription
+
     def _reopen(self, stream: FollowedStream) -> None:
-        """Replace the subscription of a stream that could not connect again."""
+        """Replace the subscription of a stream that has not connected again by itself."""
         stream.disconnected_at = time.monotonic()
-        for old_subscription in self._list_subscriptions():
-            if old_subscription.stream is not stream:
-                continue
-            try:
-                replacement = Subscription(self._context, stream.source.topic, is_bound=False)
-                replacement.open(stream.source.endpoint)
-            except zmq.ZMQError as error:
-                logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
-                return
+        old_subscriptions = [item for item in self._list_subscriptions() if item.stream is stream]
+        if not old_subscriptions:
+            return  # the publisher connects to a bound socket
+        try:
+            replacement = self._open_subscription(stream.source)
+        except zmq.ZMQError as error:
+            logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
+            return
+        for old_subscription in old_subscriptions:
             self._unregister(old_subscription)
-            replacement.stream = stream
-            self._register(replacement)
+        replacement.stream = stream
+        self._register(replacement)
 
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -299,7 +306,11 @@ class EventFeed:
     # Connections
 
     def _read_monitor(self, subscription: Subscription) -> bool:
-        """Handle the events of a subscription's connections; return whether there were any."""
+        """Handle what a socket's monitor reports about its connections; return whether it reported anything.
+
+        A bound socket has a connection for each publisher, of which only the ends matter here. The connection of a
+        connected socket is that of its one stream.
+        """
         had_event = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
@@ -342,8 +353,9 @@ class EventFeed:
     # Live messages
 
     def _read_live(self, subscription: Subscription) -> None:
+        """Read and handle some of the live messages that wait in a socket, but none of a stream that is still busy."""
         if subscription.stream is not None and subscription.stream.is_busy:
-            return  # ZeroMQ queues the messages
+            return  # the messages wait in ZeroMQ's queue
         messages: list[list[zmq.Frame]] = []
         received_bytes = 0
         while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
@@ -354,12 +366,17 @@ class EventFeed:
             received_bytes += sum(len(frame) for frame in messages[-1])
         # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report,
         # all messages came on the known connection. Otherwise that is uncertain, and replay brings the messages again.
-        if self._read_monitor(subscription) and not subscription.is_bound:
+        had_connection_event = self._read_monitor(subscription)
+        if had_connection_event and not subscription.is_bound:
             return
         for frames in messages:
             self._handle_live_message(subscription, frames)
 
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
+        """Give a live message to its stream's state, and queue the resulting instructions.
+
+        A message of an unknown topic is counted and dropped, and so is one for a stream with too much waiting work.
+        """
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
@@ -371,36 +388,34 @@ class EventFeed:
             return
         stream = subscription.stream
         if subscription.is_bound:
-            stream = self._get_topic_stream(subscription, message, int(frames[0].get(zmq.SRCFD)))
-        if stream is None or (stream.source.topic and stream.source.topic.encode() != message.topic):
-            self.ignored_message_count += 1  # a subscription matches every topic that begins with its own
+            stream = self._get_topic_stream(subscription, message.topic, int(frames[0].get(zmq.SRCFD)))
+        if stream is None or not stream.accepts_topic(message.topic):
+            self.ignored_message_count += 1
             return
         if stream.is_full:
             stream.stream_state.stats.dropped_message_count += 1
             return
         stream.topic = message.topic
-        now = time.monotonic()
         self._run_guarded(
             stream,
             self._apply_stimulus,
             stream,
-            lambda state: state.on_live_batch(*message[1:3], now, message.publisher_id),
+            lambda state: state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id),
         )
 
-    def _get_topic_stream(
-        self, subscription: Subscription, message: LiveMessage, descriptor: int
-    ) -> FollowedStream | None:
-        """Return the stream of a publisher that connected to a bound socket, and report a new connection to it."""
-        topic = message.topic
+    def _get_topic_stream(self, subscription: Subscription, topic: bytes, descriptor: int) -> FollowedStream | None:
+        """Return the stream of a message that came on a bound socket; None if its topic belongs to no stream.
+
+        `descriptor` is the file descriptor of the message's connection. Another descriptor than before means that the
+        publisher has connected again, which is reported to the stream.
+        """
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
-            if subscription.record_unclaimed_topic(topic, descriptor) and not self._claim_topic(subscription, topic):
-                unclaimed_count = len(subscription.descriptor_by_unclaimed_topic)
-                logger.log(
-                    logging.WARNING if unclaimed_count < MAX_TOPICS else logging.DEBUG,
-                    "events of topic %r are ignored",
-                    topic,
-                )
+            is_new = subscription.record_unclaimed_topic(topic, descriptor)
+            if is_new and not self._claim_topic(subscription, topic):
+                has_room = len(subscription.descriptor_by_unclaimed_topic) < MAX_TOPICS
+                level = logging.WARNING if has_room else logging.DEBUG
+                logger.log(level, "events of topic %r are ignored", topic)
             return subscription.stream_by_topic.get(topic)
         if subscription.descriptor_by_topic.get(topic) != descriptor:
             self._run_guarded(stream, self._on_disconnected, stream)
@@ -436,33 +451,45 @@ class EventFeed:
         self._process_stream(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform the waiting work of a stream, until its bytes of this turn are used up."""
+        """Perform the waiting work of a stream until its share of bytes of this turn is used up.
+
+        The rest is done in the next turn, after the other streams.
+        """
         if stream.turn_number != self._thread.iteration:
             stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
         while stream.is_busy and stream.turn_bytes < TURN_BYTES:
             if stream.continuation is not None:
-                stream.turn_bytes = TURN_BYTES
-                if not stream.continuation():
+                stream.turn_bytes = TURN_BYTES  # long work: one part of it a turn
+                has_more = stream.continuation()
+                if not has_more:
                     stream.continuation = None
-                continue
-            if not stream.pending_work:
-                stream.enqueue(self._handle_reply(stream, stream.pop_reply()))
-                continue
-            instruction = stream.pop_instruction()
-            if isinstance(instruction, RequestReplay):
-                replay = build_replay_request(instruction.start_seq)
-                self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
-            elif isinstance(instruction, RequestSnapshot):
-                self._request_snapshot(stream, instruction.request_id)
-            elif isinstance(instruction, Instruction):
-                stream.continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+            elif stream.pending_work:
+                self._perform(stream, stream.pop_work())
             else:
-                stream.continuation = instruction
-        if stream.stream_state.stats.dropped_message_count != stream.reported_drop_count:
-            dropped_count = stream.stream_state.stats.dropped_message_count - stream.reported_drop_count
+                stream.enqueue(self._handle_reply(stream, stream.pop_reply()))
+        self._report_dropped_messages(stream)
+        if stream.is_busy:
+            self._busy_streams.add(stream)
+        else:
+            self._busy_streams.discard(stream)
+
+    def _perform(self, stream: FollowedStream, work: Instruction | Callable[[], bool]) -> None:
+        """Send a request, or give another instruction to the handler, or set scheduled work as the continuation."""
+        if isinstance(work, RequestReplay):
+            replay = build_replay_request(work.start_seq)
+            self._send_request(stream, work.request_id, stream.source.replay_endpoint, replay)
+        elif isinstance(work, RequestSnapshot):
+            self._request_snapshot(stream, work.request_id)
+        elif isinstance(work, Instruction):
+            stream.continuation = self._handler.handle(stream.source.stream_id, work, stream.topic)
+        else:
+            stream.continuation = work
+
+    def _report_dropped_messages(self, stream: FollowedStream) -> None:
+        dropped_count = stream.stream_state.stats.dropped_message_count - stream.reported_drop_count
+        if dropped_count:
             stream.reported_drop_count += dropped_count
             self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
-        self._busy_streams.add(stream) if stream.is_busy else self._busy_streams.discard(stream)
 
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
         source = stream.source
@@ -475,7 +502,10 @@ class EventFeed:
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
     ) -> None:
-        """Send a request on a new connection, so that late replies to an older request cannot be mixed up with its."""
+        """Send a request for batches or a snapshot, in place of an earlier request of this stream.
+
+        It gets a new connection, so that late replies to the earlier request cannot be taken for replies to this one.
+        """
         self._cancel_request(stream)
         assert endpoint is not None
         stream.awaits_snapshot = False
@@ -500,6 +530,10 @@ class EventFeed:
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
+        """Queue the replies to a stream's request that have arrived, and process the stream.
+
+        The request fails if the queued replies have too many bytes.
+        """
         dealer = stream.reply_socket
         assert dealer is not None
         for _ in range(REPLY_SLICE):

@@ -49,14 +49,19 @@ class StreamSource:
 
 
 class FollowedStream:
-    """One followed stream, its queued work and its pending request. Its SUB socket belongs to a Subscription."""
+    """A stream of events that is followed: its state, its queued work and its pending request.
+
+    Its live messages come on the SUB socket of a Subscription.
+    """
 
     def __init__(self, source: StreamSource) -> None:
+        """Begin to follow a stream at the resume position of its source, or without history."""
         self.source = source
         self.stream_state = self._make_state(source.resume_position)
         self.topic = (source.topic or "").encode()
         """Topic of the last live message; replies of older vLLM carry none."""
         self.reply_socket: Socket | None = None
+        """Socket of the pending request; None if no request is pending."""
         self.request_id = 0
         self.awaits_snapshot = False
         """Whether the pending request was sent to `snapshot_endpoint`."""
@@ -64,17 +69,20 @@ class FollowedStream:
         self.disconnected_at: float | None = None
         """Time at which the connection was lost; None while connected."""
         self.fault_count = 0
+        """Exceptions that ended the stream so far."""
         self.retry_at: float | None = None
         """Time at which the stream is followed again after a fault, without its earlier state."""
         self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
+        """Instructions of the state, and work that the feed's user has scheduled after them."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
         self.replies: deque[list[bytes]] = deque()
         """Replies to the pending request, in the order of arrival."""
         self.reply_bytes = 0
         self.reported_drop_count = 0
+        """Dropped messages that the handler knows of."""
         self.continuation: Callable[[], bool] | None = None
-        """Performs the next part of an unfinished instruction, and returns whether to call it again."""
+        """Performs the next part of unfinished work, and returns whether to call it again."""
         self.turn_number = 0
         """Number of the feed's turn that last served this stream."""
         self.turn_bytes = 0
@@ -94,12 +102,17 @@ class FollowedStream:
         )
         self.pending_work.extend(instructions)
 
-    def pop_instruction(self) -> Instruction | Callable[[], bool]:
-        instruction = self.pending_work.popleft()
-        if isinstance(instruction, Apply):
-            self.pending_bytes -= len(instruction.payload)
-            self.turn_bytes += len(instruction.payload)
-        return instruction
+    def accepts_topic(self, topic: bytes) -> bool:
+        """Return whether messages of a topic are the stream's: a subscription also gets all longer topics."""
+        return not self.source.topic or self.source.topic.encode() == topic
+
+    def pop_work(self) -> Instruction | Callable[[], bool]:
+        """Take the next instruction, or the next work that the feed's user has scheduled."""
+        work = self.pending_work.popleft()
+        if isinstance(work, Apply):
+            self.pending_bytes -= len(work.payload)
+            self.turn_bytes += len(work.payload)
+        return work
 
     def store_reply(self, frames: list[bytes]) -> bool:
         """Queue a reply; return False if too many bytes wait."""
@@ -137,9 +150,16 @@ class FollowedStream:
 
 
 class Subscription:
-    """SUB socket with its monitor. A connected one carries one stream, a bound one a stream for each topic."""
+    """SUB socket with its monitor. A connected socket carries one stream, a bound one carries a stream for each topic.
+
+    A socket is connected to a publisher that listens, or bound for publishers that connect to it.
+    """
 
     def __init__(self, context: Context, topic: str | None, is_bound: bool) -> None:
+        """Create the socket, with bounds on what a publisher can send. `open` connects or binds it.
+
+        `topic`: only topics that begin with it are received; None for all. `is_bound`: publishers connect to us.
+        """
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
@@ -150,10 +170,14 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
+        """Socket on which ZeroMQ reports connections and their ends."""
         self.is_bound = is_bound
         self.stream: FollowedStream | None = None
+        """The stream of a connected socket."""
         self.find_source: Callable[[str], StreamSource | None] | None = None
+        """Finds the stream of a topic, for a bound socket."""
         self.stream_by_topic: dict[bytes, FollowedStream] = {}
+        """Streams of a bound socket."""
         self.descriptor_by_topic: dict[bytes, int] = {}
         """Connection of the last message of each topic, for a bound socket."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
@@ -194,7 +218,7 @@ class Subscription:
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """Send a request and return the socket on which its answer will come. Raises zmq.ZMQError."""
+    """Send a request to a publisher, and return the socket on which the reply will come. Raises zmq.ZMQError."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = MAX_QUEUED_MESSAGES

@@ -106,10 +106,9 @@ def parse_reply_message(frames: Sequence[bytes]) -> ReplyMessage:
 
 
 def parse_snapshot_message(frames: Sequence[bytes]) -> SnapshotMessage:
-    """Parse the answer of a snapshot socket: `["", last seq (signed), publisher id, chunk ...]`, or without the empty
-    frame.
+    """Parse the answer of a snapshot socket: the sequence number (signed), the publisher id, and the chunks.
 
-    Raises DecodeError.
+    A DEALER receives an empty frame before these. Raises DecodeError for any other shape.
     """
     if frames and not frames[0]:
         frames = frames[1:]

@@ -80,12 +80,7 @@ def hash_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """Hash the full blocks of `token_ids`, chained from `parent`; a partial last block has no hash.
-
-    `first_keys` are the extra keys of the first block of this run (pass `other_keys` again where the run does not start
-    a prompt), `other_keys` those of the others. Equal to calling `hash_block` block by block, and several times
-    faster.
-    """
+    """Hash the full blocks of token ids, as `hash_packed_blocks` does. Much faster than `hash_block` block by block."""
     return hash_packed_blocks(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
 
 
@@ -96,7 +91,11 @@ def hash_packed_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """Hash the full blocks of packed token ids, as `hash_blocks` does."""
+    """Hash the full blocks of token ids that `pack_token_ids` packed; a partial last block has no hash.
+
+    The hash of each block covers the hash of the block before it; `parent` precedes the first, None at the start of a
+    prompt. `first_keys` are the extra keys of the first block, `other_keys` those of the others.
+    """
     block_bytes = block_size * _TOKEN_BYTES
     packed_block_size = _encode_uint32(block_size)
     packed_keys = other_packed_keys = b""

@@ -40,17 +40,20 @@ CONNECT_PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Selects the events to show. An empty field selects all of them."""
+    """Selects the events to show, by the program's options. An empty field selects all of them."""
 
     types: tuple[str, ...] = ()
+    """`stored`, `removed` or `cleared`."""
     groups: tuple[int, ...] = ()
     media: tuple[str, ...] = ()
     holders: tuple[str, ...] = ()
+    """Parts of the names of streams."""
 
     def matches_stream(self, stream_id: str) -> bool:
         return not self.holders or any(holder in stream_id for holder in self.holders)
 
     def matches(self, event: Event) -> bool:
+        """Return whether to show an event. A clearing concerns every group and medium."""
         if self.types and not isinstance(event, tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)):
             return False
         if isinstance(event, events.AllBlocksCleared):
@@ -62,14 +65,16 @@ class EventFilter:
 
 @dataclass
 class PositionFile:
-    """The last batch seen of each stream, in a file that survives a kill."""
+    """File with the last batch shown of each stream, so that the program can continue there after a kill."""
 
     path: Path | None
+    """None: positions are not saved."""
     position_by_stream: dict[str, tuple[int, int]] = field(default_factory=dict)
     saved_at: float = 0.0
 
     @classmethod
     def load(cls, path: Path | None) -> PositionFile:
+        """Read the positions, if there is a file. Raises ClickException if it has another format."""
         if path is None or not path.exists():
             return cls(path)
         try:
@@ -78,19 +83,24 @@ class PositionFile:
             raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
 
     def record(self, item: Message | Notice) -> None:
+        """Take over the position of a batch; after a clearing, the stream has no position."""
         if isinstance(item, Message):
             if item.position is not None:
                 self.position_by_stream[item.stream_id] = item.position
         elif isinstance(item.content, events.Clear):
             self.position_by_stream.pop(item.stream_id, None)
 
-    def save(self, now: float) -> None:
-        if self.path is None or now - self.saved_at < SAVE_INTERVAL_S:
-            return
-        self.saved_at = now
-        temporary_path = self.path.with_name(self.path.name + ".new")
-        temporary_path.write_bytes(msgspec.json.encode(self.position_by_stream))
-        os.replace(temporary_path, self.path)
+    def save_if_due(self, now: float) -> None:
+        if now - self.saved_at >= SAVE_INTERVAL_S:
+            self.saved_at = now
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, by a rename, so that a kill leaves the old file or the new one."""
+        if self.path is not None:
+            temporary_path = self.path.with_name(self.path.name + ".new")
+            temporary_path.write_bytes(msgspec.json.encode(self.position_by_stream))
+            os.replace(temporary_path, self.path)
 
 
 def format_hash(block_hash: int | bytes | None) -> str:
@@ -136,6 +146,7 @@ def format_notice(notice: object) -> str:
 
 
 def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
+    """Yield a line for a notice, or for each event of a batch that the filter selects or that could not be read."""
     time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
         yield f"{time_of_day} {item.stream_id} {format_notice(item.content)}"
@@ -152,6 +163,10 @@ def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_to
 
 
 def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
+    """Yield a JSON object for a notice, or for each event of a batch that the filter selects.
+
+    Events that could not be read, and the types that are not known, have an object too.
+    """
     if isinstance(item, Notice):
         fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}
         yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
@@ -190,7 +205,12 @@ def open_recording(path: Path | None) -> Any:
 def iter_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
-    """Yield the streams at these addresses. Raises ClickException for a worker that cannot be asked."""
+    """Yield the streams at the addresses of the command line.
+
+    An address is that of a publisher (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers.
+    `replays` are the replay addresses of the publishers, in their order. Raises ClickException for a wrong address, and
+    for a worker that cannot be asked.
+    """
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):
         raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
@@ -198,28 +218,31 @@ def iter_sources(
     for address in addresses:
         if "://" not in address:
             raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
-        if not address.startswith("http"):
+        if address.startswith("http"):
+            yield from discover_streams(address, topic, config)
+        else:
             yield StreamSource(address, address, replay_by_endpoint.get(address), topic, config)
-            continue
-        try:
-            sources = events.discover(address)
-        except (events.EventsError, OSError) as error:
-            raise click.ClickException(
-                f"cannot ask {address} for its event sources: {error}: is this a worker's address, and does it run?"
-            ) from error
-        if not sources:
-            raise click.ClickException(f"{address} publishes no events: start the worker with --kv-events-config")
-        for source in sources:
-            rank_suffix = f"#{source.data_parallel_rank}" if len(sources) > 1 else ""
-            source_topic = topic or source.topic or None
-            source_endpoints = source.endpoint, source.replay_endpoint
-            yield StreamSource(
-                address + rank_suffix,
-                *source_endpoints,
-                source_topic,
-                config,
-                snapshot_endpoint=source.snapshot_endpoint,
-            )
+
+
+def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -> Iterator[StreamSource]:
+    """Ask a worker for its publishers, and yield their streams. Raises ClickException if it names none."""
+    try:
+        sources = events.discover(worker_url)
+    except (events.EventsError, OSError) as error:
+        raise click.ClickException(
+            f"cannot ask {worker_url} for its event sources: {error}: is this a worker's address, and does it run?"
+        ) from error
+    if not sources:
+        raise click.ClickException(f"{worker_url} publishes no events: start the worker with --kv-events-config")
+    for source in sources:
+        yield StreamSource(
+            stream_id=f"{worker_url}#{source.data_parallel_rank}" if len(sources) > 1 else worker_url,
+            endpoint=source.endpoint,
+            replay_endpoint=source.replay_endpoint,
+            topic=topic or source.topic or None,
+            config=config,
+            snapshot_endpoint=source.snapshot_endpoint,
+        )
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -245,55 +268,60 @@ def command(
     snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],
     tokens: bool, as_json: bool, record: Path | None, state_path: Path | None, batches: int | None,
 ) -> None:  # fmt: skip
+    """Follow the streams, print their events, and save what was seen, until Ctrl-C or `batches` batches."""
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
-    start_mode = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
+    if snapshot:
+        start_mode = StartMode.SNAPSHOT
+    else:
+        start_mode = StartMode.RING if from_start else StartMode.LIVE
     position_file = PositionFile.load(state_path)
     event_filter = EventFilter(types, groups, media, holders)
-    sources = list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
-    matching_sources = (source for source in sources if event_filter.matches_stream(source.stream_id))
-    resumed_sources = [
+    sources = [
         replace(source, resume_position=position_file.position_by_stream.get(source.stream_id))
-        for source in matching_sources
+        for source in list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
+        if event_filter.matches_stream(source.stream_id)
     ]
-    remaining_batches = batches
-    connection_report = ConnectionReport(resumed_sources, time.monotonic())
-    with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as recording_file:
+    connection_report = ConnectionReport(sources, time.monotonic())
+    batch_count = 0
+    with events.Subscriber(sources) as subscriber, open_recording(record) as recording_file:
         for address in binds:
             subscriber.feed.bind(
                 address, lambda name: StreamSource(name, "", None, name, StreamConfig(start_mode=StartMode.LIVE))
             )
         try:
-            while remaining_batches is None or remaining_batches > 0:
+            while batches is None or batch_count < batches:
                 item = subscriber.get(SAVE_INTERVAL_S)
-                position_file.save(time.monotonic())
+                position_file.save_if_due(time.monotonic())
                 connection_report.update(item, time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
-                for line in (
-                    format_json_lines(item, event_filter) if as_json else format_text_lines(item, event_filter, tokens)
-                ):
+                if as_json:
+                    lines = format_json_lines(item, event_filter)
+                else:
+                    lines = format_text_lines(item, event_filter, show_tokens=tokens)
+                for line in lines:
                     print(line, flush=True)
                 position_file.record(item)
                 if isinstance(item, Message):
+                    batch_count += 1
                     if recording_file is not None and item.seq is not None:
                         print(format_frames(item), file=recording_file, flush=True)
-                    remaining_batches = None if remaining_batches is None else remaining_batches - 1
         except (KeyboardInterrupt, BrokenPipeError):
             pass
-        position_file.saved_at = 0.0
-        position_file.save(time.monotonic())
+        position_file.save()
 
 
 class ConnectionReport:
-    """Reports streams that are not connected after CONNECT_PATIENCE_S, once, on stderr."""
+    """Tells the user on stderr which streams are not connected after CONNECT_PATIENCE_S. It does so once."""
 
     def __init__(self, sources: list[StreamSource], now: float) -> None:
         self._endpoint_by_stream = {source.stream_id: source.endpoint for source in sources}
+        """Streams of which nothing has come yet."""
         self._report_at = now + CONNECT_PATIENCE_S
 
     def update(self, item: Message | Notice | None, now: float) -> None:
-        """Note what came of a stream, and report the streams of which nothing came."""
+        """Record that an item came, if one did; if it is time, report the streams without any."""
         if item is not None:
             self._endpoint_by_stream.pop(item.stream_id, None)
         if now < self._report_at:

@@ -18,7 +18,10 @@ STUCK_AFTER_S = 15.0
 
 
 class WakeupPipe:
-    """Wakes a thread that polls `fd`. Repeated notifications cost no system call; none may follow `close`."""
+    """Pipe by which any thread can wake a thread that polls its descriptor `fd`.
+
+    Only the first notification before the next `clear` costs a system call. No notification may follow `close`.
+    """
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
@@ -48,7 +51,8 @@ class WakeupPipe:
 class LoopThread:
     """A thread that runs a loop until it is stopped, and the commands that other threads submit to it.
 
-    `run` is the thread's function: it calls `begin_iteration` before each iteration and returns when that is False.
+    The thread runs the function `run`. That must call `begin_iteration` before each iteration, and return once this is
+    False.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
@@ -120,12 +124,14 @@ Socket = Any
 
 
 class SocketPoller:
-    """Poller of many ZeroMQ sockets by the kernel's epoll. Linux only, for one thread.
+    """Waits for input on many ZeroMQ sockets and one plain descriptor, by the kernel's epoll.
 
-    ZeroMQ's own poll looks at every socket each time: with 2,000 streams that is 4,000 looks a round. Epoll tells which
-    descriptor is ready, once for any number of messages and only until the socket is next looked at; so a socket that
-    was readable is asked again each round until it is not. Invariant: a registered socket with input has a ready
-    descriptor, or is in `_readable_sockets`.
+    Linux only, for one thread.
+
+    ZeroMQ's own poll looks at every socket each time: with 2,000 streams that is 4,000 looks a round. Epoll reports
+    only sockets whose descriptor became ready, but only once for several messages. So a socket that had input is looked
+    at in each round until it has none. Invariant: a registered socket with input has a ready descriptor, or is in
+    `_readable_sockets`.
     """
 
     def __init__(self) -> None:
@@ -160,14 +166,16 @@ class SocketPoller:
         for socket in list(readable_sockets):
             if not _has_input(socket):
                 del readable_sockets[socket]
+        wait_s = 0 if readable_sockets else wait_ms / 1000
+        events_max = len(self._socket_by_descriptor) + 1
         is_woken = False
-        for descriptor, _ in self._epoll.poll(
-            0 if readable_sockets else wait_ms / 1000, max(1, len(self._socket_by_descriptor) + 1)
-        ):
+        for descriptor, _ in self._epoll.poll(wait_s, events_max):
             if descriptor == self._wakeup_descriptor:
                 is_woken = True
-            elif (ready_socket := self._socket_by_descriptor.get(descriptor)) is not None and _has_input(ready_socket):
-                readable_sockets[ready_socket] = None
+                continue
+            socket = self._socket_by_descriptor.get(descriptor)
+            if socket is not None and _has_input(socket):  # a descriptor is ready for output or errors, too
+                readable_sockets[socket] = None
         return is_woken, list(readable_sockets)
 
     def close(self) -> None:

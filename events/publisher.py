@@ -39,6 +39,8 @@ MAX_REPLIES = 64
 REPLY_SLICE = 128
 """Most messages of replies that are sent before live batches are sent again."""
 LIVE_SLICE = 256
+BUSY_PEERS_WAIT_MS = 5
+"""Pause before replies are tried again whose peers took nothing; a poll does not report when a peer is ready."""
 REPLY_STALL_S = 30.0
 """Seconds without progress after which a peer loses its reply."""
 
@@ -69,6 +71,10 @@ class EventPublisher:
         block_size: int | None = None,
         groups: tuple[GroupInfo, ...] = (),
     ) -> None:
+        """Open the sockets and start the publisher's thread.
+
+        `model`, `block_size` and `groups` are told to subscribers by `describe_source`.
+        """
         if not config.is_enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
         self.config = config
@@ -78,16 +84,20 @@ class EventPublisher:
         self._model, self._block_size, self._groups = model, block_size, groups
         self._topic = config.topic.encode()
 
-        self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
+        self._lock = threading.Lock()
+        """Guards the ring and the queue; held for microseconds."""
         self._replay_buffer = ReplayBuffer(config.buffer_steps)
         self._unsent_entries: deque[ReplayEntry] = deque()
-        self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied_entry`
+        """Queue of the batches that are to be applied and sent."""
+        self._resident_lock = threading.Lock()
+        """Guards the resident set and `_last_applied_entry`."""
         self._resident_set = ResidentSet()
         self._last_applied_entry: ReplayEntry | None = None
 
         self._pending_replies: deque[Reply] = deque()
         self._is_closing = False
         self._wakeup = WakeupPipe()
+        """Wakes the thread when there is a batch, or when the publisher closes."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
@@ -155,6 +165,7 @@ class EventPublisher:
     # The publisher's thread
 
     def _run(self) -> None:
+        """Send batches and answer requests until `close` is called and no batch waits."""
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         replay_socket = self._replay_socket
@@ -169,13 +180,13 @@ class EventPublisher:
                 has_more = bool(self._unsent_entries)
             if self._is_closing and not self._unsent_entries:
                 break
+            wait_ms = 0 if has_more else None
             if replay_socket is not None:
                 if replay_socket in ready_sockets:
                     self._accept_requests(replay_socket)
                 are_all_peers_busy = self._send_replies(replay_socket)
-                wait_ms = 0 if has_more else (5 if are_all_peers_busy else 0) if self._pending_replies else None
-            else:
-                wait_ms = 0 if has_more else None
+                if self._pending_replies and not has_more:
+                    wait_ms = BUSY_PEERS_WAIT_MS if are_all_peers_busy else 0
         self._close_sockets()
 
     def _send_live(self) -> bool:
@@ -228,15 +239,15 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send up to REPLY_SLICE messages of the pending replies in turn; return whether every peer is busy."""
+        """Send up to REPLY_SLICE messages of the pending replies in turn; return whether no peer takes more now."""
         busy_peer_count = 0
         for _ in range(REPLY_SLICE):
-            if not self._pending_replies or busy_peer_count >= len(self._pending_replies):
+            if busy_peer_count >= len(self._pending_replies):
                 break
             reply = self._pending_replies.popleft()
             message = reply.peek()
             if message is None:
-                continue
+                continue  # the reply is complete
             try:
                 replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
             except zmq.Again:
@@ -258,13 +269,18 @@ class EventPublisher:
     # Sockets
 
     def _open_sockets(self) -> None:
+        """Open the PUB socket and, if it is configured, the ROUTER socket for replay, on this rank's addresses.
+
+        Raises ConfigError, after closing everything, if an address cannot be used.
+        """
         self._linger_ms = 0
         self._live_socket = self._context.socket(zmq.PUB)
         self._replay_socket: zmq.Socket[bytes] | None = None
         self._replay_endpoint: str | None = None
+        endpoint = self.config.endpoint
         try:
             self._live_socket.sndhwm = self.config.hwm
-            endpoint = make_rank_endpoint(self.config.endpoint, self.dp_rank)
+            endpoint = make_rank_endpoint(endpoint, self.dp_rank)
             self._endpoint = _bind_or_connect(self._live_socket, endpoint, binds=should_bind(endpoint))
             if self.config.replay_endpoint is not None:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
@@ -287,9 +303,9 @@ class EventPublisher:
 
 
 def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -> str:
-    """Bind the socket to an address, or connect it, and return the address to advertise.
+    """Bind the socket to an address, or connect it, and return the address to tell subscribers.
 
-    The address contains the port that the system chose. A wildcard host stays `*`.
+    The returned address has the port that the system chose for port 0 or `*`. A wildcard host stays `*`.
     """
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)

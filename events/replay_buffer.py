@@ -14,7 +14,7 @@ from events.types import Event, EventBatch
 
 
 class ReplayEntry:
-    """One batch of the stream, with equal bytes whether it is sent live or replayed."""
+    """One batch of the stream. It is encoded when its bytes are first needed, and keeps them for later replays."""
 
     __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
 
@@ -33,6 +33,7 @@ class ReplayEntry:
         return self._events
 
     def encode_payload(self) -> bytes:
+        """Return the encoded batch. The first call reads the events and then drops them."""
         if self._payload is None:
             self._payload = encode_batch(EventBatch(self._ts, self.read_events(), self._dp_rank))
             self._events = None
@@ -40,7 +41,7 @@ class ReplayEntry:
 
 
 class ReplayBuffer:
-    """Ring of at most `capacity` batches; a new batch replaces the oldest one."""
+    """The newest `capacity` batches of a stream, for subscribers that ask for batches they missed."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[ReplayEntry] = deque(maxlen=capacity)

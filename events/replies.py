@@ -33,9 +33,10 @@ def iter_snapshot(
     ts: float,
     blocks_per_chunk: int = BLOCKS_PER_SNAPSHOT_CHUNK,
 ) -> Iterator[SeqAndPayload]:
-    """Yield at least one chunk of the resident set, then the batch it is true for, then the end marker.
+    """Yield the messages of a snapshot: at least one chunk of blocks, the last applied batch, and the end marker.
 
-    `last_entry` is that batch. If nothing was published yet, it is None and left out, and the chunk is empty.
+    `last_entry` is the batch after which the snapshot was taken. The subscriber continues after its sequence number.
+    None means that nothing was published yet; then the snapshot has no such batch.
     """
     events: list[Event] = []
     block_count = 0
@@ -52,7 +53,7 @@ def iter_snapshot(
 
 
 class Reply:
-    """A reply that is being sent to one peer."""
+    """A reply that is being sent to one peer, message by message. `identity` is the peer's ZeroMQ routing id."""
 
     __slots__ = ("_messages", "_next_message", "identity", "progress_at")
 

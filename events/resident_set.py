@@ -42,9 +42,10 @@ BlockKey = tuple[int | None, str | None, BlockName]
 
 
 class ResidentSet:
-    """Set of resident blocks, to which events are applied in stream order.
+    """The blocks that a worker's events say are cached, kept up to date event by event.
 
-    An event that contradicts the set, which our engine never sends, is an InvariantError.
+    Snapshots for late subscribers are made of it. An event that contradicts the set raises InvariantError: our engine
+    never stores a resident block again, or removes a block that is not resident.
     """
 
     def __init__(self) -> None:
@@ -82,6 +83,10 @@ class ResidentSet:
             self._block_by_key.clear()
 
     def _store(self, event: BlockStored) -> None:
+        """Add the blocks of an event, each linked to the block before it.
+
+        Raises InvariantError, after adding the blocks before, if a block is resident already.
+        """
         block_size = event.block_size
         if not event.block_hashes or len(event.token_ids) != len(event.block_hashes) * block_size:
             raise InvariantError(
@@ -102,9 +107,10 @@ class ResidentSet:
 
 
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
-    """Yield BlockStored events that rebuild `blocks`. Parents come first, so that readers can link each block at once.
+    """Yield BlockStored events that announce these blocks again, parents before children.
 
-    Consecutive blocks of one prefix share an event, of at most MAX_BLOCKS_PER_EVENT blocks.
+    A subscriber can then link each block to its parent at once. Consecutive blocks of one prefix share an event, of at
+    most MAX_BLOCKS_PER_EVENT blocks.
     """
     joined_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
@@ -124,7 +130,7 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
     """Order blocks so that each full-attention block follows its parent, even if the parent is on another medium.
 
-    Partial-attention blocks come last, as in `blocks`.
+    Blocks of sliding windows and states come last, in the given order.
     """
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks  # on one medium, parents are stored before their children
@@ -135,15 +141,16 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
             partial_blocks.append(block)
         else:
             blocks_by_name.setdefault(block.name, []).append(block)
-    ordered_names: dict[BlockName, None] = {}
+    ordered_names: dict[BlockName, None] = {}  # a dict as an ordered set
     for block_name in blocks_by_name:
-        unordered_names: list[BlockName] = []
-        name: BlockName | None = block_name
-        while name is not None and name in blocks_by_name and name not in ordered_names:
-            unordered_names.append(name)
-            name = blocks_by_name[name][0].parent_name
-        ordered_names.update(dict.fromkeys(reversed(unordered_names)))
-    return [*(block for block_name in ordered_names for block in blocks_by_name[block_name]), *partial_blocks]
+        missing_names: list[BlockName] = []  # the block and its ancestors that are not ordered yet
+        ancestor: BlockName | None = block_name
+        while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
+            missing_names.append(ancestor)
+            ancestor = blocks_by_name[ancestor][0].parent_name
+        ordered_names.update(dict.fromkeys(reversed(missing_names)))
+    full_blocks = [block for block_name in ordered_names for block in blocks_by_name[block_name]]
+    return [*full_blocks, *partial_blocks]
 
 
 def _is_partial_attention(block: ResidentBlock) -> bool:

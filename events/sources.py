@@ -37,7 +37,10 @@ class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One publisher stream. The first five fields are vLLM's (its publisher's configuration); the others are ours."""
+    """One publisher stream of a worker: where it publishes, and what.
+
+    The first five fields are vLLM's, the others ours.
+    """
 
     enable_kv_cache_events: bool = True
     publisher: str | None = "zmq"
@@ -66,10 +69,10 @@ def encode_sources(sources: list[EventSource]) -> bytes:
 
 
 def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
-    """Read the answer of the worker at `worker_url`: {"rank": source}, also an array, also {"sources": [...]}.
+    """Parse a worker's answer to `GET /kv_event_sources`; return its publishing streams by ascending rank.
 
-    Ordered by rank; ranks that publish nothing are left out. Wildcard addresses get the worker's host. Raises
-    DecodeError for anything else.
+    The answer is an object `{"rank": source}`, an array of sources, or `{"sources": [...]}`. A wildcard host in an
+    address becomes the host of `worker_url`. Raises DecodeError for a malformed answer.
     """
     try:
         answer = msgspec.json.decode(body)

@@ -45,34 +45,47 @@ NO_SNAPSHOT = "the publisher has no snapshot now"
 
 
 class StreamState:
-    """The state of one stream. `on_connected` is the first stimulus; each returns instructions in order.
+    """Decides what to do with each batch and reply of one stream, and what to request again.
 
-    `resume_position`, as `position` returned it, continues a stream after a restart of the subscriber.
+    The methods `on_...` are the stimuli, the first of which is `on_connected`. Each returns instructions, to be
+    performed in order.
     """
 
     def __init__(self, config: StreamConfig | None = None, resume_position: tuple[int, int] | None = None) -> None:
+        """Begin without history, or after the batch of an earlier `position`, if the subscriber was restarted."""
         self.config = config or StreamConfig()
         self.stats = StreamStats()
         self.phase = StreamPhase.LIVE
         self.is_online = False
         self._next_seq: int | None = None
+        """Number of the next batch to apply; None if no batch is known."""
         self._applied_batches = AppliedBatches(self.config.max_recent_batches)
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         if resume_position is not None:
             self._next_seq = resume_position[0] + 1
             self._applied_batches.record(*resume_position)
         self._publisher_id = b""
-        self._has_applied_state = resume_position is not None  # something was applied since the last Clear
+        self._has_applied_state = resume_position is not None
+        """Whether something was applied since the last Clear."""
         self._request_id = 0
         self._deadline: float | None = None
+        """Time at which the pending request counts as failed; None if none is pending."""
         self._attempt_count = 0
+        """Requests in a row that failed in this phase, or brought a gap."""
         self._restart_attempt_count = 0
-        self._awaits_last_batch = False  # REPAIR: the last applied batch has not come again yet
-        self._is_tail_check = False  # REPAIR: only a check after silence; no batch is known to be missing
-        self._snapshot_chunk_count = 0  # SNAPSHOT: number of received chunks
-        self._snapshot_batch_count = 0  # SNAPSHOT: number of received batches; exactly one ends a snapshot
-        self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
-        self._silence_began_at: float | None = None  # LIVE: start of the silence; None after it was checked
+        """Times that the stream has started over since it was last live."""
+        self._awaits_last_batch = False
+        """REPAIR: whether the last applied batch has not come again yet."""
+        self._is_tail_check = False
+        """REPAIR: whether this is only a check after silence; no batch is known to be missing."""
+        self._snapshot_chunk_count = 0
+        """SNAPSHOT: received chunks."""
+        self._snapshot_batch_count = 0
+        """SNAPSHOT: received batches; exactly one ends a snapshot."""
+        self._retry_at: float | None = None
+        """LIVE after giving up: time at which a snapshot is requested again."""
+        self._silence_began_at: float | None = None
+        """LIVE: start of the silence; None after it was checked."""
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -103,7 +116,7 @@ class StreamState:
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
-        """Handle a batch from the subscription."""
+        """Handle a batch from the subscription: apply it if it is the next one, else store it or request a replay."""
         if not self.is_online:
             return []  # sent before the next connection; replay brings the batch again
         if self._is_other_publisher(publisher_id):
@@ -114,12 +127,16 @@ class StreamState:
         self._silence_began_at = now
         if self._next_seq is not None and seq < self._next_seq:
             return self._handle_old_batch(seq, payload, now)
-        if self.phase is StreamPhase.LIVE:
-            if self._next_seq is None or seq == self._next_seq:
-                return [self._apply(seq, payload, Origin.LIVE)]
-            self._store_early(seq, payload)
-            self.stats.gap_count += 1
-            return [Gap(self._next_seq, seq), *self._start_repair(now)]
+        if self.phase is not StreamPhase.LIVE:
+            return self._handle_early_batch(seq, payload, now)
+        if self._next_seq is None or seq == self._next_seq:
+            return [self._apply(seq, payload, Origin.LIVE)]
+        self._store_early(seq, payload)
+        self.stats.gap_count += 1
+        return [Gap(self._next_seq, seq), *self._start_repair(now)]
+
+    def _handle_early_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """Store a live batch until the pending request has brought the batches before it."""
         early_payload = self._early_batches.get(seq)
         if early_payload is None:
             self._store_early(seq, payload)
@@ -131,7 +148,10 @@ class StreamState:
     def on_reply(
         self, request_id: int, seq: int, payload: bytes, now: float, publisher_id: bytes = b""
     ) -> list[Instruction]:
-        """Handle the next message of the reply to a request, other than its end marker."""
+        """Handle a message of the reply to request `request_id`, other than its end marker.
+
+        A reply to an earlier request is ignored.
+        """
         if self._deadline is None or request_id != self._request_id:
             return []
         if self._is_other_publisher(publisher_id):
@@ -146,29 +166,33 @@ class StreamState:
         return self._handle_repair_reply(seq, payload, now)
 
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
-        """Handle the end marker of a reply."""
+        """Handle the end marker of a reply: go live if the reply brought all that was missing, else start over."""
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
         if self.phase is StreamPhase.SNAPSHOT:
-            if self._snapshot_batch_count == 1 or (self._snapshot_batch_count == 0 and self._snapshot_chunk_count):
-                self.stats.snapshot_count += 1
-                if self._next_seq is None:
-                    self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
-                return self._finish_reply(now)
-            # Without a complete snapshot, the state is rebuilt from the ring.
-            return [*self._clear("no snapshot"), *self._start_rebuild(now)]
-        if self.phase is StreamPhase.REBUILD and self._next_seq is None:
-            self._next_seq = 0  # the ring was empty, so nothing had been published: no batch may be missing
-        if self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
+            if not self._is_snapshot_complete():
+                return [*self._clear("no snapshot"), *self._start_rebuild(now)]
+            self.stats.snapshot_count += 1
+        elif self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
+        if self.phase is not StreamPhase.REPAIR and self._next_seq is None:
+            self._next_seq = 0  # the publisher has published nothing yet
         return self._finish_reply(now)
+
+    def _is_snapshot_complete(self) -> bool:
+        """Return whether a snapshot ended with its one batch. Before the first batch, chunks alone are complete."""
+        has_only_chunks = self._snapshot_batch_count == 0 and self._snapshot_chunk_count > 0
+        return self._snapshot_batch_count == 1 or has_only_chunks
 
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
-        """Handle the chunks of a snapshot taken after batch `last_seq`, which is None if there is no snapshot now."""
+        """Handle the answer of a snapshot socket: chunks that tell the state after batch `last_seq`.
+
+        `last_seq` is None if the publisher has no snapshot now.
+        """
         if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
             return []
         if last_seq is None:
@@ -189,7 +213,7 @@ class StreamState:
         return bool(previous_id) and self._publisher_id != previous_id
 
     def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
-        """Handle a request without a complete reply."""
+        """Handle a request without a complete reply: try again, and after `max_attempts` go on without the batches."""
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
@@ -199,18 +223,23 @@ class StreamState:
             instructions = self._finish_reply(now)
             self._silence_began_at = now  # nobody confirmed the tail: check again after the next silence
             return instructions
-        if self.phase is StreamPhase.REPAIR:
-            return self._give_up(reason, now) if is_exhausted else self._start_repair(now)
         if self.phase is StreamPhase.SNAPSHOT:
-            if is_exhausted:
-                self._attempt_count = 0
-                self._retry_at = now + self.config.snapshot_retry_s
-                return [*self._clear(reason), *self._start_rebuild(now)]
-            return [*self._clear(reason), *self._start_snapshot(now)]
-        return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
+            if not is_exhausted:
+                return [*self._clear(reason), *self._start_snapshot(now)]
+            self._attempt_count = 0
+            self._retry_at = now + self.config.snapshot_retry_s
+            return [*self._clear(reason), *self._start_rebuild(now)]
+        if is_exhausted:
+            return self._give_up(reason, now)
+        if self.phase is StreamPhase.REPAIR:
+            return self._start_repair(now)
+        return [*self._clear(reason), *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
-        """Handle timeouts. Must be called a few times a second."""
+        """Handle the passing of time: a late reply, a snapshot to request again, or silence of the publisher.
+
+        Must be called a few times a second.
+        """
         if not self.is_online:
             return []
         if self._deadline is not None:
@@ -220,34 +249,40 @@ class StreamState:
         if self._retry_at is not None and now >= self._retry_at:
             return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
         is_silent = self._silence_began_at is not None and now - self._silence_began_at >= self.config.tail_check_s
-        if self.phase is StreamPhase.LIVE and is_silent and self._next_seq is not None and self.config.can_replay:
-            self._silence_began_at = None
-            instructions = self._start_repair(now)
-            self._is_tail_check = True
-            return instructions
-        return []
+        can_check = self.phase is StreamPhase.LIVE and self._next_seq is not None and self.config.can_replay
+        if not (is_silent and can_check):
+            return []
+        # The last batches may have been lost without a later one that shows the gap.
+        self._silence_began_at = None
+        instructions = self._start_repair(now)
+        self._is_tail_check = True
+        return instructions
 
     # Replies, by phase
 
     def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """Handle a batch of a replay that fills a gap.
+
+        The replay begins with the last applied batch. If that has other bytes than before, the publisher has restarted.
+        """
         assert self._next_seq is not None
-        if self._awaits_last_batch:
-            if seq < self._next_seq - 1:
+        last_seq = self._next_seq - 1
+        if not self._awaits_last_batch:
+            if seq < self._next_seq:
                 return []
-            if seq > self._next_seq - 1:
-                return self._discard_and_start_over(
-                    f"replay begins at seq {seq}, seq {self._next_seq - 1} is no longer kept", now
-                )
-            if self._applied_batches.get_digest(seq) != digest_payload(payload):
-                return self._handle_restart(f"seq {seq} is another batch than before", now)
-            self._awaits_last_batch = False
+            if seq > self._next_seq:
+                return self._handle_reply_gap(seq, now)
+            self._attempt_count = 0
+            return [self._apply(seq, payload, Origin.REPLAY)]
+        if seq < last_seq:
             return []
-        if seq < self._next_seq:
-            return []
-        if seq > self._next_seq:
-            return self._handle_reply_gap(seq, now)
-        self._attempt_count = 0
-        return [self._apply(seq, payload, Origin.REPLAY)]
+        if seq > last_seq:
+            reason = f"replay begins at seq {seq}, seq {last_seq} is no longer kept"
+            return self._discard_and_start_over(reason, now)
+        if self._applied_batches.get_digest(seq) != digest_payload(payload):
+            return self._handle_restart(f"seq {seq} is another batch than before", now)
+        self._awaits_last_batch = False
+        return []
 
     def _handle_rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         if self._next_seq is None or seq == self._next_seq:
@@ -274,9 +309,9 @@ class StreamState:
     # Moves between phases
 
     def _start_repair(self, now: float) -> list[Instruction]:
-        """Request a replay from the last applied batch on. Without replay, start over or give up.
+        """Request the batches after the last applied one. Without replay, start over or give up.
 
-        The last applied batch comes again, and shows whether the publisher has restarted.
+        The last applied batch is requested too: if it has other bytes now, the publisher has restarted.
         """
         self._is_tail_check = False
         if self._next_seq is None:
@@ -320,10 +355,9 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the live batches that arrived during a replay or a snapshot.
+        """Apply the live batches that arrived during a replay or a snapshot, and go live.
 
-        If batches are still missing afterwards, ask for them again, at most `max_attempts` times; else go live. A batch
-        whose number was used before for other bytes means that the publisher restarted.
+        If batches are still missing, they are requested again, at most `max_attempts` times.
         """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
@@ -333,24 +367,19 @@ class StreamState:
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._applied_batches.get_digest(seq) not in (None, digest_payload(payload)):
-                return [
-                    *instructions,
-                    *self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload),
-                ]
-            else:
+            elif self._applied_batches.get_digest(seq) in (None, digest_payload(payload)):
                 instructions += self._record_duplicate(seq)
+            else:
+                reason = f"seq {seq} is another batch than before"
+                return [*instructions, *self._handle_restart(reason, now, seq, payload)]
         self._awaits_last_batch = False
-        if (
-            self._early_batches.highest_seq is not None
-            and self._next_seq is not None
-            and self._early_batches.highest_seq >= self._next_seq
-        ):
+        highest_seq = self._early_batches.highest_seq
+        if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
             self._attempt_count += 1
             if self._attempt_count > self.config.max_attempts:
                 return [*instructions, *self._discard_and_start_over(f"replay never brings seq {self._next_seq}", now)]
             return [*instructions, *self._start_repair(now)]
-        if self.phase is not StreamPhase.REPAIR or not self._is_tail_check:
+        if not (self.phase is StreamPhase.REPAIR and self._is_tail_check):
             self._silence_began_at = now
         self._enter_live()
         return instructions

@@ -13,7 +13,7 @@ def digest_payload(payload: bytes) -> int:
 
 
 class AppliedBatches:
-    """Digests of the `max_count` newest applied batches, by sequence number."""
+    """Digests of the newest applied batches, by which a batch that comes again is recognised."""
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
@@ -37,7 +37,10 @@ class AppliedBatches:
 
 
 class OutOfOrderBatches:
-    """Live batches that wait for earlier ones. A batch that does not fit is dropped, and shows as a gap."""
+    """Live batches that wait until earlier batches have been replayed. At most `max_batches` with `max_bytes` wait.
+
+    A batch that does not fit is dropped; it is then missing like the earlier ones, and is replayed too.
+    """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self._max_batches = max_batches
@@ -84,7 +87,7 @@ class OutOfOrderBatches:
         self.highest_seq = None
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Assert that the bytes are counted right and that the buffer is within its bounds. Tests call this."""
         assert self._used_bytes == sum(map(len, self._payload_by_seq.values()))
         assert len(self._payload_by_seq) <= self._max_batches
         assert not self._payload_by_seq or (

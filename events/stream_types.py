@@ -35,6 +35,8 @@ MAX_EARLY_BATCHES, MAX_EARLY_BYTES = 20_000, 256 << 20
 
 @dataclass(frozen=True)
 class StreamConfig:
+    """How a stream is followed: what its publisher offers, the bounds of buffers, and the times of retries."""
+
     start_mode: StartMode = StartMode.SNAPSHOT
     can_replay: bool = True
     """Whether the publisher has a replay endpoint."""
@@ -47,6 +49,7 @@ class StreamConfig:
     request_timeout_s: float = 5.0
     """Longest silence of a publisher before its reply is complete."""
     max_attempts: int = 3
+    """Requests for the same missing batches before the stream goes on without them."""
     snapshot_retry_s: float = 10.0
     """Seconds until a snapshot is requested again, after missing batches could not be recovered."""
     tail_check_s: float = 1.0

@@ -87,7 +87,10 @@ class Subscriber:
             self.feed.add(source)
 
     def get(self, timeout_s: float | None = None) -> Item | None:
-        """Return the next item; None after `timeout_s` without one, or when closed."""
+        """Return the next batch or notice; None if none comes within `timeout_s`, or after `close`.
+
+        A batch that cannot be decoded is returned as a notice of a malformed message.
+        """
         try:
             entry = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -144,9 +147,9 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
-    """Return the event sources of the worker at `worker_url`; vLLM's default address if it does not know the path.
+    """Ask a worker where it publishes its events; a worker without `GET /kv_event_sources` has vLLM's default address.
 
-    Raises DecodeError if the worker answers something else, OSError if it cannot be reached.
+    Raises DecodeError for a wrong URL or a malformed answer, and OSError if the worker cannot be reached.
     """
     if urlsplit(worker_url).scheme not in ("http", "https"):
         raise DecodeError(f"worker {worker_url!r}: expected an http:// or https:// URL")

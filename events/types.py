@@ -50,11 +50,11 @@ def _default_none() -> None:
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
-    """A run of consecutive blocks became resident.
+    """Consecutive blocks of a prompt were stored in the cache.
 
-    Our engine sends `len(token_ids) == len(block_hashes) * block_size`, never empty; foreign engines send fewer hashes
-    for sliding-window and state groups, or none. The first seven fields are always on the wire, the others only where
-    they differ from None. Who publishes events needs to know the first four.
+    Our engine always sends all tokens of at least one block: `len(token_ids) == len(block_hashes) * block_size`. Other
+    engines send fewer hashes, or none, for groups with a sliding window or a state. The first seven fields are always
+    sent, the others only if they are not None. A publisher has to fill in the first four.
     """
 
     block_hashes: list[BlockName]
