@@ -103,13 +103,16 @@ def report_errors() -> Iterator[IO[str]]:
 
 
 def _connect(address: str) -> None:
-    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    """Connect this process to the Ray cluster. Raises SpecError if there is none, or Ray is not installed."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
     host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():  # Ray itself asks for minutes
+    if host and "/" not in host and port.isdecimal():
+        # Ray itself would try for minutes.
         try:
             socket.create_connection((host.strip("[]"), int(port)), MAX_CONNECT_S).close()
         except (OSError, OverflowError) as error:
-            raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from None
+            raise _make_no_ray_error(address, error) from None
     try:
         import ray
     except ImportError as error:
@@ -117,7 +120,11 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
-        raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from error
+        raise _make_no_ray_error(address, error) from error
+
+
+def _make_no_ray_error(address: str, error: Exception) -> SpecError:
+    return SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one")
 
 
 def _get_directory(name: str) -> Any:
@@ -130,6 +137,10 @@ def _get_directory(name: str) -> Any:
 
 
 def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the directory actor, and return its result.
+
+    Raises SpecError if the fleet was ended meanwhile.
+    """
     import ray
 
     try:
@@ -139,9 +150,11 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Poll the fleet's status until `is_done(status)`, print new events, and return that status.
+    """Poll the fleet's status until `is_done(status)`, and return that status.
 
-    Raises ClickException, which ends the program with status 1, after `timeout_s`.
+    New events of the fleet are printed meanwhile.
+
+    After `timeout_s` it prints the status and raises ClickException, which ends the program with status 1.
     """
     deadline_s, last_printed_s = time.monotonic() + timeout_s, time.time() - 1.0
     while True:
@@ -159,6 +172,7 @@ def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, An
 
 
 def print_status(status: dict[str, Any]) -> None:
+    """Print what `DirectoryActor.status` returned: a line for the fleet, then one for each member and failure."""
     target_by_kind = status["targets"]
     state = "settled" if status["settled"] else "changing"
     click.echo(
@@ -166,15 +180,7 @@ def print_status(status: dict[str, Any]) -> None:
         f"{target_by_kind['router']['count']} routers, {state}"
     )
     for member in status["members"]:
-        load = (
-            f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s" if member["kind"] == "engine" else ""
-        )
-        location = f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
-        load += f"  DOES NOT ANSWER for {member['silent_s']:.0f} s" if member["silent_s"] else ""
-        click.echo(
-            f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  "
-            f"{location}{load}"
-        )
+        click.echo(_format_member(member))
     for kind, count in status["hung"].items():
         click.echo(f"  {kind}s that did not answer and were killed: {count}")
     for failure in status["failures"]:
@@ -183,6 +189,16 @@ def print_status(status: dict[str, Any]) -> None:
     if status["autoscaling"]:
         kind = "would do" if status["autoscaling"]["is_dry_run"] else "does"
         click.echo(f"  autoscaling {kind}: {status['advice'] or 'nothing yet'}")
+
+
+def _format_member(member: dict[str, Any]) -> str:
+    text = f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  "
+    text += f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
+    if member["kind"] == "engine":
+        text += f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s"
+    if member["silent_s"]:
+        text += f"  DOES NOT ANSWER for {member['silent_s']:.0f} s"
+    return text
 
 
 @click.group(cls=ProgramGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -293,13 +309,7 @@ def up(
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
         bounds = make_scaling_bounds(replicas, options)
         model, flags = split_model(model, flags)
-        if options["simulate"] is not None:
-            flags = ("--simulate", options["simulate"], *flags)
-        if options["time_scale"] is not None:
-            flags = ("--time-scale", str(options["time_scale"]), *flags)
-        if options["tensor_parallel_size"] > 1:
-            flags = ("--tensor-parallel-size", str(options["tensor_parallel_size"]), *flags)
-        engine_command, is_vllm = build_engine_command(options["engine"], model, flags)
+        engine_command, is_vllm = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))
         router_flags = split_flags("--router-flags", options["router_flags"])
         env = parse_env(options["env"], os.environ)
         _connect(options["address"])
@@ -326,13 +336,25 @@ def up(
         wait_and_print_routers(directory, options, out)
 
 
+def make_engine_flags(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the worker's flags for those options of `up` that it passes on to the worker."""
+    flags: tuple[str, ...] = ()
+    if options["tensor_parallel_size"] > 1:
+        flags += ("--tensor-parallel-size", str(options["tensor_parallel_size"]))
+    if options["time_scale"] is not None:
+        flags += ("--time-scale", str(options["time_scale"]))
+    if options["simulate"] is not None:
+        flags += ("--simulate", options["simulate"])
+    return flags
+
+
 def split_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the model and the flags; what follows `--` is flags, also without a MODEL before it."""
+    """Return the model and the engine flags. Without MODEL, click takes the first word after `--` for it."""
     return ("", (model, *flags)) if model.startswith("-") else (model, flags)
 
 
 def wait_and_print_routers(directory: Any, options: dict[str, Any], out: IO[str]) -> None:
-    """Wait where that is asked for; routers' addresses on stdout."""
+    """Wait until the fleet is settled, if the user wants that, and print the routers' addresses on stdout."""
     if options["wait"]:
         status = wait_until(directory, options["timeout"], lambda status: bool(status["settled"]))
         for member in status["members"]:
@@ -373,7 +395,7 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
         count = replicas[0] if replicas else None
         if bounds is not None:  # what there is now, within the bounds
             current_count = call_directory(directory.status)["targets"]["engine"]["count"]
-            count = current_count if bounds.is_dry_run else min(max(current_count, bounds.low), bounds.high)
+            count = current_count if bounds.is_dry_run else bounds.clamp(current_count)
         call_directory(directory.scale, count, routers, bounds)
         wait_and_print_routers(directory, options, out)
 

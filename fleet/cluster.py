@@ -22,9 +22,10 @@ def create_directory(
     timeouts: PhaseTimeouts,
     scaling_bounds: ScalingBounds | None,
 ) -> Any:
-    """Start the directory actor of a new fleet on the cluster that this process is connected to.
+    """Start the directory of a new fleet: the actor that starts, watches and stops the fleet's programs.
 
-    Raises ValueError if the fleet has one already.
+    Ray restarts it whenever it dies, and it outlives the process that calls this. Raises ValueError if the cluster has
+    a fleet of this name.
     """
     initial_state = DirectoryState(
         spec=spec,
@@ -33,13 +34,11 @@ def create_directory(
         timeouts=timeouts,
         scaling_bounds=scaling_bounds,
     )
-    options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    ray_options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
-    return (
-        ray.remote(directory_class)
-        .options(**options, **ray_options)
-        .remote(spec.name, msgspec.json.encode(initial_state))
-    )
+    actor_class = ray.remote(directory_class).options(
+        name=f"{spec.name}-directory", namespace=NAMESPACE, lifetime="detached", num_cpus=0,
+        max_restarts=-1, max_task_retries=-1, max_concurrency=16,
+    )  # fmt: skip
+    return actor_class.remote(spec.name, msgspec.json.encode(initial_state))
 
 
 def delete_fleet(name: str, directory: Any) -> None:

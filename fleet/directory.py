@@ -1,11 +1,10 @@
-"""The directory: the one actor that knows who is there, carries out the plan, and tells every router.
+"""The directory of a fleet: the actor that starts and stops the members by the plan, and tells routers their workers.
 
-A detached actor that Ray starts anew, on another node if need be; what is wanted and who was started is kept in Ray's
-own store before it is acted on, so a new life finds its members again by their names. While it is away nothing is
-started or stopped, and routers go on with the workers that they know.
+If the actor dies, Ray restarts it, on another node if need be. Its state is stored with Ray before it acts, so the new
+actor finds its members by their names. Meanwhile no member is started or stopped, and routers keep their workers.
 
-Nothing of a request passes here: a member is asked for its status (a call that waits until there are some), a router
-once a second for its load, and at once when the list has changed.
+No request passes through the directory. It asks each member for its next status, a call that returns when the status
+changes. Routers report their load once a second, and when their list of workers has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,28 +74,33 @@ class DirectoryActor:
     """
 
     def __init__(self, name: str, initial_state: bytes) -> None:
+        """Load the stored state of the fleet, or else take `initial_state`, and watch the members in it."""
         exit_with_parent()
         self._storage_key = f"fleet/{name}".encode()
         stored_state = internal_kv._internal_kv_get(self._storage_key, namespace=NAMESPACE)
         self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)
+        self._has_unsaved_changes = True
         self._lock = threading.RLock()
         self._actor_by_member: dict[str, Any] = {}
         self._callback_by_call: dict[Any, Callable[[Any, Exception | None], None]] = {}
+        """Function for the result of each remote call that is not finished."""
         self._failure_by_slot: dict[tuple[MemberKind, int], SlotFailure] = {}
         self._report_by_router: dict[str, RouterReport] = {}
         """Newest report of each router, by member name."""
         self._silent_since_s_by_member: dict[str, float] = {}
         """Time since which each silent member has not answered."""
         self._synced_at_s_by_router: dict[str, float] = {}
+        """Time at which the lists were last sent to each router."""
         self._syncing_router_names: set[str] = set()
-        self._list_version, self._published_workers, self._published_peer_addresses = (
-            1,
-            list[ListedWorker](),
-            list[str](),
-        )
-        self._scaler, self._autoscaled_at_s, self._scaling_advice = Scaler(), 0.0, ""
+        self._list_version = 1
+        """Version of the published lists of workers and peers."""
+        self._published_workers: list[ListedWorker] = []
+        self._published_peer_addresses: list[str] = []
+        self._scaler = Scaler()
+        self._autoscaled_at_s = 0.0
+        self._scaling_advice = ""
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
-        self._has_unsaved_changes = True
+        """Time and text of the newest events."""
         for record in list(self._state.record_by_name.values()):
             record.drain_list_version = 0
             self._adopt_member(record)
@@ -146,25 +150,11 @@ class DirectoryActor:
                     self._remove_member(record, "killed")
 
     def status(self) -> dict[str, Any]:
-        """Describe the fleet, its members and recent events as JSON values."""
+        """Return what `fleet status` shows of the fleet, its members and recent events, as JSON values."""
         with self._lock:
-            now = time.time()
-            member_rows, router_names = [], self._list_routers_up()
-            for record in sorted(
-                self._state.record_by_name.values(), key=lambda record: (record.kind.value, record.slot, record.name)
-            ):
-                row: dict[str, Any] = {
-                    "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
-                    "phase": record.phase.value, "seconds": now - record.phase_since_s, "node": record.node,
-                    "url": record.launch.url if record.launch else "",
-                    "silent_s": now - self._silent_since_s_by_member.get(record.name, now),
-                }  # fmt: skip
-                if record.kind is MemberKind.ENGINE:
-                    row |= {
-                        "in_flight": self._count_in_flight(record, router_names),
-                        **self._measure_worker_load(record),
-                    }
-                member_rows.append(row)
+            state, now = self._state, time.time()
+            router_names = self._list_routers_up()
+            records = sorted(state.record_by_name.values(), key=lambda record: (record.kind, record.slot, record.name))
             failure_rows = [
                 {
                     "kind": kind.value,
@@ -174,15 +164,28 @@ class DirectoryActor:
                 }
                 for (kind, slot), failure in self._failure_by_slot.items()
             ]
-            state = self._state
             return {
-                "name": state.spec.name, "settled": self._is_settled(), "members": member_rows,
+                "name": state.spec.name, "settled": self._is_settled(),
+                "members": [self._describe_member(record, router_names, now) for record in records],
                 "failures": failure_rows,
                 "hung": state.hung_count_by_kind,
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
                 "autoscaling": msgspec.to_builtins(state.scaling_bounds), "advice": self._scaling_advice,
                 "events": [[event_s, text] for event_s, text in self._events],
             }  # fmt: skip
+
+    def _describe_member(self, record: MemberRecord, router_names: list[str], now: float) -> dict[str, Any]:
+        """Return a member's row of `status`; a worker's row contains its load too."""
+        row: dict[str, Any] = {
+            "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
+            "phase": record.phase.value, "seconds": now - record.phase_since_s, "node": record.node,
+            "url": record.launch.url if record.launch else "",
+            "silent_s": now - self._silent_since_s_by_member.get(record.name, now),
+        }  # fmt: skip
+        if record.kind is MemberKind.ENGINE:
+            row["in_flight"] = self._count_in_flight(record, router_names)
+            row |= self._measure_worker_load(record)
+        return row
 
     # The loop --------------------------------------------------------------------------------------------------------
 
@@ -214,21 +217,21 @@ class DirectoryActor:
             callback(result, None)
 
     def _run_once(self, now: float) -> None:
+        """Take the actions that the plan wants now, and save the state if it has changed."""
         state = self._state
         self._autoscale(now)
         router_names = self._list_routers_up()
-        members = [
-            Member(
-                *record.plan_fields,
-                self._count_in_flight(record, router_names) if record.phase is Phase.DRAINING else None,
-            )
-            for record in state.record_by_name.values()
-        ]
+        members = []
+        for record in state.record_by_name.values():
+            is_draining = record.phase is Phase.DRAINING
+            in_flight = self._count_in_flight(record, router_names) if is_draining else None
+            members.append(Member(*record.plan_fields, in_flight))
         start_count = 0
         for action in plan_actions(state.target_by_kind, members, self._failure_by_slot, state.timeouts, now):
             if isinstance(action, PhaseChange):
                 self._change_phase(action, now)
-            elif (start_count := start_count + 1) <= STARTS_PER_PASS:
+            elif start_count < STARTS_PER_PASS:
+                start_count += 1
                 self._start_member(action, now)
         self._sync_routers(now)
         if self._has_unsaved_changes:
@@ -248,6 +251,10 @@ class DirectoryActor:
     # Members --------------------------------------------------------------------------------------------------------
 
     def _start_member(self, action: StartAction, now: float) -> None:
+        """Start the actor of a new member, on the node with the fewest members of its kind, and watch it.
+
+        The member is saved first, so that a restarted directory knows of it.
+        """
         state, kind = self._state, action.kind
         state.last_serial += 1
         record = MemberRecord(
@@ -260,25 +267,23 @@ class DirectoryActor:
         state.record_by_name[record.name] = record
         self._record_event(f"{record.name}: start")
         self._save()
-        workers = (
-            [member.settings for member in self._list_workers() if not member.is_draining]
-            if kind is MemberKind.ROUTER
-            else []
-        )
+        self._watch_member(record, self._create_actor(record, resources))
+
+    def _create_actor(self, record: MemberRecord, resources: dict[str, float]) -> Any:
+        """Create the Ray actor that runs a member's program, where all of the resources are on one node."""
+        workers: list[Mapping[str, str | int]] = []
+        if record.kind is MemberKind.ROUTER:
+            workers = [worker.settings for worker in self._list_workers() if not worker.is_draining]
         placement = placement_group(
             [resources], strategy="STRICT_PACK", name=record.name, lifetime="detached",
             _soft_target_node_id=record.node or None,
         )  # fmt: skip
-        actor = (
-            ray.remote(MemberActor)
-            .options(
-                name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
-                num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
-            )
-            .remote(msgspec.json.encode(state.spec), kind.value, action.slot, workers)
+        actor_class = ray.remote(MemberActor).options(
+            name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
         )  # fmt: skip
-        self._watch_member(record, actor)
+        return actor_class.remote(msgspec.json.encode(self._state.spec), record.kind.value, record.slot, workers)
 
     def _adopt_member(self, record: MemberRecord) -> None:
         """Watch a member that an earlier directory process started."""
@@ -304,6 +309,10 @@ class DirectoryActor:
     def _handle_status(
         self, record: MemberRecord, last_status: MemberStatus, status: MemberStatus | None, error: Exception | None
     ) -> None:
+        """Record what changed since a member's last status, and ask for the next one, unless the member is gone.
+
+        `status` is None if the call failed, because the member's actor has died.
+        """
         if record.name not in self._state.record_by_name:
             return
         if status is None:
@@ -355,6 +364,7 @@ class DirectoryActor:
         )
 
     def _remove_member(self, record: MemberRecord, reason: str) -> None:
+        """Forget a member that ended, and free its place. An end that was not planned is a failure of its slot."""
         if self._state.record_by_name.pop(record.name, None) is None:
             return
         if record.phase in (Phase.STARTING, Phase.UP):
@@ -373,34 +383,36 @@ class DirectoryActor:
     # Routers ---------------------------------------------------------------------------------------------------------
 
     def _sync_routers(self, now: float) -> None:
-        """Send the lists of workers and routers to every router: at once when they changed, else once a second."""
+        """Send the lists of workers and peers to every router: at once if they changed, else once a second.
+
+        Each call also brings back the router's report. A router has one such call at a time.
+        """
         members, workers = self._state.record_by_name.values(), self._list_workers()
         routers = [member for member in members if member.kind is MemberKind.ROUTER and member.launch is not None]
         peer_addresses = [member.launch.peer_address for member in routers if member.launch is not None]
         if (workers, peer_addresses) != (self._published_workers, self._published_peer_addresses):
-            self._list_version, self._published_workers, self._published_peer_addresses = (
-                self._list_version + 1,
-                workers,
-                peer_addresses,
-            )
+            self._list_version += 1
+            self._published_workers, self._published_peer_addresses = workers, peer_addresses
         for member in members:
             if member.phase is Phase.DRAINING and not member.drain_list_version:
                 member.drain_list_version = self._list_version
         for router in routers:
-            router_name, report = router.name, self._report_by_router.get(router.name)
-            is_due = (
-                report is None
-                or report.list_version != self._list_version
-                or now - self._synced_at_s_by_router.get(router_name, 0.0) >= ROUTER_SYNC_S
+            if router.name in self._syncing_router_names or not self._is_sync_due(router.name, now):
+                continue
+            self._syncing_router_names.add(router.name)
+            self._synced_at_s_by_router[router.name] = now
+            call = self._actor_by_member[router.name].sync_router.remote(
+                self._list_version, self._published_workers, self._published_peer_addresses
             )
-            is_too_soon = report is None and now - self._synced_at_s_by_router.get(router_name, 0.0) < MAX_LOOP_PAUSE_S
-            if is_due and not is_too_soon and router_name not in self._syncing_router_names:
-                self._syncing_router_names.add(router_name)
-                self._synced_at_s_by_router[router_name] = now
-                call = self._actor_by_member[router_name].sync_router.remote(
-                    self._list_version, self._published_workers, self._published_peer_addresses
-                )
-                self._register_callback(call, partial(self._handle_router_report, router_name))
+            self._register_callback(call, partial(self._handle_router_report, router.name))
+
+    def _is_sync_due(self, router_name: str, now: float) -> bool:
+        """Return whether to send the lists to a router: it lacks the newest version, or its report is old."""
+        report = self._report_by_router.get(router_name)
+        elapsed_s = now - self._synced_at_s_by_router.get(router_name, 0.0)
+        if report is None:
+            return elapsed_s >= MAX_LOOP_PAUSE_S  # the last call failed, and is not repeated at once
+        return report.list_version != self._list_version or elapsed_s >= ROUTER_SYNC_S
 
     def _list_workers(self) -> list[ListedWorker]:
         """List the workers that routers should know."""
@@ -436,8 +448,7 @@ class DirectoryActor:
         ]
 
     def _count_in_flight(self, record: MemberRecord, router_names: list[str]) -> int | None:
-        """Count the requests that these routers have at a worker; None until each has reported after the worker began
-        to drain."""
+        """Count the requests that these routers have at a worker; None until each has reported since the drain began."""
         reports = [self._report_by_router.get(name) for name in router_names]
         if any(report is None or report.list_version < record.drain_list_version for report in reports):
             return None
@@ -457,15 +468,16 @@ class DirectoryActor:
         members = list(self._state.record_by_name.values())
         for kind, target in self._state.target_by_kind.items():
             members_of_kind = [member for member in members if member.kind is kind]
-            if len(members_of_kind) != target.count or any(
-                (member.phase, member.revision) != (Phase.UP, target.revision) for member in members_of_kind
-            ):
+            is_as_wanted = all(
+                member.phase is Phase.UP and member.revision == target.revision for member in members_of_kind
+            )
+            if len(members_of_kind) != target.count or not is_as_wanted:
                 return False
         engine_count = sum(member.kind is MemberKind.ENGINE for member in members)
-        router_names = [member.name for member in members if member.kind is MemberKind.ROUTER]
-        reports = [self._report_by_router[name] for name in router_names if name in self._report_by_router]
-        return len(reports) == len(router_names) and all(
-            report.list_version == self._list_version
+        reports = [self._report_by_router.get(member.name) for member in members if member.kind is MemberKind.ROUTER]
+        return all(
+            report is not None
+            and report.list_version == self._list_version
             and sum(worker_status.is_up for worker_status in report.status_by_worker.values()) == engine_count
             for report in reports
         )
@@ -473,29 +485,25 @@ class DirectoryActor:
     # Scaling ---------------------------------------------------------------------------------------------------------
 
     def _autoscale(self, now: float) -> None:
+        """Set the number of engines by their load, once a second; in a dry run, only report what would be done."""
         state = self._state
-        if state.scaling_bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
+        bounds = state.scaling_bounds
+        if bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
             return
         self._autoscaled_at_s = now
-        engines_up = [
-            record
-            for record in state.record_by_name.values()
-            if record.kind is MemberKind.ENGINE and record.phase is Phase.UP
-        ]
-        loads = [WorkerLoad(**self._measure_worker_load(record)) for record in engines_up]
+        engines = [record for record in state.record_by_name.values() if record.kind is MemberKind.ENGINE]
+        loads = [WorkerLoad(**self._measure_worker_load(record)) for record in engines if record.phase is Phase.UP]
         queued_request_count = sum(report.queued_request_count for report in self._report_by_router.values())
         engine_count = state.engine_target.count
-        self._scaler, target_count, reason = self._scaler.decide(
-            state.scaling_bounds, engine_count, loads, queued_request_count, now
-        )
-        advice = f"{engine_count} -> {target_count} engines: {reason}"
-        if target_count != engine_count:
-            if not state.scaling_bounds.is_dry_run:
-                state.engine_target = replace_count(state.engine_target, target_count)
-                self._record_event(f"autoscaling: {advice}")
-            elif advice.partition(":")[0] != self._scaling_advice.partition(":")[0]:
-                self._record_event(f"autoscaling would do: {advice}")
-        self._scaling_advice = advice
+        decision = self._scaler.decide(bounds, engine_count, loads, queued_request_count, now)
+        self._scaler = decision.next_state
+        change = f"{engine_count} -> {decision.worker_count} engines"
+        if decision.worker_count != engine_count and not bounds.is_dry_run:
+            state.engine_target = replace_count(state.engine_target, decision.worker_count)
+            self._record_event(f"autoscaling: {change}: {decision.reason}")
+        elif decision.worker_count != engine_count and not self._scaling_advice.startswith(f"{change}:"):
+            self._record_event(f"autoscaling would do: {change}: {decision.reason}")
+        self._scaling_advice = f"{change}: {decision.reason}"
 
 
 def replace_count(target: MemberTarget, count: int) -> MemberTarget:

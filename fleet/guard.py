@@ -1,9 +1,9 @@
-"""Runs one program and sees to it that nothing of it outlives its end, or the end of whoever asked for it.
+"""Guard of one program: no process of it outlives the program, or the process that asked for the program.
 
-`python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. When the pipe closes, however
-that process died, every descendant is killed. When the program ends, what it has left behind is killed, and its status
-is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Linux; the standard
-library.
+`python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. The pipe closes however that
+process dies, and then every descendant of the guard is killed. When the program ends, processes that it left behind are
+killed, and the guard ends with the program's status. The guard passes SIGTERM on. If the guard is killed, the kernel
+kills the program too (PDEATHSIG). Linux only; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def reap_children() -> dict[int, int]:
 
 
 def kill_descendants() -> None:
-    """Kill every descendant: orphans of killed processes become our children and are killed next."""
+    """Kill every descendant. Children of a killed process become our own children (SUBREAPER), and are killed next."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as children_file:
             pids = [int(pid) for pid in children_file.read().split()]
@@ -51,8 +51,10 @@ def kill_descendants() -> None:
 
 
 def exit_with_parent(check_interval_s: float = 0.5) -> None:
-    """End this process, by a thread of it, when the process that started it has ended: Ray's actors outlive a raylet
-    that is killed, as long as a call of theirs is under way."""
+    """End this process when the process that started it has ended; a thread looks for that.
+
+    If a raylet is killed, its actors would otherwise live as long as one of their calls runs.
+    """
     parent_pid = os.getppid()
 
     def watch() -> None:
@@ -64,7 +66,7 @@ def exit_with_parent(check_interval_s: float = 0.5) -> None:
 
 
 def restore_niceness() -> None:
-    """Take back, for this thread and what it starts, the niceness that Ray gives its workers beside the raylet's."""
+    """Undo, for this thread and the processes that it starts, the niceness that Ray adds for its workers."""
     niceness, parent_niceness = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
     try:
         os.setpriority(os.PRIO_PROCESS, 0, min(niceness, parent_niceness))
@@ -83,7 +85,12 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def main(command: list[str]) -> int:
+    """Run the program; return its exit status once nothing of it is left.
+
+    If stdin closes, the asking process has died: then the program is killed with all its children.
+    """
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    # Python writes the number of each signal to this pipe, so that `select` notices signals.
     wakeup_reader, wakeup_writer = os.pipe()
     os.set_blocking(wakeup_writer, False)
     signal.set_wakeup_fd(wakeup_writer)
@@ -100,7 +107,8 @@ def main(command: list[str]) -> int:
         if program.pid in status_by_pid:
             kill_descendants()
             return status_by_pid[program.pid]
-        if 0 in ready_descriptors and not os.read(0, 4096):
+        is_stdin_closed = 0 in ready_descriptors and not os.read(0, 4096)
+        if is_stdin_closed:
             kill_descendants()
             return 128 + signal.SIGKILL
         if signal.SIGTERM in signal_numbers or signal.SIGINT in signal_numbers:

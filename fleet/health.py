@@ -1,7 +1,7 @@
-"""Whether a program still goes on: what its health address has answered lately. No I/O.
+"""Decides whether a program hangs, by the answers to its health probes. No I/O.
 
-Only time that was waited for an answer counts, and of one look no more than it can take: where whoever looks was itself
-stopped for an hour, its program is not blamed for it.
+Only the time of waiting for answers counts, and each probe counts at most the time that it can take. So a program does
+not count as hung because its observer was stopped for an hour.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ SILENT_AFTER_PROBES = 2
 
 @dataclass(frozen=True)
 class ProbeHistory:
-    """How long a program has not answered its health probes."""
+    """For how long, and for how many probes in a row, a program has not answered its health probes."""
 
     silent_s: float = 0.0
     missed_probe_count: int = 0
     """Failed probes since the last answer."""
 
     def add_probe(self, is_alive: bool, elapsed_s: float, max_elapsed_s: float) -> ProbeHistory:
-        """Return the history with one more probe, which took `elapsed_s` with the pause before it."""
+        """Return the history with one more probe.
+
+        `elapsed_s` is the time since the previous probe; of it at most `max_elapsed_s` count, in case the observer was
+        stopped.
+        """
         if is_alive:
             return ProbeHistory()
         return ProbeHistory(self.silent_s + min(max(elapsed_s, 0.0), max_elapsed_s), self.missed_probe_count + 1)

@@ -1,7 +1,7 @@
-"""The actor of one program: starts it on its node, looks whether it answers, tells a router what changed.
+"""Actor of one program of a fleet: starts it, watches whether it answers, and sends a router its lists of workers.
 
-It lives for one run of the program and decides nothing. Every call may be made again (the directory may have been
-started anew in between).
+An actor lives for one run of its program and decides nothing. Every call may be repeated, because the directory may
+have been restarted in between.
 """
 
 from __future__ import annotations
@@ -74,9 +74,13 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
 
 class MemberActor:
-    """Actor of one program. `workers` are the workers that a router knows from its start."""
+    """Actor that runs one program of a fleet, a worker or a router, and reports its status."""
 
     def __init__(self, encoded_spec: bytes, kind: str, slot: int, workers: Sequence[WorkerSettings] = ()) -> None:
+        """Start the program on this node, and the threads that watch it.
+
+        `workers` are the workers that a router knows from its start.
+        """
         exit_with_parent()
         restore_niceness()
         self._spec = msgspec.json.decode(encoded_spec, type=FleetSpec)
@@ -85,18 +89,26 @@ class MemberActor:
             self._spec, MemberKind(kind), slot, self._host, self._find_free_ports, workers
         )
         self._last_lines: deque[str] = deque(maxlen=LAST_LINE_COUNT)
+        """Last lines that the program wrote."""
         self._sync_lock = threading.Lock()
         self._peer_addresses: list[str] = []
+        """Addresses of other routers that this router knows."""
+        self._process = self._start_program()
+        self._status = MemberStatus()
+        self._status_changed = threading.Condition()
+        self._exit_event = threading.Event()
+        self._is_stopping = False
+        for thread_function in (self._forward_output, self._wait_for_exit, self._watch_health):
+            threading.Thread(target=thread_function, daemon=True).start()
+
+    def _start_program(self) -> subprocess.Popen[bytes]:
+        """Start the program under its guard, which kills it when this process ends."""
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-S", "-E", GUARD_PATH, *self._launch.command],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self._status, self._status_changed = MemberStatus(), threading.Condition()
-        self._exit_event, self._is_stopping = threading.Event(), False
-        for thread_function in (self._forward_output, self._wait_for_exit, self._watch_health):
-            threading.Thread(target=thread_function, daemon=True).start()
 
     def wait_for_status(self, last_status: MemberStatus) -> MemberStatus:
         """Return the program's status, once it differs from `last_status` or MAX_STATUS_WAIT_S have passed."""
@@ -130,17 +142,20 @@ class MemberActor:
         self._update_status(exit_reason=f"ended with status {exit_code}{last_lines}")
 
     def _watch_health(self) -> None:
-        """Probe the program until it serves, then until it is told to stop."""
+        """Probe the program until it serves, then until it is to stop; kill it if it does not answer for too long."""
         while self._send_request("GET", self._launch.health_url)[0] != 200:
             if self._exit_event.wait(START_PROBE_S):
                 return
         self._update_status(launch=self._launch, node=ray.get_runtime_context().get_node_id(), pid=self._process.pid)
-        hang_timeout_s, probe_history, checked_at_s = self._spec.hang_timeout_s, ProbeHistory(), time.monotonic()
+        hang_timeout_s = self._spec.hang_timeout_s
         pause_s = min(HEALTH_CHECK_S, hang_timeout_s / 4) if hang_timeout_s else HEALTH_CHECK_S
+        probe_history = ProbeHistory()
+        checked_at_s = time.monotonic()
         while not self._exit_event.wait(pause_s) and not self._is_stopping:
             is_alive = self._is_alive()
-            elapsed_s, checked_at_s = time.monotonic() - checked_at_s, time.monotonic()
-            probe_history = probe_history.add_probe(is_alive, elapsed_s, pause_s + MAX_CALL_S)
+            now = time.monotonic()
+            probe_history = probe_history.add_probe(is_alive, now - checked_at_s, pause_s + MAX_CALL_S)
+            checked_at_s = now
             if probe_history.is_silent != self._status.is_silent:
                 self._update_status(is_silent=probe_history.is_silent)
             if probe_history.is_hung(hang_timeout_s) and not self._is_stopping:
@@ -160,10 +175,10 @@ class MemberActor:
             return False
 
     def sync_router(self, list_version: int, workers: list[ListedWorker], peer_addresses: list[str]) -> RouterReport:
-        """Make a router know exactly these workers and peers, and return its report.
+        """Make the router of this actor know exactly these workers and peers, and return its report.
 
-        The report contains `list_version` and the errors of calls that the router refused. Raises RuntimeError if the
-        router does not list its workers.
+        `list_version` is the version of these lists, for the report. Calls that the router refused are listed there as
+        errors. Raises RuntimeError if the router does not list its workers.
         """
         with self._sync_lock:
             errors = []
@@ -171,15 +186,11 @@ class MemberActor:
                 status, answer = self._send_request(method, self._launch.admin_url + path, body)
                 if status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
                     errors.append(f"{method} {path}: {status} {answer}")
-            other_peer_addresses = sorted(
-                peer_address for peer_address in peer_addresses if peer_address != self._launch.peer_address
-            )
-            if other_peer_addresses != self._peer_addresses:
-                status, answer = self._send_request(
-                    "PUT", f"{self._launch.admin_url}/peers", {"peers": other_peer_addresses}
-                )
+            other_peers = sorted(set(peer_addresses) - {self._launch.peer_address})
+            if other_peers != self._peer_addresses:
+                status, answer = self._send_request("PUT", f"{self._launch.admin_url}/peers", {"peers": other_peers})
                 if status == 200:
-                    self._peer_addresses = other_peer_addresses
+                    self._peer_addresses = other_peers
                 else:
                     errors.append(f"PUT /peers: {status} {answer}")
             page = self._fetch_workers_page()
@@ -192,7 +203,10 @@ class MemberActor:
         return page
 
     def _send_request(self, method: str, url: str, body: object = None) -> tuple[int, Any]:
-        """Send a request, and return the status and the JSON or text of the answer; status 0 if nothing answers."""
+        """Send a request to the program; return the status and the answer, decoded if it is JSON, else as text.
+
+        The status is 0 if nothing answers; the answer is then the error. Admin requests carry the admin key.
+        """
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._launch.admin_url and url.startswith(self._launch.admin_url):
             headers["Authorization"] = f"Bearer {self._spec.admin_key}"

@@ -112,7 +112,10 @@ def plan_actions(
     timeouts: PhaseTimeouts,
     now: float,
 ) -> list[Action]:
-    """Return the actions to take now, those of routers before those of engines."""
+    """Return the actions to take now, so that the fleet comes nearer to its targets.
+
+    `failure_by_slot` tells how long slots must wait after failures. Actions of routers come before those of engines.
+    """
     actions: list[Action] = []
     has_routers = any(member.kind is MemberKind.ROUTER for member in members)
     are_routers_leaving = has_routers and not target_by_kind[MemberKind.ROUTER].count
@@ -120,61 +123,70 @@ def plan_actions(
         if kind is MemberKind.ENGINE and are_routers_leaving:
             continue  # the fleet shuts down: engines stay until the last router has finished its requests
         members_of_kind = [member for member in members if member.kind is kind]
-        actions += _plan_actions_for_kind(
-            kind, target_by_kind[kind], members_of_kind, failure_by_slot, timeouts, now, has_routers
-        )
+        stops = _plan_stops(target_by_kind[kind], members_of_kind, timeouts, now, has_routers=has_routers)
+        changes = _plan_count_changes(kind, target_by_kind[kind], members_of_kind, stops, failure_by_slot, now)
+        actions += [*stops, *changes]
     return actions
 
 
-def _plan_actions_for_kind(
+def _plan_stops(
+    target: MemberTarget, members: Sequence[Member], timeouts: PhaseTimeouts, now: float, *, has_routers: bool
+) -> list[PhaseChange]:
+    """Return the stops of members that started too slowly or for an old revision, or that have drained."""
+    stops: list[PhaseChange] = []
+    for member in members:
+        phase_s = now - member.phase_since_s
+        if member.phase is Phase.STARTING:
+            is_late = phase_s > timeouts.start_timeout_s
+            is_outdated = member.revision < target.revision
+            if is_late or is_outdated:
+                stops.append(PhaseChange(member.name, Phase.STOPPING, has_failed=is_late and not is_outdated))
+        elif member.phase is Phase.DRAINING:
+            is_idle = member.in_flight == 0 or not has_routers
+            if is_idle or phase_s > timeouts.drain_timeout_s:
+                stops.append(PhaseChange(member.name, Phase.STOPPING))
+    return stops
+
+
+def _plan_count_changes(
     kind: MemberKind,
     target: MemberTarget,
     members: Sequence[Member],
+    stops: Sequence[PhaseChange],
     failure_by_slot: FailureBySlot,
-    timeouts: PhaseTimeouts,
     now: float,
-    has_routers: bool,
 ) -> list[Action]:
-    actions: list[Action] = []
-    live_members: list[Member] = []
-    for member in members:
-        phase_s = now - member.phase_since_s
-        if member.phase is Phase.STARTING and member.revision < target.revision:
-            actions.append(PhaseChange(member.name, Phase.STOPPING))
-        elif member.phase is Phase.STARTING and phase_s > timeouts.start_timeout_s:
-            actions.append(PhaseChange(member.name, Phase.STOPPING, has_failed=True))
-        elif member.phase is Phase.DRAINING and (
-            not has_routers or member.in_flight == 0 or phase_s > timeouts.drain_timeout_s
-        ):
-            actions.append(PhaseChange(member.name, Phase.STOPPING))
-        elif member.phase in LIVE_PHASES:
-            live_members.append(member)
+    """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
+
+    If their number is right and all are up, one member of an old revision is removed.
+    """
+    stopped_names = {stop.name for stop in stops}
+    live_members = [member for member in members if member.phase in LIVE_PHASES and member.name not in stopped_names]
     outdated_members = [member for member in live_members if member.revision < target.revision]
-    wanted_count = target.count + (target.surge and bool(outdated_members) and target.count > 0)
+    wanted_count = target.count
+    if target.surge and outdated_members and target.count > 0:
+        wanted_count += 1
     excess_count = len(live_members) - wanted_count
     if excess_count > 0:
         removal_order = sorted(
             live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot)
         )
-        return actions + [_plan_removal(member) for member in removal_order[:excess_count]]
+        return [_plan_removal(member) for member in removal_order[:excess_count]]
     if excess_count < 0:
-        changing_names = {action.name for action in actions if isinstance(action, PhaseChange)}
-        returning_members = [
+        draining_members = [
             member
             for member in members
             if member.phase is Phase.DRAINING
             and member.revision == target.revision
-            and member.name not in changing_names
-        ][:-excess_count]
-        actions += [PhaseChange(member.name, Phase.UP) for member in returning_members]
-        # A member that leaves still occupies its slot.
-        return actions + _plan_starts(
-            kind, wanted_count - len(members), {member.slot for member in members}, failure_by_slot, now
-        )
+            and member.name not in stopped_names
+        ]
+        returns = [PhaseChange(member.name, Phase.UP) for member in draining_members[:-excess_count]]
+        occupied_slots = {member.slot for member in members}  # a member that leaves still occupies its slot
+        return [*returns, *_plan_starts(kind, wanted_count - len(members), occupied_slots, failure_by_slot, now)]
     is_settled = len(members) == len(live_members) and all(member.phase is Phase.UP for member in live_members)
     if outdated_members and is_settled:
-        actions.append(_plan_removal(min(outdated_members, key=lambda member: member.slot)))
-    return actions
+        return [_plan_removal(min(outdated_members, key=lambda member: member.slot))]
+    return []
 
 
 def _plan_removal(member: Member) -> PhaseChange:
@@ -186,7 +198,10 @@ def _plan_removal(member: Member) -> PhaseChange:
 def _plan_starts(
     kind: MemberKind, missing_member_count: int, occupied_slots: set[int], failure_by_slot: FailureBySlot, now: float
 ) -> list[Action]:
-    """Return the starts for the lowest free slots. No higher slot is used instead of a slot that must wait."""
+    """Return the starts for the lowest free slots, except those that must wait after failures.
+
+    No higher slot is used instead of a slot that must wait.
+    """
     slot_count = len(occupied_slots) + missing_member_count
     free_slots = [slot for slot in range(slot_count) if slot not in occupied_slots]
     slots = free_slots[: max(0, missing_member_count)]
@@ -199,14 +214,10 @@ def _plan_starts(
 
 
 def pick_least_occupied_node(capacity_by_node: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
-    """Return the node with the fewest members of a kind for its capacity; None if no node is known to have room.
+    """Return the node with the fewest members of a kind, of equal nodes the largest; None if no node has room.
 
     `capacity_by_node`: how many members would fit on each node if it were empty. `occupied_nodes`: nodes of the present
     members of the kind.
     """
-    free_capacity_by_node = {node: capacity for node, capacity in capacity_by_node.items() if capacity >= 1}
-    return (
-        min(free_capacity_by_node, key=lambda node: (occupied_nodes.count(node), -free_capacity_by_node[node], node))
-        if free_capacity_by_node
-        else None
-    )
+    nodes = [node for node, capacity in capacity_by_node.items() if capacity >= 1]
+    return min(nodes, key=lambda node: (occupied_nodes.count(node), -capacity_by_node[node], node), default=None)

@@ -1,22 +1,21 @@
-"""For Ray Serve: a `RequestRouter` that asks `router run` where a request goes, by its index and price.
+"""Request router for Ray Serve that asks `router run` which replica should get a request (`POST /route`).
 
-Serve keeps carrying the requests; of ours there is one `router run` (or several) that follows the engines' cache events
-and is asked by `POST /route`. In a Serve LLM application it stands where Ray's `KVAwareRouter` does, and is one, so Ray
-switches on the events of vLLM and says where each replica publishes (`kv_event_metadata` of its routing stats):
+Serve still carries the requests. The router follows the engines' cache events, and answers with a price for each
+engine. In a Serve LLM application this class replaces Ray's `KVAwareRouter` and is derived from it. So Ray switches on
+the events of vLLM, and says where each replica publishes (`kv_event_metadata` of its routing stats):
 
     RequestRouterConfig(request_router_class="fleet.serve:BlockcastRouter", request_router_kwargs={"router": URL,
         "admin_key": KEY, "model": "qwen", "tokenizer": "/models/qwen"})
 
-`model` is the name that requests ask for, `tokenizer` the folder by which the router reads prompts; where Ray has read
-them already, its token ids are asked for. Any other deployment may tell the same of its replicas, or, where an engine
-with HTTP is behind one, its address:
+`model` is the name that requests ask for. `tokenizer` is the folder by which the router reads prompts; if Ray has read
+a prompt already, its token ids are sent instead. Another deployment may report the same of its replicas, or the address
+of an engine with HTTP behind a replica:
 
     def record_routing_stats(self) -> dict: return {"blockcast_worker": {"url": "http://10.0.0.7:8000"}}
 
-Engines are told to the router and taken back as replicas come and go. What Serve sends is seen by the router on the
-engines' `/metrics` a little later; until then this class counts it itself, and all the time for replicas without HTTP:
-each handle or proxy then knows of the queues that it made itself. Where the router does not answer in time, the replica
-with the fewest own requests is taken.
+Engines are registered with the router, and removed, as replicas come and go. The router sees what Serve sends on the
+engines' `/metrics`, a little later. Until then this class counts the requests that it has sent; for replicas without
+HTTP it always does. If the router does not answer in time, the replica with the fewest such requests comes first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -49,6 +48,20 @@ REGISTRATION_CHECK_S = 5.0
 """Seconds between two checks that the router still knows the engines."""
 
 
+class _WorkerPrice(NamedTuple):
+    """The router's prediction for a request on one worker."""
+
+    cost: float
+    prefill_s: float
+
+
+class _SentRequest(NamedTuple):
+    worker_id: str
+    sent_at_s: float
+    prefill_s: float
+    """Predicted seconds of prefill."""
+
+
 class BlockcastRouter(_Base):  # type: ignore[misc]
     """Request router of one Ray Serve handle or proxy."""
 
@@ -61,8 +74,10 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         tokenizer: str = "",
         **unknown_arguments: Any,
     ) -> None:
-        """Set up the router client. `router` is the admin address of a `router run`; `model` and `tokenizer` are those
-        of replicas without HTTP."""
+        """Take the `request_router_kwargs` of the deployment. Raises ValueError for unknown ones.
+
+        `router` is the admin address of a `router run`. `model` and `tokenizer` are those of replicas without HTTP.
+        """
         if unknown_arguments:
             accepted = "router, admin_key, timeout_s, model, tokenizer"
             raise ValueError(f"request_router_kwargs: {sorted(unknown_arguments)} are not known: {accepted}")
@@ -72,10 +87,10 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registered_settings_by_worker: dict[str, Mapping[str, Any]] = {}
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
-        self._predicted_prefill_s_by_request: dict[str, dict[str, float]] = {}
-        """Predicted seconds of prefill, by request and worker, until the request is routed."""
-        self._sent_requests: dict[str, tuple[str, float, float]] = {}
-        """Worker, time and seconds of prefill of each request in flight."""
+        self._prefill_s_by_worker_by_request: dict[str, dict[str, float]] = {}
+        """Predicted seconds of prefill of a request on each worker, until the request is routed."""
+        self._sent_requests: dict[str, _SentRequest] = {}
+        """Requests in flight, by their ids."""
         self._busy_until_s_by_worker: dict[str, float] = {}
         """End of the prefill sent to each replica without HTTP."""
         self._last_sent_s_by_worker: dict[str, float] = {}
@@ -85,74 +100,82 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank replicas from cheapest to dearest; replicas without a price come last."""
+        """Rank the replicas for a request, the cheapest first; replicas without a price come last.
+
+        Serve takes the first one that accepts the request; each rank here has one replica.
+        """
         settings_by_worker = {
-            _get_worker_id(replica): worker
+            _get_worker_id(replica): settings
             for replica in candidate_replicas
-            if (worker := self._get_worker_settings(replica)) is not None
+            if (settings := self._get_worker_settings(replica)) is not None
         }
         self._register_if_changed(settings_by_worker)
-        body = _build_route_query(pending_request, self._model)
-        price_by_worker: dict[str, tuple[float, float]] = {}
-        if pending_request is not None and body is not None:
-            try:
-                price_by_worker = await asyncio.wait_for(self._query_route(body), self._timeout_s)
-                self.route_query_counts["answered"] += 1
-            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
-                self.route_query_counts["not answered"] += 1
-                log.warning("%s: not asked: %r", self._admin_url, error)
-            self._predicted_prefill_s_by_request[_get_request_id(pending_request)] = {
-                worker: prefill_s for worker, (_, prefill_s) in price_by_worker.items()
-            }
+        price_by_worker: dict[str, _WorkerPrice] = {}
+        if pending_request is not None:
+            price_by_worker = await self._fetch_prices(pending_request)
         unseen_prefill_s_by_worker = self._sum_unseen_prefill_s()
-        in_flight_by_worker = Counter(worker for worker, _, _ in self._sent_requests.values())
+        in_flight_by_worker = Counter(request.worker_id for request in self._sent_requests.values())
 
         def get_sort_key(replica: RunningReplica) -> tuple[bool, float, int, float]:
             worker_id = _get_worker_id(replica)
-            cost = (
-                price_by_worker[worker_id][0] + unseen_prefill_s_by_worker.get(worker_id, 0.0)
-                if worker_id in price_by_worker
-                else 0.0
-            )
-            return (
-                worker_id not in price_by_worker,
-                cost,
-                in_flight_by_worker[worker_id],
-                self._last_sent_s_by_worker.get(worker_id, 0.0),
-            )
+            price = price_by_worker.get(worker_id)
+            cost = 0.0 if price is None else price.cost + unseen_prefill_s_by_worker.get(worker_id, 0.0)
+            last_sent_s = self._last_sent_s_by_worker.get(worker_id, 0.0)
+            return price is None, cost, in_flight_by_worker[worker_id], last_sent_s
 
         return [[replica] for replica in sorted(candidate_replicas, key=get_sort_key)]
 
+    async def _fetch_prices(self, pending_request: PendingRequest) -> dict[str, _WorkerPrice]:
+        """Return the prices of a request by worker; none if the router does not answer in time.
+
+        The predicted prefill is kept until the request is routed.
+        """
+        body = _build_route_query(pending_request, self._model)
+        if body is None:
+            return {}
+        price_by_worker: dict[str, _WorkerPrice] = {}
+        try:
+            price_by_worker = await asyncio.wait_for(self._query_route(body), self._timeout_s)
+            self.route_query_counts["answered"] += 1
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+            self.route_query_counts["not answered"] += 1
+            log.warning("%s: not asked: %r", self._admin_url, error)
+        self._prefill_s_by_worker_by_request[_get_request_id(pending_request)] = {
+            worker_id: price.prefill_s for worker_id, price in price_by_worker.items()
+        }
+        return price_by_worker
+
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Count a request that Serve has sent to a replica as load of its worker."""
         request_id = _get_request_id(pending_request)
+        prefill_s_by_worker = self._prefill_s_by_worker_by_request.pop(request_id, {})
         replica = self._replicas.get(replica_id)
-        prefill_s_by_worker = self._predicted_prefill_s_by_request.pop(request_id, {})
-        if replica is not None:
-            worker, now, prefill_s = (
-                _get_worker_id(replica),
-                time.monotonic(),
-                prefill_s_by_worker.get(_get_worker_id(replica), 0.0),
-            )
-            self._sent_requests[request_id] = (worker, now, prefill_s)
-            self._last_sent_s_by_worker[worker] = now
-            if "url" not in (self._get_worker_settings(replica) or {}):
-                self._busy_until_s_by_worker[worker] = (
-                    max(now, self._busy_until_s_by_worker.get(worker, now)) + prefill_s
-                )
+        if replica is None:
+            return
+        worker_id, now = _get_worker_id(replica), time.monotonic()
+        prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
+        self._sent_requests[request_id] = _SentRequest(worker_id, now, prefill_s)
+        self._last_sent_s_by_worker[worker_id] = now
+        has_http = "url" in (self._get_worker_settings(replica) or {})
+        if not has_http:
+            busy_until_s = max(now, self._busy_until_s_by_worker.get(worker_id, now))
+            self._busy_until_s_by_worker[worker_id] = busy_until_s + prefill_s
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._sent_requests.pop(internal_request_id, None)
 
     def _sum_unseen_prefill_s(self) -> dict[str, float]:
-        """Sum the seconds of prefill sent to each worker that the router cannot know of yet."""
+        """Return the seconds of prefill, by worker, that were sent and that the router cannot know of yet."""
         now = time.monotonic()
         self._busy_until_s_by_worker = {
-            worker: until_s for worker, until_s in self._busy_until_s_by_worker.items() if until_s > now
+            worker_id: until_s for worker_id, until_s in self._busy_until_s_by_worker.items() if until_s > now
         }
-        prefill_s_by_worker = {worker: until_s - now for worker, until_s in self._busy_until_s_by_worker.items()}
-        for worker, sent_at_s, prefill_s in self._sent_requests.values():
-            if worker not in self._busy_until_s_by_worker and now - sent_at_s < METRICS_DELAY_S:
-                prefill_s_by_worker[worker] = prefill_s_by_worker.get(worker, 0.0) + prefill_s
+        prefill_s_by_worker = {worker_id: until_s - now for worker_id, until_s in self._busy_until_s_by_worker.items()}
+        for request in self._sent_requests.values():
+            is_recent = now - request.sent_at_s < METRICS_DELAY_S
+            if is_recent and request.worker_id not in self._busy_until_s_by_worker:
+                earlier_prefill_s = prefill_s_by_worker.get(request.worker_id, 0.0)
+                prefill_s_by_worker[request.worker_id] = earlier_prefill_s + request.prefill_s
         return prefill_s_by_worker
 
     def _get_worker_settings(self, replica: RunningReplica) -> Mapping[str, Any] | None:
@@ -169,14 +192,14 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
                 "block_size": event_metadata.get("block_size")}  # fmt: skip
         return {key: value for key, value in settings.items() if value}
 
-    async def _query_route(self, body: bytes) -> dict[str, tuple[float, float]]:
-        """Ask the router; return (price, seconds of prefill) by worker."""
+    async def _query_route(self, body: bytes) -> dict[str, _WorkerPrice]:
+        """Ask the router for the price of a request on each worker. Raises ValueError if it refuses the request."""
         async with self._send_request("POST", "/route", body) as response:
             route_report = json.loads(await response.read())
             if response.status != 200:
                 raise ValueError(f"{response.status} {str(route_report)[:300]}")
         return {
-            candidate["worker"]: (float(candidate["cost"]), float(candidate["prefill_s"]))
+            candidate["worker"]: _WorkerPrice(float(candidate["cost"]), float(candidate["prefill_s"]))
             for candidate in route_report["candidates"]
         }
 
@@ -190,19 +213,23 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return self._session.request(method, self._admin_url + path, data=body, headers=headers)
 
     def _register_if_changed(self, settings_by_worker: dict[str, Mapping[str, Any]]) -> None:
-        """Start to register these engines, and no others, beside the requests."""
+        """Register exactly these engines with the router, in a task, if they changed or were not checked lately."""
         now = time.monotonic()
-        if (
-            settings_by_worker != self._registered_settings_by_worker
-            or now - self._registered_at_s > REGISTRATION_CHECK_S
-        ) and (self._registration_task is None or self._registration_task.done()):
-            self._registered_at_s = now
-            self._last_sent_s_by_worker = {
-                name: at_s for name, at_s in self._last_sent_s_by_worker.items() if name in settings_by_worker
-            }
-            self._registration_task = asyncio.get_running_loop().create_task(self._register_engines(settings_by_worker))
+        has_changed = settings_by_worker != self._registered_settings_by_worker
+        is_check_due = now - self._registered_at_s > REGISTRATION_CHECK_S
+        is_registering = self._registration_task is not None and not self._registration_task.done()
+        if is_registering or not (has_changed or is_check_due):
+            return
+        self._registered_at_s = now
+        self._last_sent_s_by_worker = {
+            worker_id: at_s
+            for worker_id, at_s in self._last_sent_s_by_worker.items()
+            if worker_id in settings_by_worker
+        }
+        self._registration_task = asyncio.get_running_loop().create_task(self._register_engines(settings_by_worker))
 
     async def _register_engines(self, settings_by_worker: dict[str, Mapping[str, Any]]) -> None:
+        """Make the router know exactly these engines. A failure is logged, and the next check tries again."""
         try:
             async with self._send_request("GET", "/workers", None) as response:
                 status_by_worker = parse_workers_page(json.loads(await response.read()))
@@ -236,14 +263,12 @@ def _get_request_id(pending_request: PendingRequest) -> str:
     return str(pending_request.metadata.internal_request_id)
 
 
-def _build_route_query(pending_request: PendingRequest | None, model: str) -> bytes | None:
-    """Return the body of a route query: token ids where Ray has read the prompt, else the first argument that is an
-    OpenAI body.
+def _build_route_query(pending_request: PendingRequest, model: str) -> bytes | None:
+    """Return the body that asks for the price of a Serve request; None if the request has no prompt that can be read.
 
-    Such a body is a dict, JSON, an object with `model_dump`, or one whose attributes are its fields.
+    It has the token ids if Ray has read the prompt. Else it is the first argument of the request that is an OpenAI
+    body: a dict, JSON, an object with `model_dump`, or an object whose attributes are the fields.
     """
-    if pending_request is None:
-        return None
     token_ids = pending_request.kwargs.get("request_token_ids")
     if token_ids and model:
         return json.dumps({"model": model, "prompt": list(token_ids)}).encode()

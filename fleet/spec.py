@@ -24,7 +24,7 @@ class SpecError(Exception):
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Programs and resources of one fleet."""
+    """The programs of a fleet and what they get: command lines, resources, addresses and timeouts."""
 
     name: str
     engine_command: tuple[str, ...]
@@ -48,6 +48,7 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout_s: float = 120.0
     """Seconds without an answer after which a program is killed. With 0 it is never killed."""
     admin_key: str = ""
+    """Key of the routers' admin routes."""
 
     def get_required_resources(self, kind: MemberKind) -> dict[str, float]:
         """Return the resources that Ray reserves for a member. They must all be on one node."""
@@ -86,34 +87,40 @@ def plan_launch(
     allocate_ports: PortAllocator,
     workers: Sequence[WorkerSettings] = (),
 ) -> Launch:
-    """Return the program of a slot on the node `host`. `workers` are those that a router knows from its start."""
-    url_host = f"[{host}]" if ":" in host else host
+    """Return the command line and the addresses of the program of a slot on the node with the address `host`.
+
+    `workers` are those that a router knows from its start.
+    """
     if kind is MemberKind.ROUTER:
-        port = spec.router_port + slot if spec.router_port else allocate_ports(1)
-        admin_address = f"127.0.0.1:{allocate_ports(1)}"
-        peer_address = f"tcp://{url_host}:{allocate_ports(1)}"
-        listen_host = spec.router_host or host
-        address_flags = [
-            "--host",
-            listen_host,
-            "--port",
-            str(port),
-            "--admin",
-            admin_address,
-            "--peer-bind",
-            peer_address,
-        ]
-        worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
-        command = [sys.executable, "-m", "router", "run", *worker_texts, *address_flags, *spec.router_flags]
-        scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags) else "http"
-        url = f"{scheme}://{'127.0.0.1' if listen_host == '127.0.0.1' else url_host}:{port}"
-        return Launch(
-            command=command,
-            url=url,
-            health_url=f"{url}/livez",
-            admin_url=f"{scheme}://{admin_address}",
-            peer_address=peer_address,
-        )
+        return _plan_router(spec, slot, host, allocate_ports, workers)
+    return _plan_worker(spec, host, allocate_ports)
+
+
+def _plan_router(
+    spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[WorkerSettings]
+) -> Launch:
+    url_host = _format_url_host(host)
+    port = spec.router_port + slot if spec.router_port else allocate_ports(1)
+    admin_address = f"127.0.0.1:{allocate_ports(1)}"
+    peer_address = f"tcp://{url_host}:{allocate_ports(1)}"
+    listen_host = spec.router_host or host
+    address_flags = ["--host", listen_host, "--port", str(port), "--admin", admin_address, "--peer-bind", peer_address]
+    worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
+    has_tls = any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags)
+    scheme = "https" if has_tls else "http"
+    url = f"{scheme}://{'127.0.0.1' if listen_host == '127.0.0.1' else url_host}:{port}"
+    return Launch(
+        command=[sys.executable, "-m", "router", "run", *worker_texts, *address_flags, *spec.router_flags],
+        url=url,
+        health_url=f"{url}/livez",
+        admin_url=f"{scheme}://{admin_address}",
+        peer_address=peer_address,
+    )
+
+
+def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
+    """Return the launch of a worker. vLLM gets the addresses of its events by flags; our engine chooses its own."""
+    url_host = _format_url_host(host)
     port = allocate_ports(1)
     url = f"http://{url_host}:{port}"
     worker: WorkerSettings = {"url": url, "id": f"{url_host}:{port}", "send_key": 1}
@@ -127,6 +134,10 @@ def plan_launch(
         for key, first_port in (("events", first_events_port), ("replay", first_replay_port)):
             worker[key] = ";".join(f"tcp://{url_host}:{first_port + rank}" for rank in range(rank_count))
     return Launch(command=command, url=url, health_url=f"{url}/health", worker_settings=worker)
+
+
+def _format_url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def parse_rank_count(command: tuple[str, ...]) -> int:

@@ -10,14 +10,17 @@ from fleet.spec import FleetSpec, Launch
 
 
 class MemberRecord(msgspec.Struct, kw_only=True):
-    """Stored state of one member."""
+    """Stored facts about one program of the fleet."""
 
     name: str
     kind: MemberKind
     slot: int
+    """Number of the member among those of its kind; a replacement takes the same slot."""
     revision: int
+    """Version of the command line with which the member was started."""
     phase: Phase = Phase.STARTING
     phase_since_s: float
+    """Time at which the member entered its phase, in seconds since 1970."""
     up_since_s: float | None = None
     """Time at which the member first came up; None: not yet."""
     node: str = ""
@@ -33,7 +36,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
 
 
 class DirectoryState(msgspec.Struct, kw_only=True):
-    """Stored state of the directory. Times are of the nodes' clocks, in seconds since 1970."""
+    """Everything that the directory stores in Ray, so that it finds its fleet again after a restart."""
 
     spec: FleetSpec
     engine_target: MemberTarget
@@ -42,6 +45,7 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     scaling_bounds: ScalingBounds | None = None
     record_by_name: dict[str, MemberRecord] = {}
     last_serial: int = 0
+    """Number at the end of the newest member's name."""
     hung_count_by_kind: dict[str, int] = {}
     """Programs killed because they did not answer, by kind."""
 

@@ -73,8 +73,10 @@ def _merge_ranks(first: WorkerStatus, second: WorkerStatus) -> WorkerStatus:
 def plan_admin_calls(
     listed_workers: Sequence[ListedWorker], status_by_worker: Mapping[str, WorkerStatus]
 ) -> list[AdminCall]:
-    """Return the calls that make a router's workers equal the list: remove others, add new ones, begin and end
-    drains."""
+    """Return the admin calls that make a router's workers equal the list.
+
+    They remove other workers, add new ones, and begin or end drains. A new worker that drains already is not added.
+    """
     worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
     calls: list[AdminCall] = [
         ("DELETE", f"/workers/{worker_id}", None) for worker_id in status_by_worker if worker_id not in worker_by_id
