@@ -448,7 +448,7 @@ class DirectoryActor:
         ]
 
     def _count_in_flight(self, record: MemberRecord, router_names: list[str]) -> int | None:
-        """Count the requests that these routers have at a worker; None until each has reported since the drain began."""
+        """Count the requests that these routers have at a worker; None until each reported since the drain began."""
         reports = [self._report_by_router.get(name) for name in router_names]
         if any(report is None or report.list_version < record.drain_list_version for report in reports):
             return None
