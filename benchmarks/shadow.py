@@ -170,6 +170,8 @@ def compare_run(
             before, after_switch = (sum(getattr(r, figure)[i] for i in scored_requests) for r in (today, after))
         return before - after_switch, before
 
+    measured = comparison.measured
+    model_error = 0.0 if measured is None else comparison.today.ttft_s / measured.ttft_s - 1.0
     rows = {}
     for title, predicted_saving, figure in (
         ("tokens computed", comparison.saved.computed_tokens, "tokens"),
@@ -179,7 +181,7 @@ def compare_run(
         measured_saving, base = compute_saving(figure)
         rows[f"{name}: {title}"] = {
             "predicted": predicted_saving, "measured": measured_saving, "share": measured_saving / base,
-            "error": predicted_saving / measured_saving - 1.0, "model_error": comparison.model_error or 0.0,
+            "error": predicted_saving / measured_saving - 1.0, "model_error": model_error,
         }  # fmt: skip
     return rows
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ INTERVALS_MIN = 4
 
 
 class ObservedRequest(msgspec.Struct):
-    """A request that was answered. All times are seconds of one clock."""
+    """A request that `router shadow` saw, with what is known of its answer. All times are seconds of one clock."""
 
     serial: int
     arrival_s: float
@@ -60,32 +61,30 @@ class PromptEnd(NamedTuple):
 
 
 class PrefixLinks:
-    """The last `max_prompts` prompts by their last full block, to find the one that a request continues."""
+    """Finds the earlier request that a request continues, among those with the last `max_prompts` prompts."""
 
     def __init__(self, max_prompts: int) -> None:
         self._max_prompts = max_prompts
         self._end_by_block: OrderedDict[int, PromptEnd] = OrderedDict()
+        """Each prompt by its last full block, the oldest first."""
 
     def follow(
         self, end: PromptEnd, block_ids: Sequence[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool]
     ) -> int | None:
-        """Add a prompt, and return the serial of the request that it continues, if any.
+        """Add a prompt, and return the serial of the request that it continues; None if there is none.
 
-        `is_prefix` tells whether the prompt begins with all of an earlier one: blocks do not show what follows the last
-        full one.
+        `is_prefix` returns whether the prompt begins with all of an earlier one. Equal blocks do not show that, as an
+        earlier prompt may go on behind its last full block.
         """
-        predecessor = None
-        for block in reversed(block_ids):
-            earlier = self._end_by_block.get(block)
-            if earlier is not None and is_prefix(earlier):
-                predecessor = earlier.serial
-                break
+        earlier_ends = (self._end_by_block[block] for block in reversed(block_ids) if block in self._end_by_block)
+        continued_serial = next((earlier.serial for earlier in earlier_ends if is_prefix(earlier)), None)
         if full_blocks:
-            self._end_by_block[block_ids[full_blocks - 1]] = end
-            self._end_by_block.move_to_end(block_ids[full_blocks - 1])
+            last_full_block = block_ids[full_blocks - 1]
+            self._end_by_block[last_full_block] = end
+            self._end_by_block.move_to_end(last_full_block)
             if len(self._end_by_block) > self._max_prompts:
                 self._end_by_block.popitem(last=False)
-        return predecessor
+        return continued_serial
 
 
 class _Conversation(NamedTuple):
@@ -98,18 +97,19 @@ class _Conversation(NamedTuple):
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return for each request the index of the earlier request for the end of which it waited; None if there is none.
+    """Return for each request the index of the earlier request for whose end it waited; None if it waited for none.
 
     `requests` are in the order of arrival.
     """
-    index_by_serial: Mapping[int, int] = {request.serial: i for i, request in enumerate(requests)}
-    predecessor_by_index = _find_named_predecessors(requests)
+    index_by_serial = {request.serial: i for i, request in enumerate(requests)}
+    named_predecessors = _find_named_predecessors(requests)
     predecessors: list[int | None] = []
     for i, request in enumerate(requests):
-        continued_index = None if request.continues is None else index_by_serial.get(request.continues)
-        predecessor = predecessor_by_index.get(i, continued_index)
+        predecessor = named_predecessors.get(i)
+        if predecessor is None and request.continues is not None:
+            predecessor = index_by_serial.get(request.continues)
         while predecessor is not None and not _ended_before(requests[predecessor], request):
-            predecessor = predecessors[predecessor]  # both requests waited for the end of that one
+            predecessor = predecessors[predecessor]  # it did not wait for that one, but for the one before
         predecessors.append(predecessor)
     for previous, following in _pair_conversations(_group_conversations(requests, predecessors)):
         predecessors[following.first_index] = previous.last_index
@@ -121,24 +121,19 @@ def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
 
 
 def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
-    """Return index -> index of the previous request of the same name, for names without overlapping requests."""
-    last_index_by_user: dict[str, int] = {}
-    predecessors_by_user: dict[str, dict[int, int]] = {}
-    overlapping_users: set[str] = set()
+    """Return the index of the user's previous request for each request of a user whose requests never overlap.
+
+    Several clients may share a name. Then their requests overlap, and the name shows nothing.
+    """
+    indices_by_user: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
-        if request.user is None:
-            continue
-        previous_index = last_index_by_user.get(request.user)
-        if previous_index is not None and not _ended_before(requests[previous_index], request):
-            overlapping_users.add(request.user)
-        elif previous_index is not None:
-            predecessors_by_user.setdefault(request.user, {})[i] = previous_index
-        last_index_by_user[request.user] = i
-    sequential_predecessors: dict[int, int] = {}
-    for user, predecessor_by_index in predecessors_by_user.items():
-        if user not in overlapping_users:
-            sequential_predecessors |= predecessor_by_index
-    return sequential_predecessors
+        if request.user is not None:
+            indices_by_user.setdefault(request.user, []).append(i)
+    predecessors: dict[int, int] = {}
+    for indices in indices_by_user.values():
+        if all(_ended_before(requests[previous], requests[following]) for previous, following in pairwise(indices)):
+            predecessors |= zip(indices[1:], indices)
+    return predecessors
 
 
 def _group_conversations(
@@ -148,20 +143,20 @@ def _group_conversations(
 
     `predecessors`: index of the previous request of the conversation, for each request; None for a first request.
     """
+    conversations: dict[int, _Conversation] = {}
+    """Conversations by the index of their first request."""
     first_indices: list[int] = []
-    conversation_by_first_index: dict[int, _Conversation] = {}
+    """Index of the first request of the conversation of each request."""
     for i, (request, predecessor) in enumerate(zip(requests, predecessors)):
         if request.end_s is None:
             return []
         first_index = i if predecessor is None else first_indices[predecessor]
         first_indices.append(first_index)
-        conversation = conversation_by_first_index.get(first_index)
-        if conversation is None:
-            conversation = _Conversation(first_index=i, last_index=i, begin_s=request.arrival_s, end_s=request.end_s)
-        elif request.end_s > conversation.end_s:
-            conversation = conversation._replace(last_index=i, end_s=request.end_s)
-        conversation_by_first_index[first_index] = conversation
-    return list(conversation_by_first_index.values())
+        if first_index == i:
+            conversations[i] = _Conversation(i, last_index=i, begin_s=request.arrival_s, end_s=request.end_s)
+        elif request.end_s > conversations[first_index].end_s:
+            conversations[first_index] = conversations[first_index]._replace(last_index=i, end_s=request.end_s)
+    return list(conversations.values())
 
 
 def _pair_conversations(conversations: Sequence[_Conversation]) -> list[tuple[_Conversation, _Conversation]]:
@@ -180,10 +175,10 @@ def _pair_conversations(conversations: Sequence[_Conversation]) -> list[tuple[_C
 def _is_closed_loop(
     conversations: Sequence[_Conversation], pairs: Sequence[tuple[_Conversation, _Conversation]]
 ) -> bool:
-    """Whether conversations come from a fixed number of users, each of whom begins one soon after the last.
+    """Return whether a fixed number of users holds the conversations, and each begins the next soon after the last.
 
-    Three facts show it. The gaps between conversations are short. An end predicts the next begin better than the clock
-    does. In short intervals as many conversations begin as end, which is not so if both come by chance.
+    Three facts show it. The gaps between conversations are short. The end of a conversation predicts when the next one
+    begins better than the clock does. In short intervals as many conversations begin as end, which is not so by chance.
     """
     busy_from_s, busy_until_s = _find_busy_interval(conversations)
     gaps_s = [
@@ -193,16 +188,18 @@ def _is_closed_loop(
     ]
     if len(gaps_s) < GAPS_MIN:
         return False
-    gap_s, length_s = fmean(gaps_s), fmean(conversation.end_s - conversation.begin_s for conversation in conversations)
+    gap_s = fmean(gaps_s)
+    length_s = fmean(conversation.end_s - conversation.begin_s for conversation in conversations)
     user_count = max(len(conversations) - len(gaps_s), 1)
     begins_s = [conversation.begin_s for conversation in conversations]
-    rounds_s = [following - begin for begin, following in zip(begins_s, begins_s[user_count:])]
+    rounds_s = [following - begin for begin, following in zip(begins_s, begins_s[user_count:])]  # between a user's two
     follows_clock = len(rounds_s) > 1 and pvariance(gaps_s) > CLOCK_SPREAD_MAX * pvariance(rounds_s)
     if gap_s > GAP_SHARE_MAX * length_s or follows_clock:
         return False
     interval_s = min(max(3.0 * gap_s, length_s / 16), length_s / 3)
     spread = _measure_balance_spread(conversations, busy_from_s, busy_until_s, interval_s)
-    is_steady = gap_s / length_s * user_count**0.5 < STEADY_SHARE  # a number that is open by chance varies by its root
+    # The number of conversations that are open by chance would vary by its square root.
+    is_steady = gap_s / length_s * user_count**0.5 < STEADY_SHARE
     return spread < (STEADY_BALANCE_SPREAD_MAX if is_steady else BALANCE_SPREAD_MAX)
 
 
@@ -211,7 +208,8 @@ def _measure_balance_spread(
 ) -> float:
     """Return the variance of begins minus ends in intervals, relative to that of begins and ends by chance."""
     interval_count = int((until_s - from_s) / interval_s)
-    balance_by_interval, moment_count = [0] * interval_count, 0
+    balance_by_interval = [0] * interval_count
+    moment_count = 0
     for moment_s, change in _list_moments(conversations):
         interval = int((moment_s - from_s) / interval_s)
         if moment_s >= from_s and interval < interval_count:

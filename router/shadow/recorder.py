@@ -54,7 +54,7 @@ class UnplacedRequest:
 
 @dataclass(slots=True)
 class Recorder:
-    """Records requests and finds their workers. One a process."""
+    """Records the requests that `router shadow` sees, and finds out which worker answered each."""
 
     core: RouterCore
     config: ShadowConfig
@@ -63,16 +63,19 @@ class Recorder:
     """Called with each copy for which a worker was found, and the decision that would have sent it there."""
     requests: list[ObservedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Outcome -> requests: placed, unplaced, unread, failed; `dropped` ones were placed, and are not compared."""
+    """Requests by outcome: placed, unplaced, unread, failed; `dropped` ones were placed, and are not compared."""
     block: int = 0
     """Tokens in a block; 0 before the first request."""
     _open: dict[int, UnplacedRequest] = field(default_factory=dict)
-    """Serial -> request."""
+    """Requests without a worker yet, by their serials."""
     _serials: count[int] = field(default_factory=count)
-    _links: PrefixLinks | None = None
+    _links: PrefixLinks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._links = PrefixLinks(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
-        """Record a copy of a request, which was read and priced."""
+        """Record a copy of a request, and search for its worker from now on. The copy was read and priced before."""
         route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:
             self.counts["unread"] += 1
@@ -98,7 +101,8 @@ class Recorder:
             if now < request.next_search_s:
                 continue
             route, age_s = request.route, now - request.observed.arrival_s
-            tokens_by_holder = {m.holder: m.tokens for m in self.core.index.match(route.token_ids or (), route.scope)}
+            matches = self.core.index.match(route.token_ids or (), route.scope)
+            tokens_by_holder = {match.holder: match.tokens for match in matches}
             cached_tokens = {name: tokens_by_holder.get(target.holder, 0) for name, target in targets.items()}
             grown_worker = self._find_grown_cache(request, cached_tokens)
             full_worker = self._find_full_cache(request) if age_s > SETTLED_S else None
@@ -121,6 +125,7 @@ class Recorder:
         return engines + [ObservedEngine(name) for name in sorted(removed_ids)]
 
     def _describe_engine(self, spec: WorkerSpec) -> ObservedEngine:
+        """Return a worker with its cache size as it reports it, or else as its events showed it."""
         cache_tokens = spec.cache_tokens
         if cache_tokens is None:
             targets = self.core.registry.get_targets(spec.worker_id)
@@ -139,9 +144,10 @@ class Recorder:
     # Workers of requests --------------------------------------------------------------------------------------------
 
     def _place_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
-        """Search for the worker of the turn before the one that came, by the tokens that caches have of it.
+        """Search for the worker of a conversation's last turn when the next turn comes. `serial`: the last turn's.
 
-        Later, the cache to which the new turn goes may have both turns.
+        `cached_tokens`: tokens of the new prompt that each target has. Later this search could fail, because the cache
+        to which the new turn goes has both turns then.
         """
         request = None if serial is None else self._open.get(serial)
         worker = None if request is None else self._find_grown_cache(request, cached_tokens)
@@ -150,17 +156,21 @@ class Recorder:
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """Return the worker that had a part of the prompt cached, and now has all of its full blocks.
+        """Return the worker whose cache did not have all full blocks of the prompt at its arrival, and has them now.
 
-        If there are several, the cache that grew most counts; None if two grew alike.
+        If there are several, the cache that grew most counts. None if there is none, or if two grew by the same number
+        of tokens. `cached_tokens`: tokens that each target has now.
         """
         workers_by_growth: dict[int, list[str]] = {}
         for target in self.core.tracker.targets.values():
             tokens_before = request.cached_tokens_at_arrival.get(target.name, 0)
             tokens_now = min(cached_tokens.get(target.name, 0), request.observed.prompt_tokens)
-            if request.full_block_tokens and tokens_now >= request.full_block_tokens > tokens_before:
+            has_got_all_blocks = tokens_now >= request.full_block_tokens > tokens_before
+            if request.full_block_tokens and has_got_all_blocks:
                 workers_by_growth.setdefault(tokens_now - tokens_before, []).append(target.worker_id)
-        workers = workers_by_growth[max(workers_by_growth)] if workers_by_growth else []
+        if not workers_by_growth:
+            return None
+        workers = workers_by_growth[max(workers_by_growth)]
         return workers[0] if len(workers) == 1 else None
 
     def _find_full_cache(self, request: UnplacedRequest) -> str | None:
@@ -177,7 +187,7 @@ class Recorder:
         return workers.pop() if len(workers) == 1 else None
 
     def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
-        """Record a copy for which a worker was found. Its answer counts as begun now."""
+        """Record a copy for which a worker was found. Its first token counts as generated now."""
         context, observed = request.context, request.observed
         decision = None if context.decision is None else decision_for_worker(worker, context.decision)
         if decision is None:
@@ -189,6 +199,7 @@ class Recorder:
         self.on_placed(context, decision)
 
     def _store(self, request: ObservedRequest) -> None:
+        """Add a request to `requests`, and drop the oldest one if there are too many."""
         insort(self.requests, request, key=lambda recorded: recorded.arrival_s)
         self.counts["placed"] += 1
         if len(self.requests) > self.config.requests_max:
@@ -202,24 +213,24 @@ class Recorder:
         if not self.block:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(block_sizes, default=BLOCK_TOKENS)
-            self._links = PrefixLinks(self.config.requests_max)
-        assert self._links is not None
-        tokens = array(ID_TYPE, route.token_ids or ())
-        size, block = len(tokens), self.block
+        token_ids = array(ID_TYPE, route.token_ids or ())
+        prompt_tokens, full_blocks = len(token_ids), len(token_ids) // self.block
         # With one token more, as the index has no key for a prompt's last token.
-        keys = self.core.index.chunk_keys(array(ID_TYPE, [*tokens, 0]).tobytes(), route.scope, block)
-        prompt_digest = xxhash.xxh3_64_intdigest(tokens.tobytes())
-        ids = array("Q", keys if size % block == 0 else [*keys, prompt_digest])
+        digests = self.core.index.chunk_keys(array(ID_TYPE, [*token_ids, 0]).tobytes(), route.scope, self.block)
+        prompt_digest = xxhash.xxh3_64_intdigest(token_ids.tobytes())
+        has_partial_block = prompt_tokens % self.block != 0
+        block_ids = array("Q", [*digests, prompt_digest] if has_partial_block else digests)
         serial = next(self._serials)
-        observed = ObservedRequest(serial, at_s, ids, size, "", user=route.session)
-        observed.continues = self._links.follow(
-            PromptEnd(serial, size, prompt_digest), ids, size // block, partial(_begins_with, tokens)
+        continued_serial = self._links.follow(
+            PromptEnd(serial, prompt_tokens, prompt_digest), block_ids, full_blocks, partial(_begins_with, token_ids)
         )
-        return observed
+        return ObservedRequest(
+            serial, at_s, block_ids, prompt_tokens, worker="", continues=continued_serial, user=route.session
+        )
 
 
 def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
-    """Whether a prompt begins with all of an earlier one, and is longer."""
+    """Return whether a prompt begins with all of an earlier one, and is longer."""
     if earlier.tokens >= len(tokens):
         return False
     return xxhash.xxh3_64_intdigest(memoryview(tokens)[: earlier.tokens].tobytes()) == earlier.digest
@@ -228,17 +239,15 @@ def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:
 def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
     """Return the decision that sends a request to `worker`, by the prices at its arrival.
 
-    None if the worker was no candidate. Of several ranks, the one with most of the prompt cached counts.
+    None if the worker was no candidate. Of several ranks, which are called WORKER#RANK, the one with most of the prompt
+    cached counts.
     """
-    worker_terms = [
-        terms for terms in arrival_decision.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])
-    ]
+    candidates = arrival_decision.candidates
+    worker_terms = [terms for terms in candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
     if not worker_terms:
         return None
-    terms, most_cached_terms = (
-        max(candidates, key=lambda candidate: candidate.cached_tokens)
-        for candidates in (worker_terms, arrival_decision.candidates)
-    )
+    terms = max(worker_terms, key=lambda candidate: candidate.cached_tokens)
+    most_cached_terms = max(candidates, key=lambda candidate: candidate.cached_tokens)
     return msgspec.structs.replace(
         arrival_decision,
         worker=worker,

@@ -8,9 +8,13 @@ recorded times. In the second one, a request that waited for an answer arrives a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import count
+from enum import IntEnum
+from itertools import count, islice
+from math import ceil
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,7 +55,7 @@ class ReplayTotals(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """Sums over the compared requests, for the recorded placement and for that of `router run`."""
+    """What `router run` would have saved: sums over the compared requests, for its placement and the recorded one."""
 
     requests: int
     """Number of compared requests."""
@@ -75,10 +79,14 @@ class Comparison(msgspec.Struct):
     quantiles: dict[str, list[float]] = {}
     """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
 
-    @property
-    def model_error(self) -> float | None:
-        """Error of the simulated time to first token of today, as a share of the measured one."""
-        return None if self.measured is None else self.today.ttft_s / max(self.measured.ttft_s, 1e-9) - 1.0
+
+class CachedPrefix(NamedTuple):
+    """Blocks at the beginning of a prompt that were cached when the request arrived."""
+
+    at_own_worker: int
+    at_best_worker: int
+    at_any_time: int
+    """Blocks that some worker had then or earlier."""
 
 
 class RecordedPlacement(Router):
@@ -88,27 +96,23 @@ class RecordedPlacement(Router):
         self._worker_index_by_request = worker_index_by_request
         self._seen_blocks: set[int] = set()
         """Blocks that some cache has had."""
-        self.blocks_elsewhere: dict[int, int] = {}
-        """Request -> blocks of its prefix that another worker had cached, beyond those of its own worker."""
-        self.blocks_ever_cached: dict[int, int] = {}
-        """Request -> blocks of its prefix that any worker had cached at any time."""
-        self.blocks_evicted: dict[int, int] = {}
-        """Request -> blocks of `blocks_ever_cached` that no worker had cached any more."""
+        self.cached_prefix_by_request: dict[int, CachedPrefix] = {}
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        ids, max_cached_blocks = request.block_ids, (request.prompt_tokens - 1) // request.block_size
+        """Return (request index, recorded worker)."""
+        block_ids = request.block_ids
+        max_blocks = (request.prompt_tokens - 1) // request.block_size  # the last token is always computed
         worker_index = self._worker_index_by_request[request.index]
-        own_blocks = best_blocks = self.cluster.workers[worker_index].cache.count_cached_prefix(ids, max_cached_blocks)
-        if own_blocks < max_cached_blocks:
+        own_blocks = self.cluster.workers[worker_index].cache.count_cached_prefix(block_ids, max_blocks)
+        best_blocks = own_blocks
+        if own_blocks < max_blocks:
             for worker in self.cluster.workers:
-                if worker.cache.is_resident(ids[own_blocks]):
-                    best_blocks = max(best_blocks, worker.cache.count_cached_prefix(ids, max_cached_blocks))
-        blocks_ever_cached = best_blocks
-        while blocks_ever_cached < max_cached_blocks and ids[blocks_ever_cached] in self._seen_blocks:
-            blocks_ever_cached += 1
-        self.blocks_elsewhere[request.index] = best_blocks - own_blocks
-        self.blocks_evicted[request.index] = blocks_ever_cached - best_blocks
-        self.blocks_ever_cached[request.index] = blocks_ever_cached
+                if worker.cache.is_resident(block_ids[own_blocks]):
+                    best_blocks = max(best_blocks, worker.cache.count_cached_prefix(block_ids, max_blocks))
+        ever_cached_blocks = best_blocks
+        while ever_cached_blocks < max_blocks and block_ids[ever_cached_blocks] in self._seen_blocks:
+            ever_cached_blocks += 1
+        self.cached_prefix_by_request[request.index] = CachedPrefix(own_blocks, best_blocks, ever_cached_blocks)
         return [(request.index, worker_index)]
 
     def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -116,31 +120,43 @@ class RecordedPlacement(Router):
 
 
 def _count_lost_tokens(
-    placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Iterable[int], block: int
+    placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Sequence[int], block: int
 ) -> dict[str, int]:
-    """Return cause -> tokens that were computed without need, in the simulation of today.
+    """Return the tokens that were computed without need in the simulation of today, by their cause.
 
     The workload is the cause for blocks that no worker has any more, and for what a session's prompt has otherwise than
     its previous prompt. Routing is the cause for blocks that another worker had.
     """
-    changed_blocks = dict.fromkeys(range(len(requests)), 0)
+    changed_blocks = _count_changed_blocks(placement, requests, block)
+    prefixes = {i: placement.cached_prefix_by_request[i] for i in indices}
+    evicted_blocks = sum(prefix.at_any_time - prefix.at_best_worker for prefix in prefixes.values())
+    elsewhere_blocks = sum(prefix.at_best_worker - prefix.at_own_worker for prefix in prefixes.values())
+    return {
+        "workload": block * (evicted_blocks + sum(changed_blocks.get(i, 0) for i in indices)),
+        "routing": block * elsewhere_blocks,
+    }
+
+
+def _count_changed_blocks(
+    placement: RecordedPlacement, requests: Sequence[ObservedRequest], block: int
+) -> dict[int, int]:
+    """Return, for each request that changed its user's previous prompt, the blocks that it could have had in common.
+
+    A prompt with another first block counts as a new conversation, not as a changed one.
+    """
+    changed_blocks: dict[int, int] = {}
     last_request_by_user: dict[str, ObservedRequest] = {}
     for i, request in enumerate(requests):
-        previous = None if request.user is None else last_request_by_user.get(request.user)
-        if (
-            previous is not None
-            and request.continues != previous.serial
-            and previous.block_ids[:1] == request.block_ids[:1]
-        ):
+        if request.user is None:
+            continue
+        previous = last_request_by_user.get(request.user)
+        last_request_by_user[request.user] = request
+        if previous is None or request.continues == previous.serial:
+            continue
+        if previous.block_ids[:1] == request.block_ids[:1]:
             max_common_blocks = min(previous.prompt_tokens // block, (request.prompt_tokens - 1) // block)
-            changed_blocks[i] = max(max_common_blocks - placement.blocks_ever_cached[i], 0)
-        if request.user is not None:
-            last_request_by_user[request.user] = request
-    indices = list(indices)
-    return {
-        "workload": block * sum(placement.blocks_evicted[i] + changed_blocks[i] for i in indices),
-        "routing": block * sum(placement.blocks_elsewhere[i] for i in indices),
-    }
+            changed_blocks[i] = max(max_common_blocks - placement.cached_prefix_by_request[i].at_any_time, 0)
+    return changed_blocks
 
 
 def compare(
@@ -165,19 +181,13 @@ def compare(
     cluster = _make_cluster(observed_requests, engines, workload, block)
     cluster, placement, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
-    today_totals = _sum_simulated_totals(today_result, workload, indices)
-    router_totals = _sum_simulated_totals(router_result, workload, indices)
-    measured_totals = _sum_measured_totals([observed_requests[i] for i in indices], today_totals)
-    if all(request.end_s is None for request in observed_requests):
-        for totals in (today_totals, router_totals, measured_totals):
-            if totals is not None:
-                totals.seconds = None
-    times_by_name = {
-        "measured": [
-            request.first_token_s - request.arrival_s
-            for request in observed_requests[warming:]
-            if request.first_token_s is not None
-        ],
+    has_ends = any(request.end_s is not None for request in observed_requests)
+    today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
+    router_totals = _sum_simulated_totals(router_result, workload, indices, has_ends=has_ends)
+    compared_requests = observed_requests[warming:]
+    measured_totals = _sum_measured_totals(compared_requests, today_totals)
+    ttfts_by_curve = {
+        "measured": _list_measured_ttfts(compared_requests),
         "today, as played": [today_result.ttft_s_by_request[i] for i in indices],
         "router run": [router_result.ttft_s_by_request[i] for i in indices],
     }
@@ -185,23 +195,24 @@ def compare(
         requests=len(indices),
         warming=warming,
         waited=sum(request.previous_index is not None for request in waiting_workload.requests),
-        prompt_tokens=sum(observed_requests[i].prompt_tokens for i in indices),
+        prompt_tokens=sum(request.prompt_tokens for request in compared_requests),
         measured=measured_totals,
         today=today_totals,
         ours=router_totals,
         saved=_compute_savings(measured_totals or today_totals, today_totals, router_totals),
         lost=_count_lost_tokens(placement, observed_requests, indices, block),
         steps={engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)},
-        quantiles={name: _compute_percentiles(times) for name, times in times_by_name.items() if times},
+        quantiles={curve: _compute_percentiles(ttfts) for curve, ttfts in ttfts_by_curve.items() if ttfts},
     )
 
 
 def _make_cluster(
     observed_requests: Sequence[ObservedRequest], engines: Sequence[ObservedEngine], workload: Workload, block: int
 ) -> ClusterConfig:
-    """Return the simulated workers, with the step times that the recorded answers show."""
+    """Return the workers to simulate, with the caches that they report and the step times that the answers show."""
     steps = learn_step_times(observed_requests, engines)
-    longest_request_blocks = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
+    longest_request_tokens = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
+    longest_request_blocks = ceil(longest_request_tokens / block) + 2  # a cache that is reported too small still serves
     workers = []
     for engine in engines:
         cache_blocks = None
@@ -256,16 +267,16 @@ def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals
 
 def _measure_decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
     """Return the recorded time from first tokens to the ends of answers, divided by the simulated time."""
-    decode_times = [
-        (i, s.end_s - s.first_token_s)
-        for i, s in enumerate(requests)
-        if s.end_s is not None and s.first_token_s is not None
-    ]
-    played_s = sum(result.e2e_s_by_request[i] - result.ttft_s_by_request[i] for i, _ in decode_times)
-    return sum(seconds for _, seconds in decode_times) / played_s if played_s > 0.0 and decode_times else 1.0
+    recorded_s = simulated_s = 0.0
+    for i, request in enumerate(requests):
+        if request.end_s is not None and request.first_token_s is not None:
+            recorded_s += request.end_s - request.first_token_s
+            simulated_s += result.e2e_s_by_request[i] - result.ttft_s_by_request[i]
+    return recorded_s / simulated_s if simulated_s > 0.0 else 1.0
 
 
 def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
+    """Return step times with which decoding takes `ratio` times as long."""
     return replace(
         steps,
         step_s=steps.step_s * ratio,
@@ -274,62 +285,91 @@ def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
     )
 
 
-def _compute_percentiles(values: list[float]) -> list[float]:
-    values.sort()
-    return [values[round(k / 100 * (len(values) - 1))] for k in range(101)]
+def _compute_percentiles(values: Iterable[float]) -> list[float]:
+    """Return the percentiles 0 to 100."""
+    sorted_values = sorted(values)
+    return [sorted_values[round(percent / 100 * (len(sorted_values) - 1))] for percent in range(101)]
 
 
-def _scale_saving(measured_value: float, today: float, ours: float) -> float:
-    return measured_value * (1.0 - ours / today) if today > 0.0 else 0.0
+def _scale_saving(base: float, today: float, ours: float) -> float:
+    """Return the saved part of `base`, if the simulations need `today` without and `ours` with `router run`."""
+    return base * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _sum_simulated_totals(result: SimulationResult, workload: Workload, indices: Iterable[int]) -> ReplayTotals:
-    indices, requests = list(indices), workload.requests
-    return ReplayTotals(
-        float(sum(requests[i].prompt_tokens - result.hit_tokens_by_request[i] for i in indices)),
-        sum(result.ttft_s_by_request[i] for i in indices),
-        sum(result.e2e_s_by_request[i] for i in indices),
-    )
+def _sum_simulated_totals(
+    result: SimulationResult, workload: Workload, indices: Iterable[int], *, has_ends: bool
+) -> ReplayTotals:
+    """Return the totals of a simulation. `has_ends`: the end of some answer was recorded."""
+    computed_tokens, ttft_s, seconds = 0, 0.0, 0.0
+    for i in indices:
+        computed_tokens += workload.requests[i].prompt_tokens - result.hit_tokens_by_request[i]
+        ttft_s += result.ttft_s_by_request[i]
+        seconds += result.e2e_s_by_request[i]
+    return ReplayTotals(float(computed_tokens), ttft_s, seconds if has_ends else None)
+
+
+def _list_measured_ttfts(requests: Sequence[ObservedRequest]) -> list[float]:
+    return [request.first_token_s - request.arrival_s for request in requests if request.first_token_s is not None]
 
 
 def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotals) -> ReplayTotals | None:
-    """Return the recorded totals, scaled up to the requests of unknown times; None if no time is known."""
-    ttfts = [s.first_token_s - s.arrival_s for s in requests if s.first_token_s is not None]
-    latencies = [s.end_s - s.arrival_s for s in requests if s.end_s is not None]
-    reporting_requests = [s for s in requests if s.cached_tokens is not None]
+    """Return the recorded totals, or None if no first token was recorded.
+
+    Requests of which something is unknown count as the mean of the others. A total of which nothing at all is known is
+    that of the simulation of today.
+    """
+    ttfts = _list_measured_ttfts(requests)
     if not ttfts:
         return None
-    reported_prompt_tokens = sum(s.prompt_tokens for s in reporting_requests)
-    computed_tokens = sum(s.prompt_tokens - (s.cached_tokens or 0) for s in reporting_requests)
-    return ReplayTotals(
-        computed_tokens * sum(s.prompt_tokens for s in requests) / reported_prompt_tokens
-        if reported_prompt_tokens
-        else today.computed_tokens,
-        sum(ttfts) * len(requests) / len(ttfts),
-        sum(latencies) * len(requests) / len(latencies) if latencies else today.seconds,
-    )
+    totals = msgspec.structs.replace(today, ttft_s=sum(ttfts) * len(requests) / len(ttfts))
+    latencies = [request.end_s - request.arrival_s for request in requests if request.end_s is not None]
+    if latencies:
+        totals.seconds = sum(latencies) * len(requests) / len(latencies)
+    reporting_requests = [request for request in requests if request.cached_tokens is not None]
+    reported_prompt_tokens = sum(request.prompt_tokens for request in reporting_requests)
+    if reported_prompt_tokens:
+        prompt_tokens = sum(request.prompt_tokens for request in requests)
+        reported_cached_tokens = sum(request.cached_tokens or 0 for request in reporting_requests)
+        computed_share = 1.0 - reported_cached_tokens / reported_prompt_tokens
+        totals.computed_tokens = computed_share * prompt_tokens
+    return totals
 
 
 # Step times -----------------------------------------------------------------------------------------------------------
 
 
-def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
-    """Return worker -> its step times, learned from recorded answers as the router learns from those it forwards."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
-    targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
-    in_flight_requests: dict[int, InFlightRequest] = {}
-    request_events: list[tuple[float, int, ObservedRequest]] = []
+class _AnswerEvent(IntEnum):
+    """What a recorded answer shows at one time, in the order for equal times."""
+
+    ARRIVAL = 0
+    FIRST_TOKEN = 1
+    END = 2
+
+
+def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[tuple[float, int, _AnswerEvent]]:
+    """Return (time, serial of the request, event) of all answers with a first token, in order of time."""
+    events = []
     for request in requests:
-        if request.first_token_s is not None and request.worker in targets:
+        if request.first_token_s is not None:
             first_token_s = max(request.first_token_s, request.arrival_s)  # a log may have rounded times
             end_s = max(request.end_s or first_token_s, first_token_s)
-            request_events += [(request.arrival_s, 0, request), (first_token_s, 1, request), (end_s, 2, request)]
-    for now, event_kind, request in sorted(
-        request_events, key=lambda request_event: (request_event[0], request_event[2].serial, request_event[1])
-    ):
+            events.append((request.arrival_s, request.serial, _AnswerEvent.ARRIVAL))
+            events.append((first_token_s, request.serial, _AnswerEvent.FIRST_TOKEN))
+            events.append((end_s, request.serial, _AnswerEvent.END))
+    return sorted(events)
+
+
+def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
+    """Return the step times of each worker, learned from recorded answers as the router learns from its own."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
+    request_by_serial = {request.serial: request for request in requests if request.worker in targets}
+    in_flight_requests: dict[int, InFlightRequest] = {}
+    for now, serial, event in _list_answer_events(request_by_serial.values()):
+        request = request_by_serial[serial]
         tracker.advance(now)
-        if event_kind == 0:
-            in_flight_requests[request.serial] = tracker.add_request(
+        if event is _AnswerEvent.ARRIVAL:
+            in_flight_requests[serial] = tracker.add_request(
                 targets[request.worker],
                 prompt_tokens=request.prompt_tokens,
                 cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
@@ -337,15 +377,14 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
                 now=now,
                 expected_output_tokens=float(request.output_tokens or 0),
             )
-        elif event_kind == 1:
-            tracker.record_first_token(in_flight_requests[request.serial], now)
+        elif event is _AnswerEvent.FIRST_TOKEN:
+            tracker.record_first_token(in_flight_requests[serial], now)
         else:
-            in_flight = in_flight_requests.pop(request.serial)
+            in_flight = in_flight_requests.pop(serial)
             tracker.record_progress(in_flight, request.output_tokens or 0)
             tracker.record_answer(in_flight, request.output_tokens, now)
             tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
-    models = {worker: target.speed.service for worker, target in targets.items()}
-    return {worker: StepTimes(**asdict(model)) for worker, model in models.items()}
+    return {worker: StepTimes(**asdict(target.speed.service)) for worker, target in targets.items()}
 
 
 # Workload -------------------------------------------------------------------------------------------------------------
@@ -356,13 +395,18 @@ class _BlockNumbers:
 
     def __init__(self) -> None:
         self._number_by_digest: dict[int, int] = {}
-        self.unused_numbers = count(1)
+        self._unused_numbers = count(1)
 
     def get_numbers(self, digests: Iterable[int]) -> list[int]:
+        """Return the numbers of blocks with these digests."""
         for digest in digests:
             if digest not in self._number_by_digest:
-                self._number_by_digest[digest] = next(self.unused_numbers)
+                self._number_by_digest[digest] = next(self._unused_numbers)
         return [self._number_by_digest[digest] for digest in digests]
+
+    def take_numbers(self, block_count: int) -> list[int]:
+        """Return the numbers of new blocks without digests."""
+        return list(islice(self._unused_numbers, block_count))
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
@@ -371,14 +415,13 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
     all requests arrive at their recorded times. Answers of unknown length get the mean length of the others.
     """
-    index_by_serial: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
-    output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
-    mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
+    index_by_serial = {observed.serial: i for i, observed in enumerate(observed_requests)}
+    mean_output_tokens = _find_mean_output_tokens(observed_requests)
     block_numbers = _BlockNumbers()
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
-        continued_index = index_by_serial.get(observed.continues) if observed.continues is not None else None
+        continued_index = None if observed.continues is None else index_by_serial.get(observed.continues)
         wait_origin_s = None if predecessor is None else observed_requests[predecessor].end_s
         if wait_origin_s is None:
             wait_origin_s = observed_requests[0].arrival_s
@@ -401,10 +444,14 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
         # An answer's last token is never computed, so it fills no block.
         final_block_count = (request.prompt_tokens + request.output_tokens - 1) // block
         known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
-        request.final_block_ids = known_ids + [
-            next(block_numbers.unused_numbers) for _ in range(final_block_count - len(known_ids))
-        ]
+        request.final_block_ids = known_ids + block_numbers.take_numbers(max(final_block_count - len(known_ids), 0))
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
+    """Return the mean length of the answers whose length is known, at least 1."""
+    output_lengths = [request.output_tokens for request in requests if request.output_tokens]
+    return max(1, round(fmean(output_lengths))) if output_lengths else 1
 
 
 def _set_final_blocks(earlier: SimRequest, request: SimRequest, block: int) -> None:

@@ -33,26 +33,30 @@ class LogLine(msgspec.Struct):
 
 
 def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, HttpRequest]]:
-    """Yield (line, request) in the order of the file. Raises ConfigError for a line that cannot be read."""
-    decoder = msgspec.json.Decoder(LogLine)
+    """Yield each line of a log and the request that it describes. Raises ConfigError for a line that cannot be read.
+
+    `source`: name of the log in the error.
+    """
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            line = decoder.decode(text)
-            is_bare_body = not bytes(line.body)
-            body = bytes(text if is_bare_body else line.body).strip()
-            if body[:1] == b'"':
-                body = msgspec.json.decode(body, type=str).encode()
-            fields: Any = msgspec.json.decode(body)
-            if not isinstance(fields, dict):
-                raise msgspec.ValidationError(f"Expected an object as the body, got {type(fields).__name__}")
+            yield _read_line(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source}, line {number}: {error}") from None
-        if is_bare_body:
-            line = LogLine()
-        path = line.path or (CHAT if "messages" in fields else COMPLETION)
-        pairs = [(name.lower().encode(), value.encode()) for name, value in line.headers.items()]
-        request = HttpRequest("POST", path.encode(), path, HeaderBlock.from_pairs(pairs))
-        request.pieces, request.has_body = (body,), True
-        yield line, request
+
+
+def _read_line(text: bytes) -> tuple[LogLine, HttpRequest]:
+    """Read a line of a log. Raises DecodeError or UnicodeDecodeError."""
+    line = msgspec.json.decode(text, type=LogLine)
+    body = bytes(line.body).strip()
+    if not body:  # then the line itself is the body, and its fields are the body's
+        line, body = LogLine(), text.strip()
+    elif body.startswith(b'"'):
+        body = msgspec.json.decode(body, type=str).encode()
+    fields = msgspec.json.decode(body, type=dict[str, Any])
+    path = line.path or (CHAT if "messages" in fields else COMPLETION)
+    headers = HeaderBlock.from_pairs((name.lower().encode(), value.encode()) for name, value in line.headers.items())
+    request = HttpRequest("POST", path.encode(), path, headers)
+    request.pieces, request.has_body = (body,), True
+    return line, request
