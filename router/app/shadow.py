@@ -27,14 +27,14 @@ from router.shadow.request_log import LogLine, read_log
 
 
 class CopyPlacer:
-    """Prices copies of requests."""
+    """Places copies of requests without sending them, so that the router's choice for each is known."""
 
     def __init__(self, reader: RequestReader, proxy: Proxy) -> None:
         self._reader = reader
         self._metrics = proxy.metrics
 
     def place(self, exchange: Exchange) -> None:
-        """Record where the request would go."""
+        """Have the core choose a worker for a copy that was read."""
         context = exchange.context
         assert context.body is not None
         self._metrics.tokenize_s.observe(context.body.prompt.seconds)
@@ -55,13 +55,13 @@ class CopiedRoutes:
         return connection.peer
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer 204, at once or when the copy was read."""
+        """Answer 204: when the copy was read and priced, or at once if it is no request for a model."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
                 self._dispatcher.dispatch(connection, request, MirroredExchange)
                 return
             except RequestError:
-                pass  # the worker that answers the original says what is wrong with it
+                pass  # the client hears of the error from the worker that answers the original request
         exchange = connection.responder
         if not isinstance(exchange, MirroredExchange):
             context = RequestContext(request, connection.tenant, self._dispatcher.proxy.now())
@@ -71,7 +71,10 @@ class CopiedRoutes:
 
 
 class ShadowProcess(RouterProcess):
-    """`await ShadowProcess(config, version).run()` watches until SIGTERM or SIGINT, or to the end of the log."""
+    """Process of `router shadow`: it takes copies of requests, or reads a log, and reports what switching would give.
+
+    `await ShadowProcess(config, version).run()` ends with SIGTERM or SIGINT, or at the end of the log.
+    """
 
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:
         # No answer passes from which to learn a worker's speed: the reporter finds it out.
@@ -121,6 +124,7 @@ class ShadowProcess(RouterProcess):
     async def _record_logged_request(
         self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
     ) -> None:
+        """Read and record one request of a log; only count it if its prompt cannot be read or its worker is unknown."""
         recorder, reader = self._recorder, self.pipeline.request_reader
         context = RequestContext(request, "", 0.0)
         try:
@@ -136,12 +140,15 @@ class ShadowProcess(RouterProcess):
         recorder.record_logged(logged_request, route, worker_id)
 
     def _find_logged_worker(self, logged_request: LogLine, worker_ids: Sequence[str]) -> str | None:
-        """Return the id of the worker that answered; where the log does not tell, `worker_ids` take turns."""
+        """Return the id of the worker that answered; None if it is unknown.
+
+        If the log does not name it, `worker_ids` take turns.
+        """
         workers, name = self.pipeline.proxy.core.workers, logged_request.worker
         if name is None:
-            turn = self._recorder.counts["dealt"]
+            dealt_count = self._recorder.counts["dealt"]
             self._recorder.counts["dealt"] += 1
-            return worker_ids[turn % len(worker_ids)]
+            return worker_ids[dealt_count % len(worker_ids)]
         if name in workers:
             return name
         address = urlsplit(name).netloc or name

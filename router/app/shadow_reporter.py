@@ -7,18 +7,18 @@ import concurrent.futures
 import logging
 import multiprocessing
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from router.admin.dashboard import HTML, make_security_headers
-from router.decide.config import CoreConfig, ServiceModel
+from router.decide.config import CoreConfig
 from router.edge.proxy import Proxy
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.shadow.config import ShadowConfig
+from router.shadow.core_router import make_service_model
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
 from router.shadow.report import ShadowReport, render_page
@@ -35,7 +35,7 @@ NEW_REQUESTS_MIN: Final = 20
 class _HistoryPoint(NamedTuple):
     at_s: float
     tokens_by_reason: dict[str, int]
-    """Reason -> tokens that had to be computed since the start."""
+    """Tokens that had to be computed since the start."""
 
 
 class ShadowReporter:
@@ -44,7 +44,7 @@ class ShadowReporter:
     def __init__(
         self, config: ShadowConfig, router_config: CoreConfig, proxy: Proxy, recorder: Recorder, version: str
     ) -> None:
-        """`router_config`: of the `router run` that is compared."""
+        """`router_config`: settings of the `router run` that is compared."""
         self._config = config
         self._router_config = router_config
         self._proxy = proxy
@@ -87,7 +87,7 @@ class ShadowReporter:
             self._compare_task = asyncio.ensure_future(self._compare())
 
     async def _compare(self) -> None:
-        """Compare in another process, as it takes seconds."""
+        """Compare the requests so far, and write the report. Another process compares, as it takes seconds."""
         if self._compare_process is None:
             spawn = multiprocessing.get_context("spawn")
             self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
@@ -116,12 +116,10 @@ class ShadowReporter:
         for target in self._proxy.core.tracker.targets.values():
             steps = comparison.steps.get(target.worker_id)
             if steps is not None:
-                parameters = asdict(steps)
-                del parameters["load_s_per_token"]
-                target.set_service_model(ServiceModel(**parameters))
+                target.set_service_model(make_service_model(steps))
 
     def finish(self) -> None:
-        """Compare all requests once more, here, and write the report's file."""
+        """Compare all requests once more, in this process, and write the report."""
         requests = self._recorder.requests
         if requests:
             warmup_count = self._count_warmup_requests(len(requests))
@@ -135,6 +133,7 @@ class ShadowReporter:
         return min(int(request_count * self._config.warm_share), request_count - 1)
 
     def _make_report(self) -> ShadowReport:
+        """Return the report of everything that was seen until now, with the last comparison."""
         metrics, recorder = self._proxy.metrics, self._recorder
         return ShadowReport(
             version=self._version,
@@ -152,9 +151,10 @@ class ShadowReporter:
 
     def _write_file(self) -> None:
         """Write the file of `--report`, JSON or a page by its name. Raises OSError."""
-        if self._config.report is not None:
-            path, report = Path(self._config.report), self._make_report()
-            path.write_bytes(msgspec.json.encode(report) if path.suffix == ".json" else render_page(report))
+        if self._config.report is None:
+            return
+        path, report = Path(self._config.report), self._make_report()
+        path.write_bytes(msgspec.json.encode(report) if path.suffix == ".json" else render_page(report))
 
     def close(self) -> None:
         """End the process that compares."""

@@ -19,7 +19,8 @@ from router.decide.workers import NO_TRANSFERS, ServedModel, TransferFacts, Work
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
-from simulation.cluster import Cluster, Placement, Placements, Router
+from simulation.cluster import Cluster, Placement, Placements, Router, WorkerConfig
+from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
 MODEL = "sim"
@@ -34,34 +35,49 @@ _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 
 
 class BlockScaled:
-    """A PrefixIndex that takes token counts and passes block counts to the inner index."""
+    """PrefixIndex of a simulation: it counts in tokens, while its inner index has one token id for each block."""
 
-    def __init__(self, inner: PrefixIndex, block: int) -> None:
-        self._inner, self._block = inner, block
+    def __init__(self, inner: PrefixIndex, block_tokens: int) -> None:
+        self._inner = inner
+        self._block_tokens = block_tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
-        chunks_of_block = range(max(self._block // chunk_tokens, 1))  # each chunk has a key of its own
+        """Return the key of each chunk. If chunks are smaller than blocks, the chunks of a block get derived keys."""
+        keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block_tokens, 1))
+        chunks_of_block = range(max(self._block_tokens // chunk_tokens, 1))
         return [(key + chunk * _CHUNK_KEY_STEP) % 2**64 for key in keys for chunk in chunks_of_block]
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
+        """Return the matches of the inner index in tokens."""
         matches = []
-        for m in self._inner.match(token_ids, scope, *options):
-            tokens, gpu, pinned_tokens = (count * self._block for count in (m.tokens, m.gpu_tokens, m.pinned_tokens))
-            matches.append(Match(m.holder, tokens, gpu, (gpu, 0, 0, 0), pinned_tokens))
+        for match in self._inner.match(token_ids, scope, *options):
+            gpu_tokens = match.gpu_tokens * self._block_tokens
+            matches.append(
+                Match(
+                    match.holder,
+                    match.tokens * self._block_tokens,
+                    gpu_tokens,
+                    (gpu_tokens, 0, 0, 0),
+                    match.pinned_tokens * self._block_tokens,
+                )
+            )
         return matches
 
     def add_holder(self, name: str, model: str) -> HolderId:
+        """Add a worker's rank, with the blocks of the inner index."""
         holder = self._inner.add_holder(name, model)
         self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
         return holder
 
 
 class CoreRouter(Router):
-    """Router with a `RouterCore`. Several of them share their load after `SHARE_DELAY_S`."""
+    """Router of a simulation that decides as `router run` does, with its core and index.
+
+    Several of them in one simulation tell each other their loads, which arrive after `SHARE_DELAY_S`.
+    """
 
     def __init__(
         self,
@@ -72,45 +88,55 @@ class CoreRouter(Router):
         knows_order: bool = True,
         transfer_kinds: frozenset[TransferKind] = PULLS,
     ) -> None:
-        """With `knows_constants`, the core is given the workers' true step times and learns nothing. `knows_order`
-        tells it which prompt the workers compute first. `transfer_kinds`: transfers that it plans where KV moves."""
+        """`knows_constants`: the core is given the workers' true step times, and learns nothing.
+
+        `knows_order`: the core is told which prompt the workers compute first. `transfer_kinds`: transfers that the
+        core plans, if KV moves in the simulation.
+        """
         self._transfer_kinds = transfer_kinds
         self._config = replace(config, learn=LearnConfig(enabled=False)) if knows_constants else config
-        self._seed, self._knows_constants, self._knows_order = seed, knows_constants, knows_order
+        self._seed = seed
+        self._knows_constants = knows_constants
+        self._knows_order = knows_order
         self._are_loads_scheduled = False
 
     def attach(self, cluster: Cluster) -> None:
+        """Join a simulation: make the core, and add the simulated workers to it."""
         super().attach(cluster)
-        inner, block_size = make_index(seed=self._seed + 1), cluster.workload.block_size
-        self.core = RouterCore(BlockScaled(inner, block_size), self._config, seed=self._seed)
-        transfer_facts = NO_TRANSFERS
-        if cluster.config.link_times is not None:
-            transfer_facts = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
-        for i, worker in enumerate(cluster.config.workers):
-            spec = WorkerSpec(
-                worker_id=str(i),
-                url=f"http://{i}",
-                models=(ServedModel(MODEL, MODEL),),
-                cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
-                host_tokens=worker.host_blocks * block_size,
-                is_shortest_first=cluster.config.limits.shortest_first and self._knows_order,
-                roles=worker.roles,
-                transfer=transfer_facts,
-            )
-            self.core.add_worker(spec, 0.0)
-        self.holders = [self.core.workers[str(i)].holders[0] for i in range(len(cluster.workers))]
-        self.siblings = [r for r in cluster.routers if isinstance(r, CoreRouter) and r is not self]
+        index = BlockScaled(make_index(seed=self._seed + 1), cluster.workload.block_size)
+        self.core = RouterCore(index, self._config, seed=self._seed)
+        for number, worker in enumerate(cluster.config.workers):
+            self.core.add_worker(self._describe_worker(number, worker), 0.0)
+        self.holders = [self.core.workers[str(number)].holders[0] for number in range(len(cluster.workers))]
+        self.siblings = [router for router in cluster.routers if isinstance(router, CoreRouter) and router is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._knows_constants:
             for sim_worker in cluster.workers:
-                service = asdict(sim_worker.step_times)
-                del service["load_s_per_token"]
-                self.core.tracker.targets[str(sim_worker.number)].set_service_model(ServiceModel(**service))
-        cluster.schedule(PROGRESS_S, self._progress)
+                target = self.core.tracker.targets[str(sim_worker.number)]
+                target.set_service_model(make_service_model(sim_worker.step_times))
+        cluster.schedule(PROGRESS_S, self._report_progress)
         if self.siblings:
-            cluster.schedule(0.0, self._heartbeat)
+            cluster.schedule(0.0, self._send_heartbeat)
+
+    def _describe_worker(self, number: int, worker: WorkerConfig) -> WorkerSpec:
+        """Return what a router knows of a simulated worker."""
+        config, block_size = self.cluster.config, self.cluster.workload.block_size
+        transfer_facts = NO_TRANSFERS
+        if config.link_times is not None:
+            transfer_facts = TransferFacts("sim", self._transfer_kinds, bytes_per_token=KV_BYTES_PER_TOKEN)
+        return WorkerSpec(
+            worker_id=str(number),
+            url=f"http://{number}",
+            models=(ServedModel(MODEL, MODEL),),
+            cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
+            host_tokens=worker.host_blocks * block_size,
+            is_shortest_first=config.limits.shortest_first and self._knows_order,
+            roles=worker.roles,
+            transfer=transfer_facts,
+        )
 
     def route(self, request: SimRequest, now: float) -> Placements:
+        """Ask the core for a worker, and return where the core sends this or queued requests."""
         route_request = RouteRequest(
             request_id=str(request.index),
             model=MODEL,
@@ -148,13 +174,15 @@ class CoreRouter(Router):
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+        """Announce blocks that moved to host memory (`down`) or back."""
         new_medium, old_medium = ("CPU", "GPU") if down else ("GPU", "CPU")
         stored_event = BlockStored(list(ids), None, [], 0, None, new_medium, None)
         batch = EventBatch(now, [stored_event, BlockRemoved(list(ids), old_medium)])
         self.core.index.ingest(self.holders[worker], encode_batch(batch))
 
     def _perform(self, instructions: Sequence[Instruction]) -> list[Placement]:
-        forwards = []
+        """Return the placements that the core decided, and have the changed load sent to the other routers."""
+        placements = []
         for instruction in instructions:
             assert not isinstance(instruction, Refuse), instruction
             if isinstance(instruction, Forward):
@@ -163,10 +191,10 @@ class CoreRouter(Router):
                 if transfer is not None:
                     is_prefill = transfer.kind is TransferKind.PREFILL
                     placement = placement._replace(source=int(transfer.source), is_prefill=is_prefill)
-                forwards.append(placement)
+                placements.append(placement)
         if self.siblings:
             self._schedule_loads()
-        return forwards
+        return placements
 
     def _schedule_loads(self) -> None:
         """Send the load to the other routers after SHARE_DELAY_S, once for all changes until then."""
@@ -174,19 +202,19 @@ class CoreRouter(Router):
             self._are_loads_scheduled = True
             self.cluster.schedule(self.cluster.now + SHARE_DELAY_S, self._send_loads)
 
-    def _progress(self) -> None:
+    def _report_progress(self) -> None:
         """Report the tokens that running requests have generated, as the edge does with chunks of answers."""
         cluster = self.cluster
         for worker in cluster.workers:
             for job, output_tokens in worker.list_generated_tokens(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
                     self.core.record_progress(str(job.request.index), output_tokens, cluster.now)
-        cluster.schedule(cluster.now + PROGRESS_S, self._progress)
+        cluster.schedule(cluster.now + PROGRESS_S, self._report_progress)
 
-    def _heartbeat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Send the whole load every HEARTBEAT_S."""
         self._schedule_loads()
-        self.cluster.schedule(self.cluster.now + HEARTBEAT_S, self._heartbeat)
+        self.cluster.schedule(self.cluster.now + HEARTBEAT_S, self._send_heartbeat)
 
     def _send_loads(self) -> None:
         self._are_loads_scheduled = False
@@ -194,3 +222,10 @@ class CoreRouter(Router):
         if message is not None:
             for sibling in self.siblings:
                 sibling.loads.apply_message(message, self.cluster.now)
+
+
+def make_service_model(step_times: StepTimes) -> ServiceModel:
+    """Return the speed of an engine as the core describes it."""
+    parameters = asdict(step_times)
+    del parameters["load_s_per_token"]
+    return ServiceModel(**parameters)

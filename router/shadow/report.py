@@ -6,11 +6,10 @@ blocks for which no cache had room), routing (another worker had the blocks), an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
-from math import log
+from math import ceil, log
 from time import gmtime, strftime
 
 import msgspec
@@ -18,9 +17,10 @@ import msgspec
 from router.miss_reasons.explanation import GROUPS
 from router.shadow.replay import Comparison, ObservedEngine
 
-PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
-"""Cause of lost tokens -> groups of reasons."""
-COLOURS = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
+CAUSES = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
+"""Groups of reasons that make up each cause of lost tokens."""
+CAUSE_BY_GROUP = {group: cause for cause, groups in CAUSES.items() for group in groups}
+COLOUR_BY_CAUSE = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
 SIMULATED_NOTE = (
     "<p>By the simulation of today: a log does not tell which blocks were cached at the time, nor whether an index "
     "would have been right. Workload: blocks that no worker had any more, and changes of a session's prompt since its "
@@ -36,6 +36,8 @@ METHOD_NOTE = (
     "not trust the other columns.</p></html>"
 )
 WIDTH, HEIGHT = 640, 180
+"""Size of a plot, in units of its SVG picture."""
+PLOT_POINTS_MAX = 120
 
 
 class ShadowReport(msgspec.Struct):
@@ -46,38 +48,41 @@ class ShadowReport(msgspec.Struct):
     """Time of the start, in seconds since 1970."""
     until: float
     requests: dict[str, int]
-    """Outcome -> requests that were seen."""
+    """Requests that were seen, by outcome."""
     comparison: Comparison | None
     problem: str | None
     """Why the last comparison failed; None if it did not."""
     tokens: dict[str, int]
-    """Reason -> prompt tokens that had to be computed."""
+    """Prompt tokens that had to be computed, by reason."""
     turns: dict[str, int]
-    """Reason -> requests with it as their main reason."""
+    """Requests by their main reason."""
     course: list[tuple[float, dict[str, int]]]
-    """(seconds since the start, `tokens` at that time)."""
+    """History of `tokens`: seconds since the start, and the tokens until then."""
     workers: list[ObservedEngine]
     seen: int
     """Number of requests that are compared."""
     lost: dict[str, int] = {}
-    """Cause -> tokens computed without need, by `tokens`, or for a log by the simulation; set by the constructor."""
+    """Tokens computed without need, by cause: of `tokens`, or for a log of the simulation. Set by the constructor."""
     lost_s: dict[str, float] = {}
-    """Cause -> seconds of prefill for these tokens, if the workers' speed is known."""
+    """Seconds of prefill for these tokens, by cause, if the workers' speed is known. Set by the constructor."""
 
     def __post_init__(self) -> None:
-        self.lost = sum_lost_tokens_by_part(self.tokens)
+        self.lost = sum_lost_tokens_by_cause(self.tokens)
         if not self.tokens and self.comparison is not None:
             self.lost = self.comparison.lost
-        rate = mean_prefill_s_per_token(self.comparison)
-        self.lost_s = {} if rate is None else {part: tokens * rate for part, tokens in self.lost.items()}
+        s_per_token = mean_prefill_s_per_token(self.comparison)
+        if s_per_token is not None:
+            self.lost_s = {cause: tokens * s_per_token for cause, tokens in self.lost.items()}
 
 
-def sum_lost_tokens_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return cause -> tokens. `tokens` are those by reason."""
-    tokens_by_group: Counter[str] = Counter()
-    for reason, token_count in tokens.items():
-        tokens_by_group[GROUPS.get(reason, "")] += token_count
-    return {part: sum(tokens_by_group[group] for group in groups) for part, groups in PARTS.items()}
+def sum_lost_tokens_by_cause(tokens_by_reason: Mapping[str, int]) -> dict[str, int]:
+    """Return the lost tokens by cause, with 0 for a cause that lost none."""
+    lost = dict.fromkeys(CAUSES, 0)
+    for reason, tokens in tokens_by_reason.items():
+        cause = CAUSE_BY_GROUP.get(GROUPS.get(reason, ""))
+        if cause is not None:
+            lost[cause] += tokens
+    return lost
 
 
 def mean_prefill_s_per_token(comparison: Comparison | None) -> float | None:
@@ -101,8 +106,9 @@ def render_page(report: ShadowReport) -> bytes:
 
 
 def _render_head(report: ShadowReport) -> str:
+    """Render the start of the page: styles, title, time and number of requests."""
     clock = f"{_format_clock(report.since)} to {_format_clock(report.until)} UTC"
-    counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
+    counts = ", ".join(f"{number:,} {escape(outcome)}" for outcome, number in sorted(report.requests.items()))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>router shadow</title><style>{STYLE}</style><h1>What today's placement loses</h1>"
@@ -111,33 +117,16 @@ def _render_head(report: ShadowReport) -> str:
 
 
 def _render_savings(report: ShadowReport) -> str:
+    """Render the table of what `router run` saves, or the reason why there is none."""
     comparison = report.comparison
     if comparison is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
-    base = comparison.measured or comparison.today
-    rows = []
-    for title, name, unit in (
-        ("prompt tokens computed", "computed_tokens", ""),
-        ("waiting for first tokens", "ttft_s", " s"),
-        ("requests in flight", "seconds", " s"),
-    ):
-        base_value = getattr(base, name)
-        saved_value = getattr(comparison.saved, name)
-        simulated_value = getattr(comparison.today, name)
-        if base_value is None:
-            rows.append((title, *"-----"))
-            continue
-        share = f"{saved_value / base_value:+.0%}" if base_value > 0 else "-"
-        error = "-" if comparison.measured is None or base_value <= 0 else f"{simulated_value / base_value - 1:+.1%}"
-        cells = (
-            f"{base_value:,.0f}{unit}",
-            f"{base_value - saved_value:,.0f}{unit}",
-            f"{saved_value:,.0f}{unit}",
-            share,
-            error,
-        )
-        rows.append((title, *cells))
-    kind = "measured" if comparison.measured is not None else "simulated"
+    rows = [
+        _make_savings_row(comparison, "prompt tokens computed", "computed_tokens", ""),
+        _make_savings_row(comparison, "waiting for first tokens", "ttft_s", " s"),
+        _make_savings_row(comparison, "requests in flight", "seconds", " s"),
+    ]
+    kind = "simulated" if comparison.measured is None else "measured"
     head = ("", f"today, {kind}", "with router run", "saved", "share of today", "error of the simulation of today")
     return (
         f"<h2>What switching gives</h2><p>{comparison.requests:,} requests of {comparison.prompt_tokens:,} prompt "
@@ -146,24 +135,39 @@ def _render_savings(report: ShadowReport) -> str:
     )
 
 
+def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str) -> tuple[str, ...]:
+    """Return the cells of one total, which is `field` of `ReplayTotals`; dashes if it is unknown."""
+    today = getattr(comparison.measured or comparison.today, field)
+    if today is None:
+        return (title, "-", "-", "-", "-", "-")
+    saved = getattr(comparison.saved, field)
+    share = error = "-"
+    if today > 0:
+        share = f"{saved / today:+.0%}"
+        if comparison.measured is not None:
+            error = f"{getattr(comparison.today, field) / today - 1:+.1%}"
+    return (title, f"{today:,.0f}{unit}", f"{today - saved:,.0f}{unit}", f"{saved:,.0f}{unit}", share, error)
+
+
 def _render_losses(report: ShadowReport) -> str:
-    rows = [
-        (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
-        for part, tokens in report.lost.items()
+    """Render the tables of lost tokens by cause and, if they are known, of computed tokens by reason."""
+    cause_rows = [
+        (cause, f"{tokens:,}", f"{report.lost_s[cause]:,.1f} s" if cause in report.lost_s else "-")
+        for cause, tokens in report.lost.items()
     ]
-    reasons = [
-        (reason, next((p for p, groups in PARTS.items() if GROUPS.get(reason) in groups), "no loss"), f"{tokens:,}",
-         f"{report.turns.get(reason, 0):,}")
-        for reason, tokens in sorted(report.tokens.items(), key=lambda pair: -pair[1])
-    ]  # fmt: skip
-    return (
-        "<h2>Why prompts were computed</h2>" + ("" if report.tokens else SIMULATED_NOTE)
-        + _render_table(("cause", "tokens", "prefill"), rows)
-        + (_render_table(("reason", "cause", "tokens", "requests"), reasons) if reasons else "")
-    )  # fmt: skip
+    causes_table = _render_table(("cause", "tokens", "prefill"), cause_rows)
+    heading = "<h2>Why prompts were computed</h2>"
+    if not report.tokens:
+        return heading + SIMULATED_NOTE + causes_table
+    reason_rows = []
+    for reason, tokens in sorted(report.tokens.items(), key=lambda item: -item[1]):
+        cause = CAUSE_BY_GROUP.get(GROUPS.get(reason, ""), "no loss")
+        reason_rows.append((reason, cause, f"{tokens:,}", f"{report.turns.get(reason, 0):,}"))
+    return heading + causes_table + _render_table(("reason", "cause", "tokens", "requests"), reason_rows)
 
 
 def _render_plots(report: ShadowReport) -> str:
+    """Render the curves of times to first token, if there are some, and the lost tokens over time."""
     comparison = report.comparison
     curves = ""
     if comparison is not None and comparison.quantiles:
@@ -175,14 +179,17 @@ def _render_plots(report: ShadowReport) -> str:
 
 
 def _render_workers(report: ShadowReport) -> str:
+    """Render the table of the workers, with their measured speeds if they were compared."""
     steps = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
         step_times = steps.get(engine.name)
-        rate = f"{step_times.prefill_s_per_token * 1e6:,.0f} us" if step_times is not None else "-"
-        step = f"{step_times.step_s * 1e3:.1f} ms" if step_times is not None else "-"
+        prefill_time = step_time = "-"
+        if step_times is not None:
+            prefill_time = f"{step_times.prefill_s_per_token * 1e6:,.0f} us"
+            step_time = f"{step_times.step_s * 1e3:.1f} ms"
         cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: simulated as unlimited"
-        rows.append((engine.name, cache, rate, step))
+        rows.append((engine.name, cache, prefill_time, step_time))
     return "<h2>Workers</h2>" + _render_table(
         ("worker", "cache, tokens", "time per prefill token", "time per step"), rows
     )
@@ -206,64 +213,68 @@ def _render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
-    """Draw distributions of times, on a logarithmic axis."""
-    low = max(min(min(values) for values in quantiles.values()), 1e-3)
-    high = max(max(max(values) for values in quantiles.values()), low * 10)
-    colours = dict(zip(quantiles, ("#888", "#b3261e", "#1b7f4d")))
+    """Draw distributions of times in seconds, on a logarithmic axis. `quantiles`: percentiles by name of the curve."""
+    shortest_s = max(min(min(times) for times in quantiles.values()), 1e-3)
+    longest_s = max(max(max(times) for times in quantiles.values()), shortest_s * 10)
+
+    def to_x(time_s: float) -> float:
+        share = log(max(time_s, shortest_s) / shortest_s) / log(longest_s / shortest_s)
+        return 40 + (WIDTH - 60) * min(share, 1.0)
+
+    def to_y(share: float) -> float:
+        return HEIGHT - 20 - (HEIGHT - 40) * share
+
     svg_lines = []
-    for i, (name, values) in enumerate(quantiles.items()):
-        points = " ".join(
-            f"{40 + (WIDTH - 60) * _log_fraction(v, low, high):.1f},"
-            f"{HEIGHT - 20 - (HEIGHT - 40) * k / (len(values) - 1):.1f}"
-            for k, v in enumerate(values)
-        )
-        svg_lines.append(f'<polyline fill="none" stroke="{colours[name]}" stroke-width="2" points="{points}"/>')
-        svg_lines.append(
-            f'<text x="{50 + 190 * i}" y="12"><tspan fill="{colours[name]}">&#9632;</tspan> {escape(name)}</text>'
-        )
-    ticks = [10.0**k for k in range(-3, 4) if low <= 10.0**k <= high]
-    for tick in ticks:
-        x = 40 + (WIDTH - 60) * _log_fraction(tick, low, high)
-        svg_lines.append(f'<text x="{x:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick:g} s</text>')
-    for k in (0, 50, 100):
-        svg_lines.append(f'<text x="0" y="{HEIGHT - 16 - (HEIGHT - 40) * k / 100:.0f}">{k} %</text>')
+    for number, (name, times) in enumerate(quantiles.items()):
+        colour = ("#888", "#b3261e", "#1b7f4d")[number]
+        points = [f"{to_x(time):.1f},{to_y(rank / (len(times) - 1)):.1f}" for rank, time in enumerate(times)]
+        svg_lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(points)}"/>')
+        svg_lines.append(_render_key(50 + 190 * number, colour, escape(name)))
+    for exponent in range(-3, 4):
+        tick_s = 10.0**exponent
+        if shortest_s <= tick_s <= longest_s:
+            svg_lines.append(f'<text x="{to_x(tick_s):.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick_s:g} s</text>')
+    for percent in (0, 50, 100):
+        svg_lines.append(f'<text x="0" y="{to_y(percent / 100) + 4:.0f}">{percent} %</text>')
     return _render_svg(svg_lines)
 
 
 def _render_lost_tokens_over_time(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """Draw the tokens lost in each slice of time, stacked by cause."""
-    slices = []
-    sample_step = max(1, (len(course) - 1) // 120 + 1)
-    samples = list(course[::sample_step])
-    for (_, tokens_before), (at, tokens_after) in pairwise(samples):
-        lost_before, lost_after = sum_lost_tokens_by_part(tokens_before), sum_lost_tokens_by_part(tokens_after)
-        slices.append((at, {part: max(lost_after[part] - lost_before[part], 0) for part in lost_after}))
-    largest_slice = max((sum(losses.values()) for _, losses in slices), default=0)
+    """Draw the tokens lost in each slice of time, stacked by cause. `course`: seconds, tokens by reason."""
+    samples_per_point = ceil(len(course) / PLOT_POINTS_MAX)
+    samples = [(at_s, sum_lost_tokens_by_cause(tokens)) for at_s, tokens in course[:: max(samples_per_point, 1)]]
+    lost_by_slice = [
+        {cause: max(after[cause] - before[cause], 0) for cause in CAUSES}
+        for (_, before), (_, after) in pairwise(samples)
+    ]
+    largest_slice = max((sum(lost.values()) for lost in lost_by_slice), default=0)
     if not largest_slice:
         return "<p>None.</p>"
-    width, svg_lines = (WIDTH - 60) / len(slices), []
-    for i, (_, losses) in enumerate(slices):
+    slice_width = (WIDTH - 60) / len(lost_by_slice)
+    svg_lines = []
+    for number, lost in enumerate(lost_by_slice):
         y = HEIGHT - 20.0
-        for part, tokens in losses.items():
+        for cause, tokens in lost.items():
             height = (HEIGHT - 40) * tokens / largest_slice
             y -= height
             svg_lines.append(
-                f'<rect x="{50 + i * width:.1f}" y="{y:.1f}" width="{max(width - 0.5, 0.5):.1f}" height="{height:.1f}" '
-                f'fill="{COLOURS[part]}"/>'
+                f'<rect x="{50 + number * slice_width:.1f}" y="{y:.1f}" width="{max(slice_width - 0.5, 0.5):.1f}" '
+                f'height="{height:.1f}" fill="{COLOUR_BY_CAUSE[cause]}"/>'
             )
-    for i, part in enumerate(PARTS):
-        svg_lines.append(f'<text x="{50 + 120 * i}" y="12"><tspan fill="{COLOURS[part]}">&#9632;</tspan> {part}</text>')
+    svg_lines += [_render_key(50 + 120 * i, COLOUR_BY_CAUSE[cause], cause) for i, cause in enumerate(CAUSES)]
     svg_lines.append(f'<text x="0" y="30">{largest_slice:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
-    svg_lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{slices[-1][0] / 60:.1f} min</text>')
+    minutes = samples[-1][0] / 60
+    svg_lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{minutes:.1f} min</text>')
     return _render_svg(svg_lines)
+
+
+def _render_key(x: int, colour: str, text: str) -> str:
+    """Return an entry of a plot's key: a square in its colour, and its text."""
+    return f'<text x="{x}" y="12"><tspan fill="{colour}">&#9632;</tspan> {text}</text>'
 
 
 def _render_svg(lines: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(lines)}</svg>'
-
-
-def _log_fraction(value: float, low: float, high: float) -> float:
-    return min(max(log(max(value, low) / low) / log(high / low), 0.0), 1.0)
 
 
 def _format_clock(wall_time_s: float) -> str:
