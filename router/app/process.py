@@ -205,11 +205,11 @@ class RouterProcess:
         """Return the endpoint picker, with its ports bound. Raises OSError for a port that cannot be used."""
         from router.app.picker_app import PickerApp
         from router.picker.endpoint_map import EndpointMap
-        from router.picker.messages import REWRITE
+        from router.picker.messages import MODEL_REWRITE_HEADER
         from router.picker.pick_exchange import PickerState
         from router.picker.server import PickerServer
 
-        self.pipeline.request_reader.model_header = REWRITE
+        self.pipeline.request_reader.model_header = MODEL_REWRITE_HEADER
         picker_state = PickerState(config.picker, EndpointMap(self.pipeline.proxy.core.workers))
         picker = PickerServer(
             PickerApp(self._dispatcher), picker_state, find_unready_reason=self._health.find_unready_reason
@@ -229,9 +229,9 @@ class RouterProcess:
 def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:
     """Return the certificate and the key of the picker's port, PEM; None without TLS. Raises ConfigError."""
     if config.picker.self_signed:
-        from router.picker.certificate import self_signed
+        from router.picker.certificate import make_self_signed_certificate
 
-        return self_signed(config.host)
+        return make_self_signed_certificate(config.host)
     if config.tls_cert is None or config.tls_key is None:
         return None
     try:

@@ -14,23 +14,23 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 LIFETIME = datetime.timedelta(days=3650)
 
 
-def self_signed(host: str) -> tuple[bytes, bytes]:
+def make_self_signed_certificate(host: str) -> tuple[bytes, bytes]:
     """Return a certificate for `host`, this machine's name and localhost, and its private key, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
-    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName(socket.gethostname())]
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
+    hosts: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName(socket.gethostname())]
     try:
-        names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        hosts.append(x509.IPAddress(ipaddress.ip_address(host)))
     except ValueError:
-        names.append(x509.DNSName(host))
+        hosts.append(x509.DNSName(host))
     valid_from = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)  # clocks differ
     certificate = (
         x509.CertificateBuilder(
-            name, name, key.public_key(), x509.random_serial_number(), valid_from, valid_from + LIFETIME
+            issuer, issuer, key.public_key(), x509.random_serial_number(), valid_from, valid_from + LIFETIME
         )
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, SHA256())
     )
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return certificate.public_bytes(Encoding.PEM), private
+    private_key = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return certificate.public_bytes(Encoding.PEM), private_key

@@ -16,7 +16,7 @@ Objective = Annotated[str, Meta(pattern=r"^[^=\s]+=-?\d{1,6}$", title="NAME=N", 
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """Ports and priorities."""
+    """Settings of `router epp` besides those of `router run`: ports, TLS, fallbacks and priorities."""
 
     health_port: Annotated[Port, Flag("--health-port"),
         "Port of gRPC health checks; 0 lets the system choose."] = 9003
@@ -32,6 +32,6 @@ class PickerConfig:
 
     @property
     def priorities(self) -> dict[str, int]:
-        """Objective -> priority of its requests."""
-        pairs = [text.rpartition("=") for text in self.objectives]
-        return {name: int(number) for name, _, number in pairs}
+        """Priority of the requests of each objective."""
+        pairs = (objective.rpartition("=") for objective in self.objectives)
+        return {name: int(priority) for name, _, priority in pairs}

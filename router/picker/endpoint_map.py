@@ -11,6 +11,8 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from router.decide.workers import Worker
@@ -24,17 +26,19 @@ RESOLVE_S = 10.0
 
 
 class EndpointMap:
-    """Endpoints of the workers of a process. Call `refresh` often, on a running event loop."""
+    """Translates between worker ids and the endpoints by which Envoy names workers.
+
+    Call `refresh` often, on a running event loop.
+    """
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._entries: dict[str, tuple[str, str | None]] = {}
-        """Worker id -> (URL, endpoint; None while its host is not resolved)."""
-        self._worker_ids: dict[str, str] = {}
-        """Endpoint -> worker id."""
-        self._addresses: dict[str, str] = {}
-        """Host name -> IP address."""
+        self._known_worker_ids: set[str] = set()
+        """Workers of the last refresh."""
+        self._worker_id_by_endpoint: dict[str, str] = {}
+        self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
+        """Time of the next resolution of each host name."""
         self._refreshed_at_s = -REFRESH_S
         self._lookups: set[asyncio.Task[None]] = set()
 
@@ -43,71 +47,78 @@ class EndpointMap:
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
-        entry = self._entries.get(worker_id)
-        if entry is None or entry[0] != worker.spec.url or entry[1] is None:
-            entry = self._entries[worker_id] = (worker.spec.url, self._resolve_endpoint(worker.spec.url))
-            if entry[1] is not None:
-                self._worker_ids[entry[1]] = worker_id
-        return entry[1]
+        address = _parse_url(worker.spec.url)
+        ip = address.host if address.is_ip else self._ip_by_host_name.get(address.host)
+        if ip is None:
+            return None
+        return f"[{ip}]:{address.port}" if ":" in ip else f"{ip}:{address.port}"
 
     def get_worker_id(self, endpoint: str) -> str | None:
         """Return the id of the worker at an endpoint; None if there is none."""
-        worker_id = self._worker_ids.get(endpoint)
-        return worker_id if worker_id is not None and self.get_endpoint(worker_id) == endpoint else None
+        worker_id = self._worker_id_by_endpoint.get(endpoint)
+        if worker_id is None or self.get_endpoint(worker_id) != endpoint:  # its URL may have changed since
+            return None
+        return worker_id
 
     def find_worker_ids(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Return the ids of the workers at these endpoints. Unknown endpoints are left out."""
-        return frozenset(worker_id for endpoint in endpoints if (worker_id := self.get_worker_id(endpoint)) is not None)
+        worker_ids = map(self.get_worker_id, endpoints)
+        return frozenset(worker_id for worker_id in worker_ids if worker_id is not None)
 
     def refresh(self, now: float) -> None:
-        """Forget removed workers, add new ones, and resolve host names when it is time. Call often."""
+        """Learn the endpoints of new workers, forget those of removed ones, and resolve host names when it is time."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
-        for worker_id in self._entries.keys() - self._workers.keys():
-            _, endpoint = self._entries.pop(worker_id)
-            if endpoint is not None and self._worker_ids.get(endpoint) == worker_id:
-                del self._worker_ids[endpoint]
         for worker_id, worker in self._workers.items():
-            parts = urlsplit(worker.spec.url)
-            if worker_id not in self._entries and parts.path:
-                log.warning("worker %s: Envoy will not put %s before its paths", worker_id, parts.path)
-            host = parts.hostname or ""
-            if not _is_ip(host) and now >= self._next_lookup_at_s.get(host, now):
-                self._next_lookup_at_s[host] = now + RESOLVE_S
-                task = asyncio.get_running_loop().create_task(self._resolve(host))
+            path = urlsplit(worker.spec.url).path
+            if path and worker_id not in self._known_worker_ids:
+                log.warning("worker %s: Envoy will not put %s before its paths", worker_id, path)
+            address = _parse_url(worker.spec.url)
+            if not address.is_ip and now >= self._next_lookup_at_s.get(address.host, now):
+                self._next_lookup_at_s[address.host] = now + RESOLVE_S
+                task = asyncio.get_running_loop().create_task(self._resolve(address.host))
                 self._lookups.add(task)
                 task.add_done_callback(self._lookups.discard)
-            self.get_endpoint(worker_id)
+        self._known_worker_ids = set(self._workers)
+        self._index_endpoints()
+
+    def _index_endpoints(self) -> None:
+        endpoint_by_worker_id = {worker_id: self.get_endpoint(worker_id) for worker_id in self._workers}
+        self._worker_id_by_endpoint = {
+            endpoint: worker_id for worker_id, endpoint in endpoint_by_worker_id.items() if endpoint is not None
+        }
 
     async def _resolve(self, host: str) -> None:
+        """Look up the address of a host. An address that is still among its addresses is not replaced by another."""
         try:
             address_infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers are not picked until it is found", host, error)
             self._next_lookup_at_s[host] = self._refreshed_at_s + REFRESH_S
             return
-        addresses = sorted({str(info[4][0]) for info in address_infos}, key=lambda text: (":" in text, text))
-        if self._addresses.get(host) not in addresses:
-            self._addresses[host] = addresses[0]
-            for worker_id, (url, _) in list(self._entries.items()):
-                if urlsplit(url).hostname == host:
-                    del self._entries[worker_id]
-                    self.get_endpoint(worker_id)
-
-    def _resolve_endpoint(self, url: str) -> str | None:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        ip = host if _is_ip(host) else self._addresses.get(host)
-        if ip is None:
-            return None
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+        ips = sorted({str(info[4][0]) for info in address_infos}, key=lambda ip: (":" in ip, ip))  # IPv4 first
+        if self._ip_by_host_name.get(host) not in ips:
+            self._ip_by_host_name[host] = ips[0]
+            self._index_endpoints()
 
 
-def _is_ip(host: str) -> bool:
+class _Address(NamedTuple):
+    """Address in the URL of a worker."""
+
+    host: str
+    port: int
+    is_ip: bool
+    """Whether the host is an IP address, so that it need not be resolved."""
+
+
+@lru_cache(maxsize=4096)
+def _parse_url(url: str) -> _Address:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
     try:
         ipaddress.ip_address(host)
+        is_ip = True
     except ValueError:
-        return False
-    return True
+        is_ip = False
+    return _Address(host, parts.port or (443 if parts.scheme == "https" else 80), is_ip)

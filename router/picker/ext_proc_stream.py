@@ -81,7 +81,7 @@ class ResponseStart:
 
 
 class ExtProcHandler(Protocol):
-    """Callbacks of a stream."""
+    """Interface of the object that an `ExtProcStream` tells what Envoy sent."""
 
     def request_complete(self, request: HttpRequest) -> None:
         """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
@@ -93,14 +93,18 @@ class ExtProcHandler(Protocol):
         """Return headers for the client."""
 
     def response_content(self, data: bytes) -> None:
-        """Take bytes of the answer's body, where Envoy sends the body."""
+        """Take bytes of the answer's body. Not called if Envoy does not send the body."""
 
     def response_ended(self) -> None:
         """Handle the end of the answer."""
 
 
 class ExtProcStream:
-    """State of one stream. `receive` may call the handler, which may call `choose` at once."""
+    """State of the ext_proc stream of one request.
+
+    Pass each message of Envoy to `receive`, which calls the handler. The handler calls `choose` or `refuse`, at once or
+    later. Then send what `pop_responses` returns.
+    """
 
     def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
         self._handler = handler
@@ -109,9 +113,11 @@ class ExtProcStream:
         self._request: HttpRequest | None = None
         self._request_mode = self._response_mode = DUPLEX
         self._pieces: list[bytes] = []
-        self._body = bytearray()
+        """Complete pieces of the request's body, as far as it has come."""
+        self._partial_piece = bytearray()
         self._body_bytes = 0
         self._is_head_answered = False
+        """Whether Envoy was told to go on after the head, before a worker was chosen."""
         self._has_trailers = False
         self._original_pieces: tuple[bytes, ...] = ()
         """Body before the handler changed it."""
@@ -162,28 +168,35 @@ class ExtProcStream:
         assert self.phase is Phase.CHOOSING, f"chosen while {self.phase.value}"
         assert request is not None
         self.phase = Phase.CHOSEN
-        endpoints = ",".join(choice.endpoints)
-        set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
-        is_body_changed = self._is_head_answered and request.pieces is not self._original_pieces
-        if is_body_changed and b"content-length" in request.headers:
-            set_headers.append((b"content-length", b"%d" % request.body_bytes))
-        common_response = pb.CommonResponse(
-            header_mutation=build_header_mutation(set_headers, choice.removed_headers), clear_route_cache=True
-        )
-        if not self._is_head_answered:
-            first_response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common_response))
-        else:
-            if is_body_changed:
-                common_response.body_mutation.body = b"".join(request.pieces)
-            first_response = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common_response))
-        set_destination_metadata(first_response, endpoints)
-        self._responses.append(first_response)
+        self._responses.append(self._build_choice_response(request, choice))
         if self._request_mode == DUPLEX and request.has_body:
             bodies = split_body(request.pieces, ends=not self._has_trailers)
             self._responses += [pb.ProcessingResponse(request_body=body) for body in bodies]
             if self._has_trailers:
                 self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         self._release_body()
+
+    def _build_choice_response(self, request: HttpRequest, choice: Choice) -> Response:
+        """Return the response that tells Envoy the endpoints and the changes of the request.
+
+        It answers the head, or the body if the head was answered before. In the second case it contains a changed body.
+        """
+        endpoints = ",".join(choice.endpoints)
+        set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
+        has_new_body = self._is_head_answered and request.pieces is not self._original_pieces
+        if has_new_body and b"content-length" in request.headers:
+            set_headers.append((b"content-length", b"%d" % request.body_bytes))
+        common_response = pb.CommonResponse(
+            header_mutation=build_header_mutation(set_headers, choice.removed_headers), clear_route_cache=True
+        )
+        if has_new_body:
+            common_response.body_mutation.body = b"".join(request.pieces)
+        if self._is_head_answered:
+            response = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common_response))
+        else:
+            response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common_response))
+        set_destination_metadata(response, endpoints)
+        return response
 
     def refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Answer the client instead of a worker."""
@@ -195,6 +208,7 @@ class ExtProcStream:
     # From Envoy -----------------------------------------------------------------------------------------------------
 
     def _handle_request_headers(self, message: Request) -> None:
+        """Read the head and how the body will come. Without a body to wait for, the request is complete."""
         self._expect_phase("request_headers", Phase.HEAD)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -203,13 +217,15 @@ class ExtProcStream:
         request = self._request = read_head(message.request_headers)
         self.phase = Phase.BODY
         if not request.has_body or self._request_mode not in (DUPLEX, BUFFERED):
-            request.path = request.path if request.method in ("GET", "HEAD", "DELETE") else UNREAD_BODY_PATH
+            if request.method not in ("GET", "HEAD", "DELETE"):
+                request.path = UNREAD_BODY_PATH
             self._complete(request)
         elif self._request_mode == BUFFERED:
             self._is_head_answered = True
             self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
     def _handle_request_body(self, body: Request) -> None:
+        """Keep a part of the body until it is complete. After the choice, which needed no body, let it pass."""
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         request = self._request
         if self.phase is not Phase.BODY or request is None:
@@ -220,12 +236,13 @@ class ExtProcStream:
         self._body_bytes += len(body.body)
         if self._body_bytes > self._body_bytes_max:
             raise RequestError(f"request body over {self._body_bytes_max} bytes", param=None, status=413)
-        self._body += body.body
-        if len(self._body) >= BODY_PIECE_BYTES:
-            self._pieces.append(bytes(self._body))
-            self._body = bytearray()
+        self._partial_piece += body.body
+        if len(self._partial_piece) >= BODY_PIECE_BYTES:
+            self._pieces.append(bytes(self._partial_piece))
+            self._partial_piece = bytearray()
         self._handler.charge_body_bytes(self._body_bytes)
-        if body.end_of_stream or body.end_of_stream_without_message or self._request_mode == BUFFERED:
+        is_last = body.end_of_stream or body.end_of_stream_without_message
+        if is_last or self._request_mode == BUFFERED:  # a buffered body comes in one message
             self._complete(request)
 
     def _handle_request_trailers(self) -> None:
@@ -237,31 +254,34 @@ class ExtProcStream:
             self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
 
     def _complete(self, request: HttpRequest) -> None:
-        if self._body or not self._pieces:
-            self._pieces.append(bytes(self._body))
+        """Hand the complete request to the handler, which chooses."""
+        if self._partial_piece or not self._pieces:
+            self._pieces.append(bytes(self._partial_piece))
         self._original_pieces = request.pieces = tuple(self._pieces)
-        self._pieces, self._body = [], bytearray()
+        self._pieces, self._partial_piece = [], bytearray()
         self.phase = Phase.CHOOSING
         self._handler.request_complete(request)
 
     def _handle_response_headers(self, message: Request) -> None:
-        # In the middle of the request: Envoy or a filter answered by itself.
+        """Tell the handler that the answer begins, and add its headers for the client.
+
+        An answer may come before the request is complete, if Envoy or a filter answered by itself.
+        """
         self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
-        status, is_event_stream = read_status(message.response_headers)
-        client_headers: Sequence[Header] = ()
+        common_response = None
         if self.phase is not Phase.HEAD:
-            client_headers = self._handler.response_started(
-                ResponseStart(status, read_served_endpoint(message), is_event_stream)
-            )
+            status, is_event_stream = read_status(message.response_headers)
+            response_start = ResponseStart(status, read_served_endpoint(message), is_event_stream)
+            client_headers = self._handler.response_started(response_start)
+            if client_headers:
+                common_response = pb.CommonResponse(header_mutation=build_header_mutation(client_headers))
         self.phase = Phase.ANSWER
-        common_response = (
-            pb.CommonResponse(header_mutation=build_header_mutation(client_headers)) if client_headers else None
-        )
         self._responses.append(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common_response)))
         if message.response_headers.end_of_stream:
             self._end()
 
     def _handle_response_body(self, body: Request) -> None:
+        """Show the handler a part of the answer's body, and return it to Envoy unchanged."""
         self._expect_phase("response_body", Phase.ANSWER)
         is_last = body.end_of_stream or body.end_of_stream_without_message
         if body.body:
@@ -285,4 +305,4 @@ class ExtProcStream:
 
     def _release_body(self) -> None:
         """Forget the body, which was sent."""
-        self._pieces, self._body, self._original_pieces = [], bytearray(), ()
+        self._pieces, self._partial_piece, self._original_pieces = [], bytearray(), ()

@@ -26,7 +26,7 @@ EXT_PROC_ATTRIBUTES, UPSTREAM_ADDRESS_ATTRIBUTE = "envoy.filters.http.ext_proc",
 """Attribute with the worker that answered, where Envoy's configuration asks for it."""
 OBJECTIVE_HEADER = b"x-gateway-inference-objective"
 FAIRNESS_HEADER = b"x-gateway-inference-fairness-id"
-REWRITE = b"x-gateway-model-name-rewrite"
+MODEL_REWRITE_HEADER = b"x-gateway-model-name-rewrite"
 PIECE_BYTES = 62_000
 """Most bytes of a body that Envoy accepts in one message."""
 UNREAD_BODY_PATH = ""
@@ -49,23 +49,24 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def read_head(headers: Any) -> HttpRequest:
-    """Return the request in an HttpHeaders message, without its body. Raises RequestError."""
+    """Return the request in an HttpHeaders message, without its body. Raises RequestError if it is malformed.
+
+    HTTP/2 has the method and the path in the pseudo-headers `:method` and `:path`.
+    """
     pseudo_headers: dict[str, bytes] = {}
-    headers_read: list[Header] = []
+    pairs: list[Header] = []
     for name, value in _iter_headers(headers):
         if name.startswith(":"):
             pseudo_headers[name] = value
-        else:
-            headers_read.append((name.encode(), value))
+            continue
+        if _NAME_PATTERN.fullmatch(name.encode()) is None or _VALUE_PATTERN.fullmatch(value) is None:
+            raise _make_bad_request_error(f"a malformed header: {name[:80]!r}")
+        pairs.append((name.encode(), value))
     method, target = pseudo_headers.get(":method", b""), pseudo_headers.get(":path", b"")
     if _METHOD_PATTERN.fullmatch(method) is None or _PATH_PATTERN.fullmatch(target) is None:
-        raise _make_bad_request_error(f"{method[:20]!r} {target[:80]!r} is no request")
-    if any(
-        _NAME_PATTERN.fullmatch(name) is None or _VALUE_PATTERN.fullmatch(value) is None for name, value in headers_read
-    ):
-        raise _make_bad_request_error("a header that is none")
+        raise _make_bad_request_error(f"{method[:20]!r} {target[:80]!r} is not a method and a path")
     path = target.partition(b"?")[0].decode("ascii")
-    request = HttpRequest(method.decode(), target, path, HeaderBlock.from_pairs(headers_read))
+    request = HttpRequest(method.decode(), target, path, HeaderBlock.from_pairs(pairs))
     request.has_body = not headers.end_of_stream
     return request
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
@@ -19,12 +19,12 @@ from router.edge.config import Timeouts
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
-from router.http.connection import Client
 from router.picker.ext_proc_stream import Choice, ResponseStart
 
 if TYPE_CHECKING:
     from router.picker.config import PickerConfig
     from router.picker.endpoint_map import EndpointMap
+    from router.picker.picker_client import PickerClient
 
 PRIORITY_STEP = 1_000
 """Factor of priorities, which leaves room to order the requests in flight of one fairness id within each."""
@@ -33,44 +33,22 @@ Header = tuple[bytes, bytes]
 
 
 class PickerState:
-    """State that all requests of a process share."""
+    """State that all requests of the endpoint picker share."""
 
     def __init__(self, config: PickerConfig, endpoints: EndpointMap) -> None:
         self.config = config
         self.endpoints = endpoints
         self.priorities = config.priorities
         self.in_flight_counts: Counter[str] = Counter()
-        """Fairness id -> requests in flight."""
-
-
-class EnvoyClient(Client, Protocol):
-    """Interface of Envoy for one request (router/picker/picker_client.py)."""
-
-    picker_state: PickerState
-    objective: str | None
-    fairness_id: str
-
-    @property
-    def allowed_endpoints(self) -> Sequence[str] | None:
-        """Endpoints that may be chosen; None for all."""
-
-    @property
-    def sees_response_body(self) -> bool:
-        """Whether Envoy sends the body of the answer."""
-
-    def attach_pick(self, pick: PickExchange) -> None: ...
-
-    def send_choice(self, choice: Choice) -> None: ...
-
-    def abandon(self) -> None: ...
+        """Requests in flight by fairness id."""
 
 
 class PickExchange:
-    """One request that Envoy carries."""
+    """One request that Envoy carries: asks the core for a worker, tells Envoy, and reports the answer to the core."""
 
     __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
 
-    def __init__(self, proxy: Proxy, client: EnvoyClient, context: RequestContext) -> None:
+    def __init__(self, proxy: Proxy, client: PickerClient, context: RequestContext) -> None:
         self._proxy = proxy
         self.client = client
         self.context = context
@@ -90,7 +68,8 @@ class PickExchange:
             return
         if envoy.objective is not None:
             route.priority = picker_state.priorities.get(envoy.objective, route.priority)
-        route.priority = route.priority * PRIORITY_STEP + min(self._count_in_flight(), PRIORITY_STEP - 1)
+        earlier_requests = self._count_in_flight()
+        route.priority = route.priority * PRIORITY_STEP + min(earlier_requests, PRIORITY_STEP - 1)
         if envoy.allowed_endpoints is not None:
             route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.allowed_endpoints)
         if not envoy.sees_response_body:  # whether the first token will be seen
@@ -98,15 +77,18 @@ class PickExchange:
         self._proxy.route(self.context, route)
 
     def _count_in_flight(self) -> int:
-        """Count the request under its fairness id; return how many were in flight before it."""
+        """Count the request under its fairness id, and return how many requests with that id are in flight already.
+
+        Ids beyond FAIRNESS_IDS_MAX are counted as one.
+        """
         in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self.client.fairness_id
-        is_tracked = fairness_id in in_flight_counts or len(in_flight_counts) < FAIRNESS_IDS_MAX
-        self._fairness_id = fairness_id if is_tracked else ""
+        has_room = fairness_id in in_flight_counts or len(in_flight_counts) < FAIRNESS_IDS_MAX
+        self._fairness_id = fairness_id if has_room else ""
         in_flight_counts[self._fairness_id] += 1
         return in_flight_counts[self._fairness_id] - 1
 
     def forward(self, decision: Decision) -> None:
-        """Tell Envoy the chosen worker and the fallbacks. Only the first choice is told."""
+        """Tell Envoy the chosen worker and the fallbacks. Later decisions are only recorded, as Envoy asks once."""
         proxy, context = self._proxy, self.context
         context.decision = decision
         if context.progress.sent_at_s is not None:
@@ -116,26 +98,41 @@ class PickExchange:
             self._handle_unresolved_name()
             return
         context.progress.sent_at_s = proxy.now()
-        headers: list[Header] = []
-        removed_headers: list[str] = []
         authorization = proxy.workers.get_authorization(decision.worker)
-        if authorization is not None:
-            if authorization:
-                headers.append((b"authorization", authorization))
-            removed_headers += ["x-api-key"] if authorization else ["authorization", "x-api-key"]
+        endpoints = [endpoint, *self._list_fallbacks(decision, authorization)]
+        headers = self._list_worker_headers(decision, authorization)
+        removed_headers = self._list_removed_headers(decision, authorization)
+        self.client.send_choice(Choice(endpoints, headers, removed_headers))
+
+    def _list_worker_headers(self, decision: Decision, authorization: bytes | None) -> list[Header]:
+        """Return the headers that Envoy sets on the request to the worker."""
+        headers: list[Header] = []
+        if authorization:
+            headers.append((b"authorization", authorization))
         if decision.rank is not None:
-            headers.append((b"x-data-parallel-rank", b"%d" % decision.rank))
-        allowed_headers = proxy.passed_fields | ({RANK_HEADER} if decision.rank is not None else set())
-        removed_headers += sorted(WORKER_HEADERS - allowed_headers)
-        if context.request.is_decoded:
+            headers.append((RANK_HEADER.encode(), b"%d" % decision.rank))
+        if self.context.span is not None:
+            headers.append((b"traceparent", self.context.span[1]))
+        return headers
+
+    def _list_removed_headers(self, decision: Decision, authorization: bytes | None) -> list[str]:
+        """Return the headers of the client that Envoy does not send to the worker.
+
+        `authorization`: the worker's own key; empty if it gets none, None if it gets the client's.
+        """
+        allowed_headers = set(self._proxy.passed_fields)
+        if decision.rank is not None:
+            allowed_headers.add(RANK_HEADER)
+        removed_headers = sorted(WORKER_HEADERS - allowed_headers)
+        if authorization is not None:
+            removed_headers.append("x-api-key")
+        if authorization == b"":
+            removed_headers.append("authorization")
+        if self.context.request.is_decoded:
             removed_headers.append("content-encoding")
-        if self.client.sees_response_body:
+        if self.client.sees_response_body:  # the answer is read, so it must not be compressed
             removed_headers.append("accept-encoding")
-        if context.span is not None:
-            headers.append((b"traceparent", context.span[1]))
-        self.client.send_choice(
-            Choice([endpoint, *self._list_fallbacks(decision, authorization)], headers, removed_headers)
-        )
+        return removed_headers
 
     def _handle_unresolved_name(self) -> None:
         """Try another worker, as the host name of the chosen one is not resolved."""
@@ -144,14 +141,14 @@ class PickExchange:
         proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.OVERLOADED, proxy.now()))
 
     def _list_fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
-        proxy, get_endpoint = self._proxy, self.picker_state.endpoints.get_endpoint
+        """Return the endpoints that Envoy tries after the chosen one, which get the same rank and authorization."""
+        proxy = self._proxy
         endpoints: list[str] = []
-        for worker_id in proxy.core.find_fallback_workers(
-            self.context.request_id, self.picker_state.config.fallbacks, decision.decided_s
-        ):
-            endpoint = get_endpoint(worker_id)
-            fits = decision.rank is None or proxy.core.workers[worker_id].spec.ranks > decision.rank
-            if endpoint is not None and fits and proxy.workers.get_authorization(worker_id) == authorization:
+        fallbacks_max = self.picker_state.config.fallbacks
+        for worker_id in proxy.core.find_fallback_workers(self.context.request_id, fallbacks_max, decision.decided_s):
+            endpoint = self.picker_state.endpoints.get_endpoint(worker_id)
+            has_rank = decision.rank is None or proxy.core.workers[worker_id].spec.ranks > decision.rank
+            if endpoint is not None and has_rank and proxy.workers.get_authorization(worker_id) == authorization:
                 endpoints.append(endpoint)
         return endpoints
 
@@ -178,15 +175,14 @@ class PickExchange:
         now = proxy.now()
         self._status = answer.status
         context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
-        served_by_worker = (
-            None if answer.served_by is None else self.picker_state.endpoints.get_worker_id(answer.served_by)
-        )
-        if served_by_worker is not None and served_by_worker != context.decision.worker:
-            self._record_fallback(served_by_worker)
-        kind = RETRYABLE_STATUSES.get(answer.status)
-        if kind is not None:
-            proxy.record_failed_attempt(context.decision, kind, f"{answer.status}, as Envoy says")
-            self._withdraw_from_core(kind)
+        if answer.served_by is not None:
+            served_by_worker = self.picker_state.endpoints.get_worker_id(answer.served_by)
+            if served_by_worker is not None and served_by_worker != context.decision.worker:
+                self._record_fallback(served_by_worker)
+        failure = RETRYABLE_STATUSES.get(answer.status)
+        if failure is not None:
+            proxy.record_failed_attempt(context.decision, failure, f"{answer.status}, as Envoy says")
+            self._withdraw_from_core(failure)
         elif answer.status == 200 and not self.client.sees_response_body:
             self._record_first_token(now)
         served_decision = context.decision
@@ -220,7 +216,7 @@ class PickExchange:
         proxy.finish(context, context.usage, is_error=self._status >= 400)
 
     def stream_closed(self) -> None:
-        """End the request with Envoy's stream, which is the end of the answer where its body is not seen."""
+        """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
         is_complete = self._status == 200 and self.context.progress.has_final_event(self.context.request.path)
         if self._status and (is_complete or not self.client.sees_response_body):
             self.complete_response()
@@ -255,9 +251,10 @@ class PickExchange:
             self._proxy.record_first_token(self.context, now)
         self._proxy.notify_first_byte(self.context)
 
-    def _withdraw_from_core(self, kind: FailureKind | None) -> None:
+    def _withdraw_from_core(self, failure: FailureKind | None) -> None:
+        """Have the core stop counting the request as load. `failure`: fault of the worker; None if it has none."""
         silent_s = self._proxy.now() - self.context.progress.last_byte_at_s
-        self._proxy.withdraw(self.context, kind, silent_s)
+        self._proxy.withdraw(self.context, failure, silent_s)
 
     # From the process -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The client of an exchange for one gRPC stream of Envoy, as a connection is in `router run`.
+"""The client of one request that comes in a gRPC stream of Envoy.
 
 Connects the ext_proc stream with the exchange, and charges the bytes of the body. router/picker/server.py knows gRPC.
 """
@@ -45,9 +45,10 @@ class PickerApplication(Protocol):
 
 
 class PickerClient:
-    """Client of one request, which Envoy sends in messages.
+    """The client of one request, which Envoy sends in messages.
 
-    Call `receive` with each message, await `decision_made` while `is_choosing`, and send `pop_responses`.
+    To the exchange it is what a `ClientConnection` is in `router run`. Call `receive` with each message, await
+    `decision_made` while `is_choosing`, and send `pop_responses`.
     """
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
@@ -97,9 +98,7 @@ class PickerClient:
         try:
             self._stream.receive(message)
         except RequestError as refused:
-            self._app.record_rejection(refused.status)
-            self._cancel_responder()
-            self.respond_error(refused)
+            self._refuse(refused)
 
     def close(self) -> None:
         """End the request, as the stream has ended."""
@@ -122,6 +121,7 @@ class PickerClient:
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
     def request_complete(self, request: HttpRequest) -> None:
+        """Decode the body if it is compressed, then have a worker picked."""
         self._path = request.path
         self.peer = self._client_address()
         self.objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
@@ -138,6 +138,7 @@ class PickerClient:
             self.crash(error)
 
     def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+        """Decode a body in turns of the event loop, then have a worker picked. The decoded bytes are charged too."""
         encoded_bytes = request.body_bytes
 
         def on_decoded(decode_error: RequestError | None) -> None:
@@ -164,6 +165,7 @@ class PickerClient:
         )
 
     def _refuse(self, error: RequestError) -> None:
+        """Count and answer an error in the request itself."""
         self._app.record_rejection(error.status)
         self._cancel_responder()
         self.respond_error(error)
@@ -173,6 +175,7 @@ class PickerClient:
         self._pick = pick
 
     def charge_body_bytes(self, body_bytes: int) -> None:
+        """Charge the body to the client's address, as its API key is not known yet. Raises RequestError."""
         self._charge.tenant = self._charge.tenant or self._client_address()
         self._charge.request_bytes = body_bytes
         self._charge.update()
@@ -199,8 +202,9 @@ class PickerClient:
             self._signal_decision()
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+        """Have Envoy answer with an error, unless it has sent the request to a worker already."""
         if self._stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
-            return  # Envoy has sent the request to a worker
+            return
         self.responder = None
         fields = [(b"content-type", JSON), *headers, *iter_error_headers(error, headers)]
         self._stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
@@ -217,7 +221,7 @@ class PickerClient:
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
     def abandon(self) -> None:
-        """Abandon the stream, because the request has taken too long."""
+        """End the stream to Envoy, because the request has taken too long."""
         self.is_abandoned = True
         self._cancel_responder()
         self._signal_decision()

@@ -31,7 +31,10 @@ STREAMS_MAX = 100_000
 
 
 class PickerServer:
-    """The picker's gRPC server. Call `bind`, `start`, `refresh` a few times a second, and `stop`."""
+    """gRPC server that answers Envoy's question which worker a request goes to, and health checks.
+
+    Call `bind`, `start`, `refresh` a few times a second, and `stop`.
+    """
 
     def __init__(
         self, app: PickerApplication, picker_state: PickerState, *, find_unready_reason: Callable[[], str | None]
@@ -57,13 +60,19 @@ class PickerServer:
 
         `certificate` is a chain and its private key, both PEM; None for no TLS.
         """
-        handlers = {
-            "Process": grpc.stream_stream_rpc_method_handler(
-                self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
-            )
-        }
+        picker_server = self._make_picker_server()
+        health_server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self.port = _bind(picker_server, host, port, certificate, "--port")
+        bound_health_port = _bind(health_server, host, health_port, None, "--health-port")
+        self._servers = [picker_server, health_server]
+        for server in self._servers:  # Envoy may ask for the health on either port
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        log.info("gRPC health checks on %s:%d", host, bound_health_port)
+
+    def _make_picker_server(self) -> grpc.aio.Server:
+        """Return a gRPC server that has `_process` serve the streams of Envoy."""
         message_bytes_max = self._app.limits.body_bytes_max + (1 << 20)
-        main = grpc.aio.server(
+        server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -71,14 +80,11 @@ class PickerServer:
                 ("grpc.so_reuseport", 0),
             )
         )
-        main.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        health = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        self.port = _bind(main, host, port, certificate, "--port")
-        bound_health_port = _bind(health, host, health_port, None, "--health-port")
-        for server in (main, health):
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            self._servers.append(server)
-        log.info("gRPC health checks on %s:%d", host, bound_health_port)
+        process_handler = grpc.stream_stream_rpc_method_handler(
+            self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process_handler}),))
+        return server
 
     async def start(self) -> None:
         """Start to answer requests."""
@@ -109,7 +115,7 @@ class PickerServer:
             await self._health.set(name, status)
 
     async def _process(self, _: Any, context: Any) -> None:
-        """Serve one stream of Envoy. An error ends this stream alone."""
+        """Serve one stream of Envoy, which has the messages of one request. An error ends this stream alone."""
         client = PickerClient(self._app, self._picker_state, context.peer())
         self.streams += 1
         try:

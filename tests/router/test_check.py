@@ -22,7 +22,7 @@ from prompts.tokenizer import Tokenizer
 from router.commands import check
 from router.commands.check import Finding, check_workers
 from router.fleet.discovery import parse_worker_flag
-from router.picker.certificate import self_signed
+from router.picker.certificate import make_self_signed_certificate
 from router.prompting.encode import read_prompt, truncate_prompt
 
 BLOCK = 16
@@ -123,7 +123,7 @@ class Worker:
         await runner.setup()
         tls = None
         if self.fault in ("HTTPS", "a certificate"):
-            certificate, key = self_signed("localhost")
+            certificate, key = make_self_signed_certificate("localhost")
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             for name, pem in (("certificate", certificate), ("key", key)):
                 (self.folder / f"{name}.pem").write_bytes(pem)

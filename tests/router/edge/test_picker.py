@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.app.picker_app import PickerApp
 from router.decide.workers import ServedModel, WorkerSpec
 from router.http.config import HttpLimits
-from router.picker.certificate import self_signed
+from router.picker.certificate import make_self_signed_certificate
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
-from router.picker.messages import BUFFERED, DUPLEX, NONE, REWRITE, SUBSET_HINT_FIELD, SUBSET_HINT_METADATA
+from router.picker.messages import BUFFERED, DUPLEX, MODEL_REWRITE_HEADER, NONE, SUBSET_HINT_FIELD, SUBSET_HINT_METADATA
 from router.picker.pick_exchange import PickerState
 from router.picker.server import READY, PickerServer
 
@@ -99,7 +99,7 @@ async def picker(
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
     picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
     server = PickerServer(PickerApp(edge.dispatcher), picking, find_unready_reason=edge.health.find_unready_reason)
-    certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
+    certificate = make_self_signed_certificate("127.0.0.1") if picking.config.self_signed else None
     server.bind("127.0.0.1", 0, 0, certificate)
     await server.start()
     envoy = Envoy(edge, server, picking, certificate[0] if certificate else None)
@@ -305,7 +305,7 @@ def test_a_gateway_s_model_counts_instead_of_the_body_s(edge: Any) -> None:
 
     async def scenario() -> None:
         async with picker(edge) as envoy:
-            edge.dispatcher.reader.model_header = REWRITE
+            edge.dispatcher.reader.model_header = MODEL_REWRITE_HEADER
             for body in ({"model": "other", "prompt": [1]}, {"prompt": [1]}, {"prompt": [1], "text": "x" * 100_000}):
                 _, answer = await envoy.ask(json.dumps(body).encode(), x_gateway_model_name_rewrite="tiny")
                 sent = json.loads(answer.request_body.response.body_mutation.body)
