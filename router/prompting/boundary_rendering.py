@@ -126,12 +126,12 @@ class BoundaryRenderer:
     def _make_plain_turn(
         self, prefix_digest: int, inputs_digest: bytes, chat: RoutingRequest, messages: list[Message]
     ) -> PlainTurn | None:
-        texts = read_plain_texts(messages, self.find_markers(chat))
-        if texts is None:
+        plain = read_plain_texts(messages, self.find_markers(chat))
+        if plain is None:
             return None
         clock = self.template.read_clock(has_tools=chat.tools is not None)
         roles = tuple([message["role"] for message in messages])
-        return PlainTurn(MemoKey(prefix_digest, inputs_digest, roles, clock), texts)
+        return PlainTurn(MemoKey(prefix_digest, inputs_digest, roles, plain.edges, clock), plain.texts)
 
     def render_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]

@@ -274,7 +274,9 @@ def continue_conversation(
         conversation, boundary, tail, new_messages, body, text, renderer.template, further_differs=further_differs
     )
     next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
-    text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
+    text_ids = array(ID_TYPE)
+    if next_position:
+        text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
     next_token_count = boundary.token_count + len(text_ids)
     text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later

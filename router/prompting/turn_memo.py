@@ -1,10 +1,10 @@
 """Memo of the text that a template writes around new messages which are a role and a text.
 
 A turn of a conversation of 40 messages is read in 49 us with the memo and in 144 us without (Qwen3's template). Only
-texts are taken that a template has no reason to change: not empty, without white space at their edges, and without a
-marker for which the template searches. An entry is compared with the template's own text when it is made. That other
-texts are right too is tried out when a tokenizer is loaded (template_trial.py) and checked while serving
-(conversation_reader.py).
+texts are taken that a template has no reason to change: they are more than white space, and have no marker for which
+the template searches. As a template may trim a text, the white space at its edges is part of an entry's key. An entry
+is compared with the template's own text when it is made. That other texts are right too is tried out when a tokenizer
+is loaded (template_trial.py) and checked while serving (conversation_reader.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,18 @@ ENTRIES_MAX = 1024
 TURNS_MAX = 8
 """Most messages of a `PlainTurn`."""
 _CHARS_MAX = 1 << 16
+EDGE_CHARS_MAX = 16
+"""Most characters of white space at one end of a message's text."""
+
+Edges = tuple[str, str]
+"""White space before and after the text of a message."""
+
+
+class PlainTexts(NamedTuple):
+    """Texts of messages without the white space at their edges, and that white space."""
+
+    texts: list[str]
+    edges: tuple[Edges, ...]
 
 
 class MemoKey(NamedTuple):
@@ -33,6 +45,7 @@ class MemoKey(NamedTuple):
     inputs_digest: bytes
     """Digest of the template's inputs besides messages."""
     roles: tuple[str, ...]
+    edges: tuple[Edges, ...]
     clock: tuple[str, ...]
     """Date and time as the template writes them."""
 
@@ -42,12 +55,13 @@ class PlainTurn(NamedTuple):
 
     key: MemoKey
     texts: list[str]
+    """Text of each message, without the white space at its edges."""
 
     def after(self, count: int, prefix_digest: int) -> PlainTurn:
         """Return the messages after the first `count`, after the placeholders of this digest."""
-        return PlainTurn(
-            self.key._replace(prefix_digest=prefix_digest, roles=self.key.roles[count:]), self.texts[count:]
-        )
+        key = self.key
+        tail_key = key._replace(prefix_digest=prefix_digest, roles=key.roles[count:], edges=key.edges[count:])
+        return PlainTurn(tail_key, self.texts[count:])
 
 
 class _TurnSkeleton(NamedTuple):
@@ -89,7 +103,10 @@ class TurnMemo:
         if key in self._skeleton_by_key or len(text) - sum(map(len, texts)) > _CHARS_MAX:
             return
         sentinels = [f"x{secrets.token_hex(8)}x" for _ in texts]
-        sentinel_text = render([{"role": role, "content": sentinel} for role, sentinel in zip(key.roles, sentinels)])
+        sentinel_text = render([
+            {"role": role, "content": before + sentinel + after}
+            for role, sentinel, (before, after) in zip(key.roles, sentinels, key.edges)
+        ])  # fmt: skip
         skeleton = None
         if sentinel_text is not None:
             parts = re.split(f"({'|'.join(sentinels)})", sentinel_text)
@@ -108,19 +125,24 @@ class TurnMemo:
         self._next_placeholders[key, message_count] = placeholders
 
 
-def read_plain_texts(messages: Sequence[Message], markers: Sequence[str]) -> list[str] | None:
+def read_plain_texts(messages: Sequence[Message], markers: Sequence[str]) -> PlainTexts | None:
     """Return the text of each message, if they are few, and each is a role and a text that templates only copy."""
     if not 0 < len(messages) <= TURNS_MAX:
         return None
-    texts = []
+    texts, edges = list[str](), list[Edges]()
     for message in messages:
-        text = message.get("content")
-        if type(text) is not str or not text or len(message) != 2 or type(message.get("role")) is not str:
+        content = message.get("content")
+        if type(content) is not str or len(message) != 2 or type(message.get("role")) is not str:
             return None
-        if text[0].isspace() or text[-1].isspace() or text.startswith(BILLING_LINE):
+        text = content.strip()
+        if not text or content.startswith(BILLING_LINE):
+            return None
+        before, _, after = content.partition(text)
+        if len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
             return None
         for marker in markers:
-            if marker in text:
+            if marker in content:
                 return None
         texts.append(text)
-    return texts
+        edges.append((before, after))
+    return PlainTexts(texts, tuple(edges))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prompts import chat_template
 from prompts.body_digests import digests
+from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
@@ -436,19 +437,25 @@ def test_digests_are_of_beginnings() -> None:
             assert _count_prefixes(size) == len(prefix_digests)
 
 
+def record_renders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of messages of each rendering by a template."""
+    renders: list[int] = []
+    render = ChatTemplate.render
+
+    def record(self: ChatTemplate, messages: Any, **variables: Any) -> str:
+        renders.append(len(messages))
+        return render(self, messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", record)
+    return renders
+
+
 def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of turns that are a role and a text nothing is rendered by the template, until it would write another date."""
     template = "<|im_start|>{{ strftime_now('%Y-%m-%d') }}" + chat_templates.CHATML
     turns = Turns(load_tokenizer(tmp_path, template))
     talk = [{**message, "content": message["content"].strip()} for message in long_talk(16)]
-    renders: list[int] = []
-    render = ChatTemplate.render
-
-    def count(self: ChatTemplate, messages: Any, **variables: Any) -> str:
-        renders.append(len(messages))
-        return render(self, messages, **variables)
-
-    monkeypatch.setattr(ChatTemplate, "render", count)
+    renders = record_renders(monkeypatch)
     for end in range(5, 16, 2):
         renders.clear()
         continuation = turns.read("chat", json.dumps({"messages": talk[:end]}).encode())
@@ -458,6 +465,27 @@ def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.M
     another_day = SimpleNamespace(now=lambda: datetime(2031, 2, 3))
     monkeypatch.setattr(chat_template, "datetime", another_day)
     assert turns.read("chat", json.dumps({"messages": talk}).encode()) is None
+
+
+@pytest.mark.parametrize("content", ["message['content']", "message['content'] | trim"])
+def test_the_memo_keeps_white_space_as_the_template_does(
+    content: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts with the same white space at their edges share an entry, and others do not."""
+    renderer = BoundaryRenderer(
+        load_tokenizer(tmp_path, chat_templates.CHATML.replace("message['content']", f"({content})"))
+    )
+    renders = record_renders(monkeypatch)
+    new_entries = [("", "\n", 2), ("", "", 2), (" ", "\n", 2)]
+    known_entries = [(before, after, 0) for before, after, _ in new_entries]
+    too_wide = ("", " " * 99, 1)
+    for number, (before, after, render_count) in enumerate([*new_entries, *known_entries, too_wide, too_wide]):
+        messages = [{"role": "user", "content": f"{before}word {number}{after}"}]
+        chat = parse_routing_of_kind("chat", json.dumps({"messages": messages}).encode())
+        renders.clear()
+        text = renderer.render_whole(chat)
+        assert len(renders) == render_count, "twice for a new entry: once to compare it"
+        assert text == render_chat(renderer.template, chat)
 
 
 def test_a_text_that_is_put_together_wrongly_ends_the_caching(tmp_path: Any) -> None:
