@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,21 @@ def make_conversations(
     return conversations
 
 
+def share_contexts(conversations: list[Conversation], seed: int) -> list[Conversation]:
+    """Return the same questions asked about fewer texts: the n-th context is drawn with a weight of 1 / n."""
+    contexts = [conversation.context for conversation in conversations]
+    weights = [1 / number for number in range(1, len(contexts) + 1)]
+    drawn_contexts = random.Random(seed).choices(contexts, weights, k=len(contexts))
+    return [replace(conversation, context=context) for conversation, context in zip(conversations, drawn_contexts)]
+
+
+async def ask(client: Client, model: str, messages: list[Message], name: str) -> StreamOutcome:
+    """Send the messages and return the outcome of the answer of `ANSWER_TOKENS`. RuntimeError if it fails."""
+    body = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    return StreamOutcome.from_response(await client.send(post_request(CHAT, body)), ANSWER_TOKENS, name)
+
+
 async def run_conversations(
     url: str, model: str, conversations: list[Conversation], report_outcome: Callable[[str, StreamOutcome], None]
 ) -> list[StreamOutcome]:
@@ -134,15 +149,41 @@ async def run_conversations(
         messages = [{"role": "system", "content": conversation.context}]
         for turn, question in enumerate(conversation.questions, 1):
             messages.append({"role": "user", "content": question})
-            body = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0,
-                    "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
             name = f"{conversation.name} turn {turn}"
             async with request_slots:  # who waits longest is next, so conversations take turns
-                outcome = StreamOutcome.from_response(await client.send(post_request(CHAT, body)), ANSWER_TOKENS, name)
+                outcome = await ask(client, model, messages, name)
             messages.append({"role": "assistant", "content": outcome.text})
             outcomes.append(outcome)
             report_outcome(name, outcome)
 
     async with Client(url) as client:
         await asyncio.gather(*(run_conversation(client, conversation) for conversation in conversations))
+    return outcomes
+
+
+async def run_agents(url: str, model: str, agents: list[Conversation], agents_max: int) -> dict[str, StreamOutcome]:
+    """Let each agent ask its first question, and then all the others at once, and return the outcomes by name.
+
+    `agents_max`: agents that work at the same time. RuntimeError if a request fails.
+    """
+    outcomes: dict[str, StreamOutcome] = {}
+    waiting_agents = iter(agents)
+
+    async def ask_part(client: Client, messages: list[Message], name: str) -> str:
+        outcomes[name] = await ask(client, model, messages, name)
+        return outcomes[name].text
+
+    async def run_in_turn(client: Client) -> None:
+        for agent in waiting_agents:
+            first_question, *questions = ({"role": "user", "content": question} for question in agent.questions)
+            messages = [{"role": "system", "content": agent.context}, first_question]
+            plan = await ask_part(client, messages, f"{agent.name} question 1")
+            messages.append({"role": "assistant", "content": plan})
+            parts = enumerate(questions, 2)
+            await asyncio.gather(
+                *(ask_part(client, [*messages, q], f"{agent.name} question {number}") for number, q in parts)
+            )
+
+    async with Client(url) as client:
+        await asyncio.gather(*(run_in_turn(client) for _ in range(agents_max)))
     return outcomes

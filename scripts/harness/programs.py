@@ -188,7 +188,7 @@ def wait_until(probe: Callable[[], Any], seconds: float, interval_s: float = 0.0
 
 
 class Cluster:
-    """Two `engine serve` workers and one `router run`: on entry all of them answer, on exit all are stopped."""
+    """`engine serve` workers and one `router run`: on entry all of them answer, on exit all are stopped."""
 
     model_name = "demo"
 
@@ -199,9 +199,12 @@ class Cluster:
         policy: str,
         num_blocks: int | None,
         log_dir: Path,
+        worker_count: int = 2,
         engine_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
     ) -> None:
         self._model, self._policy, self._log_dir = model, policy, log_dir
+        self._worker_count, self._router_flags = worker_count, router_flags
         self._flags = ("--num-gpu-blocks-override", str(num_blocks)) if num_blocks else ()
         self._flags += tuple(engine_flags)
         self._programs: list[Program] = []
@@ -213,10 +216,11 @@ class Cluster:
         try:
             self._programs = [
                 serve_engine(self._log_dir / f"{self._policy}-worker-{time.time_ns()}.log", str(self._model), *flags)
-                for _ in range(2)
+                for _ in range(self._worker_count)
             ]
             self.worker_urls = [worker.await_line() for worker in self._programs]
-            command = module_command("router", "run", *self.worker_urls, "--port", "0", "--policy", self._policy)
+            router_flags = ("--port", "0", "--policy", self._policy, *self._router_flags)
+            command = module_command("router", "run", *self.worker_urls, *router_flags)
             self._programs.append(Program(command, self._log_dir / f"router-{time.time_ns()}.log"))
             self.url = self._programs[-1].await_line()
             self._programs[-1].await_url(f"{self.url}/health")
