@@ -82,6 +82,7 @@ class Cluster:
         pipeline.prompt_reader.tokenizers.remote = RemoteTokenizer(session, headers)
         proxy.core.registry.on_state_change = _log_state_change
         proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks
+        proxy.core.watchdog.list_unreachable_endpoints = self.feed.list_unreachable_endpoints
         proxy.workers.may_send_key = self.fleet.may_receive_api_key
         proxy.on_worker_lost.append(self.feed.restart_streams)
         proxy.on_failure.append(self._on_attempt_failed)
@@ -143,9 +144,12 @@ class Cluster:
             self._peer_sockets.exchange_loads(now)
 
     def sweep(self, now: float) -> None:
-        """Drop the counters of workers that left, and restart the thread that reads events where it ended."""
+        """Drop the counters of workers that left, restart an ended thread of events, and log streams that stay down."""
         self._proxy.metrics.retain_workers(self._proxy.core.workers)
         self.feed.events.restart_thread()
+        for worker_id, worker in self._proxy.core.workers.items():
+            if worker.state is WorkerState.UP:
+                self.feed.warn_of_unreachable_streams(worker_id)
 
     def count_peer_messages(self) -> dict[str, int]:
         """Return the messages to and from other routers, by outcome."""

@@ -37,7 +37,7 @@ from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_sna
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
-from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, is_worker_fault
+from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, WorkerState, is_worker_fault
 from router.decide.working_set import WorkingSets
 from router.index.protocol import PrefixIndex
 
@@ -448,6 +448,8 @@ class RouterCore:
         for worker_id, worker in self.workers.items():
             alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
             alarms += self.stall_detector.alarms(worker_id, now)
+            if worker.state is WorkerState.UP:
+                alarms += self.watchdog.event_alarms(worker_id)
             targets = self.registry.get_targets(worker_id)
             worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)

@@ -5,7 +5,8 @@ Each alarm compares a short window of finished requests, so that it comes within
 * `prompt_tokens`: the router counts other tokens than `usage.prompt_tokens`, by another chat template or tokenizer;
 * `cached_tokens`: predicted and reported cached tokens differ, by wrong tokens, a wrong salt or lost events;
 * `promised`: predictions are too high, as prefixes are evicted before the requests that count on them run;
-* `events`: the worker fills or reuses blocks without events: they are off or do not arrive.
+* `events`: the worker fills or reuses blocks without events: they are off or do not arrive;
+* `unreachable`: the worker is up, but nobody listens at the address of its events.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Watchdog:
         self._windows: dict[str, _WorkerWindow] = {}
         self.count_stored_blocks = count_stored_blocks
         """Function that returns the number of blocks that a worker has announced since it was first followed."""
+        self.list_unreachable_endpoints: Callable[[str], list[str]] = lambda worker_id: []
+        """Function that returns the event endpoints of a worker that could not be connected for a while."""
 
     def record_answer(
         self,
@@ -181,3 +184,13 @@ class Watchdog:
                 "announced: the worker's events are off or do not arrive"
             )
         return alarms
+
+    def event_alarms(self, worker_id: str) -> list[str]:
+        """Return an alarm if the events of a worker, which is up, cannot be read."""
+        endpoints = self.list_unreachable_endpoints(worker_id)
+        if not endpoints:
+            return []
+        return [
+            f"unreachable: no events can be read from {', '.join(endpoints)}: is it the worker's address, and is the "
+            "port open from here?"
+        ]

@@ -226,6 +226,24 @@ class IndexFeed:
         """Return how many blocks the worker has announced so far."""
         return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
 
+    def list_unreachable_endpoints(self, worker_id: str) -> list[str]:
+        """Return the endpoints of a worker's streams that have not been connected for UNREACHABLE_S."""
+        now_s = time.monotonic()
+        return [s.source.endpoint for s in self._streams_by_worker.get(worker_id, []) if s.is_unreachable(now_s)]
+
+    def warn_of_unreachable_streams(self, worker_id: str) -> None:
+        """Log the streams of a worker that have not been connected for UNREACHABLE_S, each once."""
+        now_s = time.monotonic()
+        for stream in self._streams_by_worker.get(worker_id, []):
+            if stream.is_unreachable(now_s) and not stream.has_warned:
+                stream.has_warned = True
+                log.warning(
+                    "worker %s: no events can be read from %s: is it the worker's address, and is the port open from "
+                    "here?",
+                    worker_id,
+                    stream.source.endpoint,
+                )
+
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """Return the state of a stream for another router; None if this router has not caught up with it.
 
@@ -313,7 +331,9 @@ class IndexFeed:
     ) -> WorkerStream:
         stream_id = f"{worker_id}#{rank}@{next(self._stream_generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
-        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, is_only_rank, topic=source.topic)
+        stream = WorkerStream(
+            worker_id, rank, source, holder, stream_id, counters, is_only_rank, time.monotonic(), topic=source.topic
+        )
         self._declare_groups(stream)
         self._report_capacity(stream)
         with self._lock:
@@ -416,8 +436,11 @@ class IndexFeed:
     def on_connection_changed(self, stream_id: str, up: bool) -> None:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
-            stream.is_up = up
-            if not up:
+            if up:
+                stream.down_since_s, stream.has_warned = None, False
+            else:
+                if stream.is_up:
+                    stream.down_since_s = time.monotonic()
                 self._report(StreamLost(stream.worker_id, stream.rank))
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:

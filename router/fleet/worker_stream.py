@@ -15,6 +15,8 @@ from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
 
+UNREACHABLE_S = 10.0
+"""Time without a connection after which an operator is told: ZeroMQ itself tries again silently, for ever."""
 PROBLEMS_MAX = 3
 """Messages about malformed events that are kept for `/workers`. All are counted, and the first is logged."""
 
@@ -96,7 +98,10 @@ class WorkerStream:
     counters: StreamCounters
     is_only_rank: bool
     """Whether the worker has no other rank."""
-    is_up: bool = False
+    down_since_s: float | None
+    """Monotonic time since which the stream is not connected; None while it is."""
+    has_warned: bool = False
+    """Whether the log says that the stream cannot be connected."""
     last_seq: int | None = None
     position: tuple[int, int] | None = None
     """Number and digest of the last batch applied; None if the index does not follow from it exactly."""
@@ -115,6 +120,15 @@ class WorkerStream:
     """Blocks stored since they were last counted."""
     full_cache: ObservedCapacity = field(default_factory=ObservedCapacity)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the stream is connected."""
+        return self.down_since_s is None
+
+    def is_unreachable(self, now_s: float) -> bool:
+        """Return whether the stream has not been connected for UNREACHABLE_S."""
+        return self.down_since_s is not None and now_s - self.down_since_s >= UNREACHABLE_S
 
     def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
         """Return whether following `source` for `holder` needs no new stream."""

@@ -759,3 +759,18 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)
+
+
+def test_a_worker_whose_events_cannot_be_read_has_an_alarm_while_it_is_up() -> None:
+    core, _ = make_core("ab")
+    core.watchdog.list_unreachable_endpoints = {"a": ["tcp://gpu1:5999"], "b": []}.__getitem__
+
+    def alarms_of(worker_id: str) -> list[str]:
+        (row,) = [row for row in core.snapshot(1.0).workers if row.worker_id == worker_id]
+        return row.alarms
+
+    (alarm,) = alarms_of("a")
+    assert alarm.startswith("unreachable: no events can be read from tcp://gpu1:5999")
+    assert alarms_of("b") == []
+    core.mark_worker_down("a", 1.0, "test")
+    assert alarms_of("a") == []

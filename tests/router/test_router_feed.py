@@ -635,3 +635,28 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
         (row,) = feed.describe_streams("a")["streams"]
     assert (row["up"], row["phase"]) == (False, "disconnected")
     assert not feed.is_synced("a")
+
+
+def test_an_address_where_nobody_listens_is_said_once(
+    index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker whose `events=` is wrong is up and answers, so nothing else would tell the operator."""
+    monkeypatch.setattr("router.fleet.worker_stream.UNREACHABLE_S", 0.2)
+    with socket.socket() as closed_socket:
+        closed_socket.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{closed_socket.getsockname()[1]}"
+    reachable = publisher()
+    feed.follow("a", [EventSource(endpoint=endpoint)], [index.add_holder("a", "m")])
+    feed.follow("b", [source_of(reachable)], [index.add_holder("b", "m")])
+    wait_until(lambda: feed.is_synced("b"), "the other worker is followed")
+    wait_until(lambda: feed.list_unreachable_endpoints("a") == [endpoint], "the wrong address is noticed")
+    assert feed.list_unreachable_endpoints("b") == []
+    for worker_id in ("a", "b", "a"):
+        feed.warn_of_unreachable_streams(worker_id)
+    assert [record.getMessage() for record in caplog.records if endpoint in record.getMessage()] == [
+        f"worker a: no events can be read from {endpoint}: is it the worker's address, and is the port open from here?"
+    ]
+    late = publisher(endpoint.replace("127.0.0.1", "*"), replay=None)
+    wait_until(lambda: feed.list_unreachable_endpoints("a") == [], "a publisher begins there")
+    late.close()
+    reachable.close()
