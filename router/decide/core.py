@@ -37,7 +37,15 @@ from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_sna
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
-from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, WorkerState, is_worker_fault
+from router.decide.workers import (
+    CacheView,
+    CircuitBreaker,
+    ServedModel,
+    Worker,
+    WorkerSpec,
+    WorkerState,
+    is_worker_fault,
+)
 from router.decide.working_set import WorkingSets
 from router.index.protocol import PrefixIndex
 
