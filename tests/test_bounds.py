@@ -38,7 +38,7 @@ ELSEWHERE = {
     "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/commands/check.py:MAX_ANSWER_BYTES": "of a command that ends with it",
-    "router/commands/client.py:MAX_ANSWER_BYTES": "of a command that ends with it",
+    "router/commands/top.py:MAX_ANSWER_BYTES": "of a command that ends with it",
     "router/prompting/conversation_reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/prompting/encode.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/fleet/peer_snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",

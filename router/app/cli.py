@@ -6,19 +6,22 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from options import ConfigError
+from options import ConfigError, Schema
 from options.command import ProgramGroup, SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
 from options.tls import make_client_context
-from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
-from router.app.process import run_process
+from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, ProcessConfig
+from router.app.process import RouterProcess, run_process
 from router.commands.top import top
+
+if TYPE_CHECKING:
+    from router.commands.check import Finding
 
 log = logging.getLogger("router")
 
@@ -55,19 +58,24 @@ def cli() -> None:
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(SCHEMA)
 def run(urls: tuple[str, ...], **flags: Any) -> None:
+    """Run a router until SIGTERM or SIGINT."""
+    _run_or_exit(_load_config(SCHEMA, urls, flags), RouterProcess)
+
+
+def _load_config(schema: Schema, urls: tuple[str, ...], flags: dict[str, Any]) -> Any:
+    """Return the configuration of a command, whose arguments are URLs of workers. Raises click.UsageError."""
     flags["workers"] = (*urls, *flags["workers"])
-    config: ProcessConfig = load_from_command_line(SCHEMA, flags).config
-    configure_logging(config.log_level, as_json=config.log_json)
-    _run_or_exit(config, lambda: run_process(config, installed_version()))
+    return load_from_command_line(schema, flags).config
 
 
-def _run_or_exit(config: ProcessConfig, run: Callable[[], None]) -> None:
+def _run_or_exit(config: ProcessConfig, process_class: type[RouterProcess]) -> None:
     """Run a program of the router; warn if its configuration names no workers, and exit with one line if it fails."""
+    configure_logging(config.log_level, as_json=config.log_json)
     has_workers = config.workers or config.worker_dns or config.workers_file or config.kubernetes
     if not (has_workers or config.admin):
         log.warning("no workers: name their URLs (router run http://HOST:PORT ...), or add them with POST /workers")
     try:
-        run()
+        run_process(config, installed_version(), process_class)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
@@ -89,16 +97,14 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(EPP_SCHEMA)
 def epp(urls: tuple[str, ...], **flags: Any) -> None:
+    """Run an endpoint picker until SIGTERM or SIGINT."""
     try:
         import grpc  # noqa: F401
         import grpc_health  # noqa: F401
         from envoy.service.ext_proc.v3 import external_processor_pb2  # noqa: F401
     except ImportError as error:
         raise click.ClickException(f"router epp needs more: pip install 'blockcast[epp]' ({error})") from None
-    flags["workers"] = (*urls, *flags["workers"])
-    config: EppConfig = load_from_command_line(EPP_SCHEMA, flags).config
-    configure_logging(config.log_level, as_json=config.log_json)
-    _run_or_exit(config, lambda: run_process(config, installed_version()))
+    _run_or_exit(_load_config(EPP_SCHEMA, urls, flags), RouterProcess)
 
 
 SHADOW_HELP = """Report what the present load balancer of the workers of URL... loses, and what `router run` would gain.
@@ -117,12 +123,10 @@ Follows the workers' caches and decides nothing. It reads copies of requests (ng
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(SHADOW_SCHEMA)
 def shadow(urls: tuple[str, ...], **flags: Any) -> None:
-    from router.app.shadow import run_shadow
+    """Watch requests until SIGTERM or SIGINT, or to the end of the log."""
+    from router.app.shadow import ShadowProcess
 
-    flags["workers"] = (*urls, *flags["workers"])
-    config: ShadowProcessConfig = load_from_command_line(SHADOW_SCHEMA, flags).config
-    configure_logging(config.log_level, as_json=config.log_json)
-    _run_or_exit(config, lambda: run_shadow(config, installed_version()))
+    _run_or_exit(_load_config(SHADOW_SCHEMA, urls, flags), ShadowProcess)
 
 
 CHECK_HELP = """Check what would keep predictions for the workers of URL... from being exact.
@@ -142,38 +146,43 @@ wrong.
 @click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
 @add_flags(SCHEMA)
-def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> None:
-    from router.commands.check import Finding, check_workers
+def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None:
+    """Check the workers one after the other, print each finding, and exit with 1 if something is wrong."""
+    from router.commands.check import check_workers
 
-    options["workers"] = (*urls, *options["workers"])
-    config: ProcessConfig = load_from_command_line(SCHEMA, options).config
+    config: ProcessConfig = _load_config(SCHEMA, urls, flags)
     configure_logging("error", as_json=config.log_json)
     try:
-        flags = config.worker_flags
+        worker_flags = config.worker_flags
         tls = make_client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    if not flags:
+    if not worker_flags:
         raise click.UsageError("no workers: name their URLs")
     if not yes:
-        click.confirm(
-            f"Send up to six short requests to each of {len(flags)} workers?", default=True, abort=True, err=True
+        question = f"Send up to six short requests to each of {len(worker_flags)} workers?"
+        click.confirm(question, default=True, abort=True, err=True)
+    is_all_sound = asyncio.run(
+        check_workers(
+            worker_flags,
+            _print_finding_as_json if as_json else _print_finding,
+            key=config.worker_api_key,
+            tokenizer=config.tokenizer,
+            chat_template=config.chat_template,
+            tls=tls,
         )
+    )
+    sys.exit(0 if is_all_sound else 1)
 
-    def report(worker: str, finding: Finding) -> None:
-        if as_json:
-            line = {"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}
-            click.echo(json.dumps(line))
-        else:
-            mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
-            click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
-    engine_options = {
-        "key": config.worker_api_key,
-        "tokenizer": config.tokenizer,
-        "chat_template": config.chat_template,
-    }
-    sys.exit(0 if asyncio.run(check_workers(flags, report, **engine_options, tls=tls)) else 1)
+def _print_finding(worker: str, finding: Finding) -> None:
+    mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
+    click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
+
+
+def _print_finding_as_json(worker: str, finding: Finding) -> None:
+    fields = {"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}
+    click.echo(json.dumps(fields))
 
 
 cli.add_command(top)

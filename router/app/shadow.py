@@ -13,7 +13,7 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dispatch import RequestDispatcher
-from router.app.process import RouterProcess, run_process
+from router.app.process import RouterProcess
 from router.app.server import ForwardedRoutes, WorkerRoutes
 from router.app.shadow_reporter import ShadowReporter
 from router.edge.mirrored_exchange import MirroredExchange
@@ -171,8 +171,3 @@ class ShadowProcess(RouterProcess):
         has_tokenizer = any(self.pipeline.prompt_reader.tokenizers.get(model) is not None for model in models)
         no_tokenizer = None if has_tokenizer else "no tokenizer: give --tokenizer FOLDER"
         return self._health.find_unready_reason() or no_tokenizer
-
-
-def run_shadow(config: ShadowProcessConfig, version: str) -> None:
-    """Run `router shadow` until it ends. Raises what `run_process` raises."""
-    run_process(config, version, ShadowProcess)

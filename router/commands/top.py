@@ -5,20 +5,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import aiohttp
 import click
 
-from router.commands.client import AdminClient, add_router_options
+from options import ConfigError
+from options.tls import make_client_context
+from router.http_client import FetchError, fetch, make_key_headers
 
 COLUMNS = ("worker", "state", "req/s", "prefill", "decode", "queue s", "predicted", "reported")
 SORT_ORDERS = ("trouble", "name", "load", "requests")
+MAX_ANSWER_BYTES = 64 << 20
+ANSWER_S_MAX = 5.0
 
 WorkersPage = dict[str, Any]
 """The body of `GET /workers`."""
-_CACHED_TOKENS_FIELDS = ("reported_cached_tokens", "predicted_cached_tokens")
 
 
 class WorkerRow(NamedTuple):
@@ -48,7 +57,8 @@ def make_table_rows(
 
 
 def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_s: float) -> WorkerRow:
-    if "target" not in worker:  # never reached
+    """Return the row of a worker. `previous`: the same worker `interval_s` ago; None without a rate."""
+    if "target" not in worker:  # the router has never reached it, and knows no figures
         cells = [worker["worker_id"], worker["state"], *["-"] * (len(COLUMNS) - 2)]
         return WorkerRow(cells, worker.get("state_reason", ""))
     has_rate = previous is not None and interval_s > 0
@@ -70,10 +80,12 @@ def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_
 
 def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
     """Return one line on the whole router: its health, its load, and the tokens that caches save."""
-    states = [row["state"] for row in page["workers"]]
-    state_counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
+    count_by_state = Counter(row["state"] for row in page["workers"])
+    state_counts = ", ".join(f"{count} {state}" for state, count in count_by_state.items())
     troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in page["workers"])
-    health = "No workers" if not states else f"{troubled_count} in trouble" if troubled_count else "Healthy"
+    health = f"{troubled_count} in trouble" if troubled_count else "Healthy"
+    if not page["workers"]:
+        health = "No workers"
     requests_rate, tokens_rate = "-", "-"
     if previous_page is not None and interval_s > 0:
         routed_requests = page["counters"].get("routed", 0) - previous_page["counters"].get("routed", 0)
@@ -87,8 +99,9 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
 
 def _sum_cached_tokens(page: WorkersPage) -> int:
     """Return the cached prompt tokens of all workers: as reported, or as predicted if no worker reports them."""
-    sums: list[int] = [sum(row.get(name, 0) for row in page["workers"]) for name in _CACHED_TOKENS_FIELDS]
-    return sums[0] or sums[1]
+    reported_tokens: int = sum(row.get("reported_cached_tokens", 0) for row in page["workers"])
+    predicted_tokens: int = sum(row.get("predicted_cached_tokens", 0) for row in page["workers"])
+    return reported_tokens or predicted_tokens
 
 
 def _format_tokens(count: int) -> str:
@@ -102,12 +115,40 @@ def _choose_colour(row: WorkerRow) -> str | None:
     return "yellow" if row.problem else None
 
 
-def fetch_workers(router: AdminClient) -> WorkersPage:
-    """Fetch the router's workers. Raises click.ClickException."""
-    status, page = router.fetch_json("/workers", timeout_s=5)
-    if status != 200 or not isinstance(page, dict) or "workers" not in page:
-        raise click.ClickException(f"{router.url}/workers is not a router's ({status})")
-    return page
+class WorkersClient:
+    """Asks a router for its workers, with the admin key and TLS. Its errors are for the user of a command."""
+
+    def __init__(self, url: str, admin_key: str | None, tls: ssl.SSLContext) -> None:
+        self._url = url.rstrip("/")
+        self._headers = make_key_headers(admin_key)
+        self._tls = tls
+
+    def fetch_workers(self) -> WorkersPage:
+        """Fetch `GET /workers`. Raises click.ClickException."""
+        try:
+            status, answer = asyncio.run(self._fetch())
+        except FetchError as error:
+            raise click.ClickException(
+                f"{self._url}: {error}: is this the address of the router's admin routes, and does it run?"
+            ) from None
+        if status in (401, 403):
+            raise click.ClickException(f"{self._url} answers {status}: give the admin key, --key")
+        try:
+            page = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise click.ClickException(f"{self._url}/workers answers {status} and no JSON: {error}") from None
+        if status != 200 or not isinstance(page, dict) or "workers" not in page:
+            raise click.ClickException(f"{self._url}/workers is not a router's ({status})")
+        return page
+
+    async def _fetch(self) -> tuple[int, bytes]:
+        connector = aiohttp.TCPConnector(ssl=self._tls)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+            url = f"{self._url}/workers"
+            return await fetch(session, url, headers=self._headers, seconds=ANSWER_S_MAX, bytes_max=MAX_ANSWER_BYTES)
+
+
+FILE_TYPE = click.Path(dir_okay=False)
 
 
 @click.command(help="""Watch a router's workers: state, requests, queues, cached tokens, alarms. Ctrl-C ends it.
@@ -116,53 +157,64 @@ def fetch_workers(router: AdminClient) -> WorkersPage:
   router top http://127.0.0.1:8080 --key KEY
   router top --once --sort load
 """)  # fmt: skip
-@add_router_options
-@click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between two updates."
-)
-@click.option(
-    "--sort",
-    type=click.Choice(SORT_ORDERS),
-    default="trouble",
-    show_default=True,
-    help="Order of workers; trouble: those with a problem first.",
-)
+@click.argument("url", default="http://127.0.0.1:8080")
+@click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="Admin key of the router; ROUTER_ADMIN_API_KEY sets it too.")
+@click.option("--tls-ca", type=FILE_TYPE, metavar="FILE",
+              help="Authorities (PEM) of an https:// router. [default: the system's]")  # fmt: skip
+@click.option("--tls-cert", type=FILE_TYPE, metavar="FILE",
+              help="Certificate (PEM) shown to a router that requires one.")  # fmt: skip
+@click.option("--tls-key", type=FILE_TYPE, metavar="FILE", help="Private key (PEM) of --tls-cert.")
+@click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True,
+              help="Seconds between two updates.")  # fmt: skip
+@click.option("--sort", type=click.Choice(SORT_ORDERS), default="trouble", show_default=True,
+              help="Order of workers; trouble: those with a problem first.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Print one update and end.")
-def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
+def top(
+    url: str, key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, every: float, sort: str,
+    once: bool,
+) -> None:  # fmt: skip
+    """Print the workers once, or redraw them until Ctrl-C."""
     try:
-        from rich.console import Console, Group
+        from rich.console import Console
         from rich.live import Live
-        from rich.table import Table
-        from rich.text import Text
     except ImportError:
         raise click.ClickException("the package `rich` is missing: install blockcast[top]") from None
-
-    def draw(now: WorkersPage, before: WorkersPage | None, seconds: float) -> Group:
-        rows = make_table_rows(now, before, seconds, sort)
-        table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
-        table.add_column("worker", overflow="fold", min_width=12)
-        table.add_column("state", no_wrap=True)
-        for name in COLUMNS[2:]:
-            table.add_column(name, no_wrap=True, justify="right")
-        for row in rows:
-            table.add_row(*row.cells, style=_choose_colour(row))
-        problems = [
-            Text(f"{row.cells[0]}: {row.problem}", style=_choose_colour(row) or "") for row in rows if row.problem
-        ]
-        return Group(Text(format_summary(now, before, seconds), style="bold"), table, *problems)
-
-    before, polled_s = fetch_workers(router), time.monotonic()
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise click.ClickException(f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+    try:
+        client = WorkersClient(url, key, make_client_context(tls_cert, tls_key, tls_ca, "--tls"))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    previous_page, polled_s = client.fetch_workers(), time.monotonic()
     if once:
         time.sleep(min(every, 2.0))
-        now = fetch_workers(router)
-        Console().print(draw(now, before, time.monotonic() - polled_s))
+        page = client.fetch_workers()
+        Console().print(_draw(page, previous_page, time.monotonic() - polled_s, sort))
         return
-    with Live(draw(before, None, 0.0), screen=True, auto_refresh=False) as live:
+    with Live(_draw(previous_page, None, 0.0, sort), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                now, now_s = fetch_workers(router), time.monotonic()
-                live.update(draw(now, before, now_s - polled_s), refresh=True)
-                before, polled_s = now, now_s
+                page, now_s = client.fetch_workers(), time.monotonic()
+                live.update(_draw(page, previous_page, now_s - polled_s, sort), refresh=True)
+                previous_page, polled_s = page, now_s
         except KeyboardInterrupt:
             return
+
+
+def _draw(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float, sort: str) -> Any:
+    """Return a rich Group of the summary, the table of workers, and a line for each problem."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = make_table_rows(page, previous_page, interval_s, sort)
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
+    table.add_column("worker", overflow="fold", min_width=12)
+    table.add_column("state", no_wrap=True)
+    for column in COLUMNS[2:]:
+        table.add_column(column, no_wrap=True, justify="right")
+    for row in rows:
+        table.add_row(*row.cells, style=_choose_colour(row))
+    problems = [Text(f"{row.cells[0]}: {row.problem}", style=_choose_colour(row) or "") for row in rows if row.problem]
+    return Group(Text(format_summary(page, previous_page, interval_s), style="bold"), table, *problems)

@@ -161,7 +161,7 @@ class EventFeedOnLoop:
 def read_config(flags: Sequence[str]) -> tuple[Any, str]:
     """Return what `router run` makes of its command line."""
     configs: list[tuple[Any, str]] = []
-    router.app.cli.run_process = lambda config, version: configs.append((config, "0"))  # type: ignore[assignment]
+    router.app.cli.run_process = lambda config, version, _: configs.append((config, "0"))  # type: ignore[assignment]
     router.app.cli.cli.main(args=["run", *flags], prog_name="router", standalone_mode=False)
     return configs[0]
 
