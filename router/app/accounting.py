@@ -33,20 +33,20 @@ class RequestAccounting:
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     def _count_request(self, context: RequestContext, now: float) -> None:
-        core, metrics = self._proxy.core, self._proxy.metrics
-        path = context.request.path if context.request.path in API_KIND_BY_PATH else "other"
+        """Count a request, its times and its tokens in the metrics."""
+        metrics = self._proxy.metrics
         route, decision, usage = context.route, context.decision, context.usage
-        worker = "" if decision is None else decision.worker
-        # Names that clients make up must not become labels.
-        is_model_known = route is not None and (worker or core.resolve_model(route.model) is not None)
-        model = route.model if route is not None and is_model_known else "unknown"
-        is_streaming = "true" if context.is_streaming else "false"
-        ended_requests = metrics.get_ended(path, model, context.outcome, worker, is_streaming)
+        ended_requests = metrics.get_ended(
+            path=context.request.path if context.request.path in API_KIND_BY_PATH else "other",
+            model=self._find_known_model(context),
+            outcome=context.outcome,
+            worker="" if decision is None else decision.worker,
+            stream="true" if context.is_streaming else "false",
+        )
         ended_requests.count += 1
         ended_requests.request_s.observe(now - context.started_at_s)
-        ttft_s = context.ttft_s
-        if ttft_s is not None:
-            ended_requests.ttft_s.observe(ttft_s)
+        if context.ttft_s is not None:
+            ended_requests.ttft_s.observe(context.ttft_s)
         if route is None or decision is None:
             return
         metrics.routing_s.observe(decision.decided_s - context.started_at_s)
@@ -57,8 +57,16 @@ class RequestAccounting:
             metrics.reported_prompt_tokens += usage.prompt_tokens or 0
             metrics.reported_cached_tokens += usage.cached_tokens or 0
 
+    def _find_known_model(self, context: RequestContext) -> str:
+        """Return the model of a request, or "unknown": names that clients make up must not become labels of metrics."""
+        route = context.route
+        if route is None:
+            return "unknown"
+        is_placed = context.decision is not None
+        return route.model if is_placed or self._proxy.core.resolve_model(route.model) is not None else "unknown"
+
     def _count_tokens_of_key(self, context: RequestContext) -> None:
-        """Count the tokens of an answered request for its API key; the router's own where the worker reports none."""
+        """Count the tokens of an answered request for its API key: those that the worker reports, or else our own."""
         route, decision, usage = context.route, context.decision, context.usage
         if route is None or decision is None or context.ttft_s is None:
             return
@@ -80,6 +88,7 @@ class RequestAccounting:
 
 
 def _make_log_fields(context: RequestContext, now: float) -> dict[str, Any]:
+    """Return the fields of a request's log line, without those that are unknown."""
     route, decision, usage = context.route, context.decision, context.usage
     fields: dict[str, Any] = {
         "request_id": context.name,

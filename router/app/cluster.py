@@ -41,7 +41,7 @@ OTHER_WORKERS_WAIT_S: Final = 1.0
 
 
 class Cluster:
-    """Event streams and health of the workers, and the load that other routers share with this one."""
+    """Follows the workers' health and events, and the load of other routers, while the process runs."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Cluster:
         peer_client: PeerClient,
     ) -> None:
         """`session`: for health checks. `peer_client`: asks other routers what they know of workers' caches."""
-        proxy, headers = pipeline.proxy, make_key_headers(config.worker_api_key)
+        proxy = pipeline.proxy
+        headers = make_key_headers(config.worker_api_key)
         self._config = config
         self._proxy = proxy
         self._index = index
@@ -64,14 +65,15 @@ class Cluster:
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
+        prober = Prober(
+            session,
+            headers=headers,
+            trusts_endpoints=config.fleet.trust_event_endpoints,
+            kv_dialects=config.kv_dialects,
+        )
         self.fleet = Fleet(
             proxy.core,
-            Prober(
-                session,
-                headers=headers,
-                trusts_endpoints=config.fleet.trust_event_endpoints,
-                kv_dialects=config.kv_dialects,
-            ),
+            prober,
             self.feed,
             pipeline.prompt_reader.tokenizers,
             proxy.perform,
@@ -103,7 +105,7 @@ class Cluster:
                 log.info("publishers may connect to %s", self.feed.bind(endpoint))
 
     def connect_peers(self) -> None:
-        """Share load with other routers where the operator named any. Raises OSError."""
+        """Share load with other routers if the operator named any. Raises OSError."""
         if not self._config.peers and self._config.peer_bind is None:
             return
         sockets = PeerSockets(PeerLoads(self._proxy.core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
@@ -130,7 +132,7 @@ class Cluster:
             self.fleet.follow_file(Path(config.workers_file))
 
     async def wait_for_workers(self) -> None:
-        """Wait a little for the configured workers: the first request would find none."""
+        """Wait a little for the configured workers, because without them the first request would find none."""
         now = self._proxy.now
         end_s = now() + min(FIRST_WORKER_WAIT_S, self._config.edge.ready_s)
         while self.fleet.has_unprobed_worker() and now() < end_s:
@@ -163,7 +165,7 @@ class Cluster:
             self._peer_sockets.close()
 
     def _set_peers(self, request: HttpRequest, _: str) -> Response:
-        """Replace the routers whose load counts."""
+        """Replace the other routers whose load counts by those in the body. Raises RequestError."""
         if self._peer_sockets is None:
             raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
         return Response(msgspec.json.encode({"peers": self._peer_sockets.follow(request.body)}))

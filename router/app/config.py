@@ -134,27 +134,35 @@ class ProcessConfig:
     log_json: Annotated[bool, Flag(), "Log one JSON object a line."] = False
 
     def __post_init__(self) -> None:
-        ids = [flag.worker_id for flag in self.worker_flags]
-        duplicate = next((worker_id for worker_id in ids if ids.count(worker_id) > 1), None)
-        if duplicate is not None:
-            raise ConfigError(f"worker {duplicate} is given twice")
-        for text in self.worker_dns:
-            parse_worker_flag(text)
-        for text in self.kubernetes:
-            KubernetesSource.parse(text)
-        if self.kubernetes and find_spec("kubernetes_asyncio") is None:
-            raise ConfigError("--kubernetes needs more: pip install 'blockcast[kubernetes]'")
+        """Check that the settings fit together. Raises ConfigError."""
+        self._check_workers()
+        self._check_tls()
         if self.admin_address is not None and self.admin_address[1] > 65535:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
         if self.reuse_port and self.port == 0:
             raise ConfigError("--reuse-port: give --port a number, the same to every router that shares it")
-        for flag, parts in (
-            ("--tls", (self.tls_cert, self.tls_key)), ("--worker-tls", (self.worker_tls_cert, self.worker_tls_key)),
-        ):  # fmt: skip
-            if (parts[0] is None) != (parts[1] is None):
-                raise ConfigError(f"{flag}-cert and {flag}-key: expected both or neither")
         if self.tokenizer is not None and not (Path(self.tokenizer) / "tokenizer.json").is_file():
             raise ConfigError(f"--tokenizer: {self.tokenizer} has no tokenizer.json, expected a checkpoint's folder")
+
+    def _check_workers(self) -> None:
+        """Raise ConfigError if a worker, or a source of workers, cannot be used."""
+        worker_ids = [flag.worker_id for flag in self.worker_flags]
+        for worker_id in worker_ids:
+            if worker_ids.count(worker_id) > 1:
+                raise ConfigError(f"worker {worker_id} is given twice")
+        for url in self.worker_dns:
+            parse_worker_flag(url)
+        for spec in self.kubernetes:
+            KubernetesSource.parse(spec)
+        if self.kubernetes and find_spec("kubernetes_asyncio") is None:
+            raise ConfigError("--kubernetes needs more: pip install 'blockcast[kubernetes]'")
+
+    def _check_tls(self) -> None:
+        """Raise ConfigError for a certificate without its key, a key without its certificate, or a CA without both."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key: expected both or neither")
+        if (self.worker_tls_cert is None) != (self.worker_tls_key is None):
+            raise ConfigError("--worker-tls-cert and --worker-tls-key: expected both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 
@@ -166,8 +174,10 @@ class ProcessConfig:
     def kv_dialects(self) -> frozenset[str]:
         """Dialects in which this router has workers move KV. Raises ConfigError."""
         if KV_PARAMS_FIELD in self.edge.passed_fields:
-            return frozenset()  # clients do it
-        return frozenset(KIND_BY_DIALECT) - (frozenset((BLOCKCAST,)) if self.read_fleet_key() is None else frozenset())
+            return frozenset()  # clients have workers move KV themselves
+        if self.read_fleet_key() is None:
+            return frozenset(KIND_BY_DIALECT) - {BLOCKCAST}
+        return frozenset(KIND_BY_DIALECT)
 
     @property
     def worker_flags(self) -> list[WorkerFlag]:

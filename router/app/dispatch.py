@@ -30,19 +30,21 @@ class Placer(Protocol):
 
 
 class RequestPlacer:
-    """Asks the core where to place requests, within the limits of their tenants."""
+    """Has the core choose a worker for each request, within the limits of its tenant."""
 
     def __init__(
         self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
     ) -> None:
+        """`reasons`: records why prompts are not cached; None records nothing."""
         self._reader = reader
         self._limits = limits
         self._metrics = proxy.metrics
         self.reasons = reasons
 
     def place(self, exchange: Exchange) -> None:
-        """Have the core choose a worker, now or later. Raises RequestError."""
-        context, body, model = exchange.context, exchange.context.body, exchange.context.model
+        """Have the core choose a worker for a request that was read, now or later. Raises RequestError."""
+        context = exchange.context
+        body, model = context.body, context.model
         assert body is not None
         assert model is not None
         route = self._reader.build_route_request(context)
@@ -61,7 +63,7 @@ class RequestPlacer:
 
 
 class RequestDispatcher:
-    """Reads requests for workers, and passes them to a placer."""
+    """Brings each request for workers on its way: reads its prompt, and has a placer choose a worker."""
 
     def __init__(
         self,
@@ -83,7 +85,10 @@ class RequestDispatcher:
         """Tasks that read prompts. The event loop has weak references only."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
-        """Read and place a request, now or later. Raises RequestError if no exchange begins."""
+        """Read and place a request, now or later.
+
+        Raises RequestError if the request is refused before its exchange begins. Later errors go to the exchange.
+        """
         context = RequestContext(request, client.tenant, self.proxy.now())
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)
@@ -104,24 +109,27 @@ class RequestDispatcher:
 
     def _place(self, exchange: Exchange, *, is_rediscovered: bool = False) -> None:
         """Place a request after it was read. `is_rediscovered`: workers were asked for its model."""
-        context = exchange.context
-        if self.discover_model is not None and not is_rediscovered and not context.is_done:
-            assert context.body is not None
-            model = context.body.target.name
-            if context.body.request.model is not None and not self.proxy.core.registry.is_model_known(model):
-                reading = self._read_after(context, self.discover_model, model)
-                self._place_when_read(exchange, reading, is_rediscovered=True)
-                return
+        if not is_rediscovered and self._is_model_missing(exchange.context):
+            self._place_when_read(exchange, self._discover_and_read(exchange.context), is_rediscovered=True)
+            return
         try:
             self.placer.place(exchange)
         except RequestError as error:
             exchange.reject(error)
 
-    async def _read_after(
-        self, context: RequestContext, discover_model: Callable[[str], Awaitable[None]], model: str
-    ) -> None:
-        """Read a request again after the workers were asked for its model."""
-        await discover_model(model)
+    def _is_model_missing(self, context: RequestContext) -> bool:
+        """Return whether workers should be asked for the model that a request names, as none is known to serve it."""
+        if self.discover_model is None or context.is_done:
+            return False
+        assert context.body is not None
+        has_name = context.body.request.model is not None
+        return has_name and not self.proxy.core.registry.is_model_known(context.body.target.name)
+
+    async def _discover_and_read(self, context: RequestContext) -> None:
+        """Ask the workers for the model of a request, then read the request again, as the model is known now."""
+        assert self.discover_model is not None
+        assert context.body is not None
+        await self.discover_model(context.body.target.name)
         await self.reader.read(context, context.request.path)
 
     def _place_when_read(
@@ -135,7 +143,9 @@ class RequestDispatcher:
             self._read_tasks.discard(task)
             if task.cancelled():
                 return
-            failure = task.exception()  # not `result`: what raises here would keep the task, and so itself
+            failure = (
+                task.exception()
+            )  # `task.result()` would make a circle of the exception, its traceback and the task
             try:
                 if failure is None:
                     self._place(exchange, is_rediscovered=is_rediscovered)
@@ -149,11 +159,11 @@ class RequestDispatcher:
         task.add_done_callback(finish)
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
-        """Return the client's `x-request-id` where it may be forwarded, else a new id."""
+        """Return the client's `x-request-id` if it may be forwarded, else a new id."""
         client_id = request.get_header(b"x-request-id")
-        if client_id and len(client_id) <= TRACE_ID_BYTES_MAX and not has_worker_address(client_id):
-            is_plain = client_id.isascii() and client_id.isalnum()  # as most are: no byte has to be checked
-            if is_plain or all(33 <= byte < 127 for byte in client_id):
+        if client_id and len(client_id) <= TRACE_ID_BYTES_MAX:
+            is_printable = all(33 <= byte < 127 for byte in client_id)
+            if is_printable and not has_worker_address(client_id):
                 return client_id
         self._trace_count += 1
         return b"%s-%x" % (self._trace_prefix.encode(), self._trace_count)

@@ -24,7 +24,7 @@ Guard = Callable[[ClientConnection, HttpRequest], None]
 
 
 class AdminGuard:
-    """Checks requests for the admin routes of one process."""
+    """Lets only the operator use the admin routes. Each method raises RequestError for a request that is refused."""
 
     def __init__(self, key: str, hosts: Iterable[str]) -> None:
         """`hosts`: host names under which the admin routes may be requested, besides IP addresses and localhost."""
@@ -42,10 +42,11 @@ class AdminGuard:
         self._check(request)
 
     def refuse(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Refuse a request on the main address, as there is an admin address."""
+        """Refuse every request for an admin route: the main address serves none if there is an admin address."""
         raise _forbidden_error(f"{request.path} is served on the admin address only")
 
     def _check(self, request: HttpRequest) -> None:
+        """Check the key, the Host and Origin headers, and the declared type of the body."""
         if not hmac.compare_digest(bearer_token(request), self._key):
             raise RequestError(
                 "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
@@ -56,11 +57,12 @@ class AdminGuard:
         origin = request.get_header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _forbidden_error("pages of other sites may not use the admin routes")
-        kind = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if request.has_body and kind != b"application/json":
+        content_type = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if request.has_body and content_type != b"application/json":
             raise RequestError("the body has to be declared as application/json", param=None, status=415)
 
     def _is_own_host(self, host: str) -> bool:
+        """Return whether a Host header names this router: by an allowed name, or by any IP address."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -75,7 +77,7 @@ class AdminGuard:
 
 
 class ApiKeys:
-    """API keys of clients."""
+    """Finds the tenant of a request by the client's API key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]

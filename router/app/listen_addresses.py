@@ -25,7 +25,7 @@ class FlaggedListener(NamedTuple):
 
 
 class ListenAddresses:
-    """Listeners of all addresses. Call `bind`, then `listen`."""
+    """Listens on the main address and on the admin address, if there is one. Call `bind`, then `listen`."""
 
     def __init__(self, config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application]) -> None:
         """`make_app` makes the application of an address, from the guard of its admin routes."""
@@ -62,6 +62,7 @@ class ListenAddresses:
     async def _bind(
         self, flag: str, address: tuple[str, int], guard: Guard, connections_max: int, *, reuse_port: bool = False
     ) -> int:
+        """Bind one address and return its port. Raises OSError, which names `flag`."""
         config = self._config
         listener = Listener(self._make_app(guard), config.edge.client_timeouts, connections_max)
         self._listeners.append(FlaggedListener(flag, address, listener))

@@ -55,9 +55,13 @@ CONNECTIONS_EXPECTED: Final = 1_000
 
 
 class RouterProcess:
-    """`await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT."""
+    """Process of `router run` and `router epp`: makes its parts, starts them, and ends them in order.
+
+    `await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT.
+    """
 
     def __init__(self, config: ProcessConfig, version: str) -> None:
+        """Make all parts, with a running event loop. Raises ConfigError."""
         self._config = config
         self._version = version
         self._resources = contextlib.AsyncExitStack()
@@ -94,7 +98,7 @@ class RouterProcess:
         self._timers = self._make_timers()
 
     async def run(self) -> None:
-        """Serve until the end is requested. Raises OSError for an address that cannot be used, and ConfigError."""
+        """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
         async with self._resources:
             self.cluster.start_feed()
             port = await self._addresses.bind(self._find_connections_max())
@@ -119,6 +123,7 @@ class RouterProcess:
     # Building -----------------------------------------------------------------------------------------------------
 
     def _add_tracing(self) -> None:
+        """Trace requests if an endpoint for traces is configured. Raises ConfigError if packages are missing."""
         config, proxy = self._config, self.pipeline.proxy
         if config.otlp_endpoint is None:
             return
@@ -140,11 +145,12 @@ class RouterProcess:
             cluster.feed,
             cluster.count_peer_messages,
         )
+        model_by_alias = {} if model_names is None else model_names.model_by_alias
         routes = Routes()
         for route_group in (
             DescriptionRoutes(self._version, forwarded_paths),
             self._health,
-            ModelRoutes(proxy.core, {} if model_names is None else model_names.model_by_alias, proxy.now),
+            ModelRoutes(proxy.core, model_by_alias, proxy.now),
             MetricsRoutes(metrics.collect, proxy.now),
             self._worker_list,
             ExplanationRoutes(proxy, pipeline.request_reader, pipeline.reasons),
@@ -166,9 +172,11 @@ class RouterProcess:
         return ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge, is_enabled=is_forwarding)
 
     def _make_app(self, guard: Guard) -> RouterApp:
+        """Return the HTTP application of one address."""
         return RouterApp(self.pipeline.proxy, self._make_worker_routes(), self._local_routes, guard)
 
     def _make_timers(self) -> Timers:
+        """Return the periodic work of the process. The names of the steps are those of crashes in the metrics."""
         proxy, pipeline, cluster = self.pipeline.proxy, self.pipeline, self.cluster
         timers = Timers(proxy.now, self._config.edge.timeouts.sweep_s, proxy.metrics.record_crash)
         timers.add_tick_step("peers", cluster.exchange_loads)
@@ -184,14 +192,14 @@ class RouterProcess:
         return timers
 
     def _find_connections_max(self) -> int:
-        """Return the number of connections of each address, for which file descriptors are enough."""
+        """Return the most connections of an address: as configured, or as many as file descriptors are enough for."""
         file_limit, worker_count = raise_file_limit(), len(self._config.workers)
-        connections_wanted = self._config.edge.connections_max
-        connections_possible = connections_limit(file_limit, worker_count, connections_wanted)
-        is_configured = connections_wanted != CONNECTIONS_MAX
-        if connections_possible < (connections_wanted if is_configured else CONNECTIONS_EXPECTED):
-            log.warning(too_few_files_message(file_limit, worker_count, connections_wanted))
-        return connections_possible
+        wanted_connections = self._config.edge.connections_max
+        possible_connections = connections_limit(file_limit, worker_count, wanted_connections)
+        is_default = wanted_connections == CONNECTIONS_MAX
+        if possible_connections < (CONNECTIONS_EXPECTED if is_default else wanted_connections):
+            log.warning(too_few_files_message(file_limit, worker_count, wanted_connections))
+        return possible_connections
 
     def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"
@@ -227,7 +235,7 @@ class RouterProcess:
 
 
 def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:
-    """Return the certificate and the key of the picker's port, PEM; None without TLS. Raises ConfigError."""
+    """Return the certificate chain and the private key of the picker's port; None without TLS. Raises ConfigError."""
     if config.picker.self_signed:
         from router.picker.certificate import make_self_signed_certificate
 
@@ -243,17 +251,17 @@ def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:
 def run_process(config: ProcessConfig, version: str, process_class: type[RouterProcess] = RouterProcess) -> None:
     """Run a router's process, on uvloop where it is installed."""
     sys.setswitchinterval(0.0005)  # encoding threads must not hold the event loop for the default 5 ms
+
+    async def run() -> None:
+        await process_class(config, version).run()  # its parts need a running event loop
+
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_run(process_class, config, version))
+        asyncio.run(run())
         return
     if sys.version_info >= (3, 12):
-        asyncio.run(_run(process_class, config, version), loop_factory=uvloop.new_event_loop)
+        asyncio.run(run(), loop_factory=uvloop.new_event_loop)
     else:
         uvloop.install()
-        asyncio.run(_run(process_class, config, version))
-
-
-async def _run(process_class: type[RouterProcess], config: ProcessConfig, version: str) -> None:
-    await process_class(config, version).run()
+        asyncio.run(run())

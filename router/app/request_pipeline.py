@@ -24,7 +24,7 @@ from router.tenancy.model_names import ModelNames
 
 
 class RequestPipeline:
-    """Reads requests, decides about them, and passes them to workers. One a process."""
+    """The parts of a router that a request for workers passes: reading, limits, decision, forwarding and counting."""
 
     def __init__(
         self,
@@ -33,20 +33,11 @@ class RequestPipeline:
         worker_tls: ssl.SSLContext | None,
         now: Callable[[], float],
     ) -> None:
-        worker_api_key = config.worker_api_key
+        """Make the parts. Functions in `proxy.on_end` are called at the end of a request, in this order."""
+        self.proxy = _make_proxy(config, index, worker_tls, now)
         self.executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
-        self.proxy = Proxy(
-            RouterCore(index, config.core, seed=config.seed),
-            UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
-            Metrics(),
-            config.edge,
-            now=now,
-            worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
-        )
-        self.proxy.workers.fleet_key = config.read_fleet_key()
-        self.proxy.log_share = config.log_decisions
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = PromptReader(
             self.executor,
@@ -76,3 +67,21 @@ class RequestPipeline:
         self.prompt_reader.close()
         self.worker_pool.processes.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _make_proxy(
+    config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
+) -> Proxy:
+    """Return the part that decides and forwards requests."""
+    worker_api_key = config.worker_api_key
+    proxy = Proxy(
+        RouterCore(index, config.core, seed=config.seed),
+        UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
+        Metrics(),
+        config.edge,
+        now=now,
+        worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
+    )
+    proxy.workers.fleet_key = config.read_fleet_key()
+    proxy.log_share = config.log_decisions
+    return proxy

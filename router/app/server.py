@@ -42,7 +42,7 @@ FORWARDED_PATHS = {
 
 
 class WorkerRoutes(Protocol):
-    """Interface of the routes for workers at one address."""
+    """Interface of the routes that are about workers: `RouterApp` passes their requests on."""
 
     paths: dict[str, tuple[str, ...]]
     """Methods of each path."""
@@ -82,6 +82,7 @@ class ForwardedRoutes:
         return self.paths.get(path) or self._get_folder_methods(path)
 
     def _get_folder_methods(self, path: str) -> tuple[str, ...] | None:
+        """Return the methods of the path pattern under which a path is; None if there is none."""
         for folder, methods in self._folders:
             if path.startswith(folder) and path != folder and ".." not in path and "%" not in path:
                 return methods
@@ -118,7 +119,10 @@ class ForwardedRoutes:
 
 
 class RouterApp:
-    """The application of one address. Needs a running event loop."""
+    """HTTP application of one address: passes requests on to the routes of workers, or to those of the router itself.
+
+    Needs a running event loop.
+    """
 
     def __init__(self, proxy: Proxy, worker_routes: WorkerRoutes, local_routes: Routes, guard: Guard) -> None:
         """`guard`: checks requests for local routes that are not public."""

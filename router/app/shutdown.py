@@ -19,7 +19,7 @@ POLL_S: Final = 0.02
 
 
 class Shutdown:
-    """Ends the service of one process. A second signal cuts off what the first one left in flight."""
+    """Ends the process when a signal comes, after the requests in flight. A second signal cuts those off."""
 
     def __init__(self, config: EdgeConfig, proxy: Proxy, addresses: ListenAddresses) -> None:
         self._config = config
@@ -34,6 +34,7 @@ class Shutdown:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
+        """Request the end; at the second signal, close all connections."""
         if self._end_requested.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
             self._abort_requested.set()

@@ -28,11 +28,11 @@ OLD_IDLE, OLD_BUSY = 60, 300
 
 
 class HeapTrimmer:
-    """Returns freed memory to the system: glibc keeps it, so after one attack a process would stay large.
+    """Returns freed memory to the system, because glibc keeps it and a process would stay large after one attack.
 
-    Asks glibc every TRIM_S while the process is larger than it was at the start; half as often each time that gives
-    little back, and again at once when it has grown. In a thread, as it may take tens of milliseconds. Does nothing
-    with another C library.
+    It asks glibc every TRIM_S while the process is larger than it was at the start. Each time that gives little back,
+    the pause doubles; it ends when the process has grown. A thread asks, as it may take tens of milliseconds. With
+    another C library nothing is done.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -59,11 +59,13 @@ class HeapTrimmer:
             self._trimmed_s = now
             self._executor.submit(self._trim_heap, self._trim, resident)
 
-    def _trim_heap(self, trim: Callable[[int], int], before: int) -> None:
+    def _trim_heap(self, trim: Callable[[int], int], bytes_before: int) -> None:
         trim(0)
         self._trimmed_bytes = resident_bytes()
-        worth = before - self._trimmed_bytes > WORTH_BYTES
-        self._pause_s = TRIM_S if worth else min(max(2 * self._pause_s, TRIM_S), TRIM_S_MAX)
+        if bytes_before - self._trimmed_bytes > WORTH_BYTES:
+            self._pause_s = TRIM_S
+        else:
+            self._pause_s = min(max(2 * self._pause_s, TRIM_S), TRIM_S_MAX)
 
 
 def resident_bytes() -> int:

@@ -24,27 +24,29 @@ _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messa
 
 
 class TenantLimits:
-    """Requests and tokens in flight, and settings, of all API keys of a process."""
+    """Limits the requests and tokens in flight of each API key, and applies the settings of keys to requests."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
-        tenant_by_key = {key: make_key_name(number) for number, key in enumerate(config.api_keys)}
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
         self._priority_min = config.priority_min
-        self._priority_min_by_tenant = {
-            tenant_by_key[key]: floor for key, floor in config.floors.items() if key in tenant_by_key
-        }
-        self._share_by_tenant = {
-            tenant_by_key[key]: share for key, share in config.shares.items() if key in tenant_by_key
-        }
-        """Tenant -> share of fair turns, if it is not 1."""
-        self._salt_by_tenant = (
-            {name: _make_salt(key) for key, name in tenant_by_key.items()} if config.tenant_salts else {}
-        )
+        self._priority_min_by_tenant: dict[str, int] = {}
+        self._share_by_tenant: dict[str, float] = {}
+        """Shares of fair turns, if they are not 1."""
+        self._salt_by_tenant: dict[str, str] = {}
+        priority_min_by_key, share_by_key = config.floors, config.shares
+        for number, key in enumerate(config.api_keys):
+            tenant = make_key_name(number)
+            if key in priority_min_by_key:
+                self._priority_min_by_tenant[tenant] = priority_min_by_key[key]
+            if key in share_by_key:
+                self._share_by_tenant[tenant] = share_by_key[key]
+            if config.tenant_salts:
+                self._salt_by_tenant[tenant] = _make_salt(key)
         self.requests_in_flight: Counter[str] = Counter()
         self.tokens_in_flight: Counter[str] = Counter()
-        self._has_keys = bool(tenant_by_key)
+        self._has_keys = bool(config.api_keys)
 
     def check_request_limit(self, tenant: str) -> None:
         """Raise RequestError if a key has too many requests in flight."""
@@ -71,20 +73,23 @@ class TenantLimits:
         """Stop counting a request that ended."""
         if context.charged_tokens is None:
             return
-        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, context.charged_tokens)):
-            sums[context.tenant] -= amount
-            if not sums[context.tenant]:
-                del sums[context.tenant]
+        tenant = context.tenant
+        self.requests_in_flight[tenant] -= 1
+        self.tokens_in_flight[tenant] -= context.charged_tokens
         context.charged_tokens = None
+        if not self.requests_in_flight[tenant]:
+            del self.requests_in_flight[tenant]
+            del self.tokens_in_flight[tenant]
 
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
-        """Apply the tenant, share, salt and least priority of a request's key; return the changed fields of its body.
+        """Apply the share, salt and least priority of a request's key to `route`; return changed fields of its body.
 
         The names of its sessions get the tenant's name, so that keys do not share sessions.
         """
         tenant, body = context.tenant, context.body
         assert body is not None
-        route.tenant, route.share = tenant, self._share_by_tenant.get(tenant, 1.0)
+        route.tenant = tenant
+        route.share = self._share_by_tenant.get(tenant, 1.0)
         if self._has_keys:
             route.session, route.parent, _ = Session(route.session, route.parent).add_tenant(tenant)
         priority_min = self._priority_min_by_tenant.get(tenant, self._priority_min)
@@ -94,8 +99,9 @@ class TenantLimits:
         route.priority = max(route.priority, priority_min)
         salt = self._salt_by_tenant.get(tenant)
         if salt is not None and context.request.path in _SALTED_PATHS:
-            client_salt = route.scope.salt
-            body_fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
+            if route.scope.salt is not None:  # the client's own
+                salt = f"{salt}:{route.scope.salt}"
+            body_fields["cache_salt"] = salt
             route.scope = Scope(route.scope.model, salt, route.scope.lora)
         return body_fields
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 TICK_S: Final = 0.02
 
 Step = Callable[[float], None]
-"""A piece of work, which is given the time of the process's clock."""
+"""A piece of work. Its argument is the time of the process's clock."""
 
 
 class _NamedStep(NamedTuple):
