@@ -50,13 +50,6 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
         return hmac.new(fleet_key, text.encode(), "sha256").hexdigest()
 
 
-def make_pull_params(request_id: str, source_address: str, fleet_key: bytes) -> dict[str, Any]:
-    """Return the parameters by which an engine of this project pulls a prefix from the engine at HOST:PORT."""
-    host, _, port = source_address.rpartition(":")
-    source = RemoteKVSource(kv_request_id=request_id, remote_host=host.strip("[]"), remote_port=int(port))
-    return {"remote_kv_source": msgspec.to_builtins(source.sign(fleet_key))}
-
-
 def read_kv_source(kv_transfer_params: Mapping[str, Any] | None) -> RemoteKVSource | None:
     """Return the source that a body names, or None. Raises RequestError for an invalid source."""
     value = (kv_transfer_params or {}).get("remote_kv_source")

@@ -12,7 +12,7 @@ from msgspec import Meta
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedConfig, Schema, Size
 from prompts.kv_source import KV_PARAMS_FIELD, read_fleet_key
 from router.decide.config import CoreConfig
-from router.decide.workers import BLOCKCAST, KIND_BY_DIALECT
+from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
@@ -48,9 +48,9 @@ class ProcessConfig:
         "A worker: its URL, or KEY=VALUE pairs (docs/reference/settings.md).",
         "Keys: events=tcp://..., replay=tcp://... and topic=... name its event streams; events=none means that it "
         "publishes none, and its cache is estimated from the requests sent to it. id=... names it. roles=a;b are its "
-        "roles. kv=nixl or kv=mooncake means that it moves KV by this connector, and bootstrap=HOST:PORT is "
-        "Mooncake's server (docs/concepts/moving-kv.md). cache_tokens=N and max_num_seqs=N are the size of its cache "
-        "and its largest batch, where it does not report them. prefill_order=shortest means that it computes the "
+        "roles. kv=nixl, kv=mooncake, kv=p2p (vLLM) or kv=sglang says how it moves KV, and bootstrap=HOST:PORT is "
+        "where others meet it (docs/concepts/moving-kv.md). cache_tokens=N and max_num_seqs=N are the size of its "
+        "cache and its largest batch, where it does not report them. prefill_order=shortest means that it computes the "
         "shortest prompt first (our engine reports this). reannounce=1 means that clients ask it for "
         "kv_cache_report_mode=full, so that a repeated store is not a second copy. "
         "model=NAME,root=FOLDER,block_size=N without url= describes a worker that gets its requests from another "
@@ -173,11 +173,11 @@ class ProcessConfig:
     @property
     def kv_dialects(self) -> frozenset[str]:
         """Dialects in which this router has workers move KV. Raises ConfigError."""
-        if KV_PARAMS_FIELD in self.edge.passed_fields:
+        if any(name == KV_PARAMS_FIELD or name.startswith("bootstrap_") for name in self.edge.passed_fields):
             return frozenset()  # clients have workers move KV themselves
         if self.read_fleet_key() is None:
-            return frozenset(KIND_BY_DIALECT) - {BLOCKCAST}
-        return frozenset(KIND_BY_DIALECT)
+            return frozenset(KINDS_BY_DIALECT) - {BLOCKCAST}
+        return frozenset(KINDS_BY_DIALECT)
 
     @property
     def worker_flags(self) -> list[WorkerFlag]:

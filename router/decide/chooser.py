@@ -10,6 +10,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -147,8 +148,9 @@ class Chooser:
         queued_ahead_s: Mapping[str, float] | None = None,
         queued_s: float = 0.0,
         explain: bool = False,
+        excluded_sources: frozenset[str] = frozenset(),
     ) -> RoutingChoice:
-        """Price the candidates and pick one by the configured policy.
+        """Price the candidates and pick one by the configured policy. KV comes from none of the `excluded_sources`.
 
         Of a large pool only the targets that may win are priced, unless `explain` asks for all. `queued_s` is the
         prefill in the router's queue, and `queued_ahead_s` its part that will be sent before this request, by target.
@@ -159,9 +161,9 @@ class Chooser:
             load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
         prompt_query = self._prepare_query(request)
         shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
-        sources, best_sources = self._find_sources(request), []
+        sources, best_sources = self._find_sources(request, excluded_sources), []
         if sources and prompt_query is not None:
-            matches = self._cache_state.match(prompt_query) if matches is None else matches
+            matches = self._cache_state.match(prompt_query)  # those of a shortlist lack most sources
             best_sources = find_best_sources(sources, matches)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
         request_facts = self._gather_request_facts(
@@ -190,7 +192,7 @@ class Chooser:
             )
         return choice
 
-    def _find_sources(self, request: RouteRequest) -> list[Target]:
+    def _find_sources(self, request: RouteRequest, excluded_sources: frozenset[str]) -> list[Target]:
         """Return the targets that KV of a request may come from.
 
         There is none where the index does not know the whole prompt, or another policy than the price decides.
@@ -198,7 +200,7 @@ class Chooser:
         is_whole_prompt_known = request.media_conversation is None and request.prompt_count == 1
         if not self._chooses_by_price or request.token_ids is None or not is_whole_prompt_known:
             return []
-        return self._registry.find_sources(request)
+        return self._registry.find_sources(request, excluded_sources)
 
     def _plan_transfers(
         self,
@@ -208,22 +210,26 @@ class Chooser:
         matches: dict[HolderId, Match],
     ) -> list[Plan]:
         """Return the plans in which KV moves. `best_sources`: those with the longest cached prefix."""
-        request_facts = choice.request_facts
-        planner = TransferPlanner(self._links, request_facts.prompt_tokens, request_facts.congestion, request_facts.now)
+        planner = self._make_planner(choice)
         priced_targets = [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)]
         plans = planner.plan_pulls(priced_targets, best_sources, matches)
-        least_busy = find_least_busy(sources, request_facts.now)
+        least_busy = find_least_busy(sources, choice.request_facts.now)
         if least_busy:
             prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
             plans += planner.plan_prefills(priced_targets, self._price_prefills(choice, prefillers, matches))
         return plans
 
+    def _make_planner(self, choice: RoutingChoice) -> TransferPlanner:
+        facts = choice.request_facts
+        return TransferPlanner(self._links, facts.prompt_tokens, facts.congestion, facts.now)
+
     def _price_prefills(
         self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
     ) -> list[PricedTarget]:
         """Return the prices of targets for the prefill of a request alone."""
-        assert choice.prompt_query is not None
-        candidate_facts = self._cache_state.find_cache_hits(choice.prompt_query, targets, matches)
+        candidate_facts = [CandidateFacts() for _ in targets]
+        if choice.prompt_query is not None:
+            candidate_facts = self._cache_state.find_cache_hits(choice.prompt_query, targets, matches)
         request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
         return [
             PricedTarget(target, facts, price_worker(target, request_facts, facts, self._cost_config))
@@ -231,13 +237,38 @@ class Chooser:
         ]
 
     def _add_plans(self, choice: RoutingChoice, plans: list[Plan]) -> None:
-        """Add the plans and their prices to a choice."""
+        """Add the plans and their prices to a choice, in place of the targets that answer nothing alone."""
         if not plans:
             return
-        choice.targets = [*choice.targets, *(plan.target for plan in plans)]
+        alone = [not target.transfer_facts.needs_partner for target in choice.targets]
+        choice.targets = [*compress(choice.targets, alone), *(plan.target for plan in plans)]
+        choice.candidate_facts = [*compress(choice.candidate_facts, alone), *(plan.facts for plan in plans)]
+        choice.terms = list(compress(choice.terms, alone))
         for plan in plans:
-            choice.candidate_facts.append(plan.facts)
             choice.terms.append(price_worker(plan.target, choice.request_facts, plan.facts, self._cost_config))
+
+    def add_missing_source(
+        self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
+    ) -> bool:
+        """Have a source compute the prompt if the chosen target cannot; return False if there is none.
+
+        Plans have sources already. But there are none for prompts that are unknown, with other policies than the price,
+        and after failures, when a source that failed serves again if there is no other one.
+        """
+        if not choice.target.transfer_facts.needs_partner or choice.winner_facts.transfer is not None:
+            return True
+        sources = self._registry.find_sources(request, excluded_sources)
+        if not sources:
+            sources = self._registry.find_sources(request, frozenset())
+        sources = find_least_busy(sources, choice.request_facts.now)
+        winner = PricedTarget(choice.target, choice.winner_facts, choice.winner_terms)
+        planner = self._make_planner(choice)
+        plans = planner.plan_prefills([winner], self._price_prefills(choice, sources, {}), uses_paused_pairs=True)
+        if not plans:
+            return False
+        self._add_plans(choice, plans[:1])
+        choice.winner_index = len(choice.targets) - 1
+        return True
 
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         if request.token_ids is None:
@@ -402,7 +433,7 @@ class Chooser:
             queued_s=waited_s,
         )
         own_terms = (candidate for candidate in choice.terms if not candidate.transfer)
-        most_cached = max(own_terms, key=lambda candidate: candidate.cached_tokens)
+        most_cached = max(own_terms, key=lambda candidate: candidate.cached_tokens, default=terms)
         if most_cached.cached_tokens > terms.cached_tokens:
             decision.most_cached = most_cached
         if explain:

@@ -222,9 +222,9 @@ class RouterCore:
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        self._placer.end_prefill_leg(attempt, now, is_computed=True)
         if attempt.decision.transfer is not None and not attempt.has_first_token:
             self._placer.observe_transfer(attempt, now)
+        self._placer.end_prefill_leg(attempt, now, is_computed=True)
         attempt.has_first_token = True
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
@@ -241,23 +241,38 @@ class RouterCore:
         if worker is not None and at_s is not None:
             worker.last_answer_at_s = at_s
 
-    def record_prefill_end(self, request_id: str, now: float) -> list[Instruction]:
-        """Record that the source of a request's prefill has computed it: the KV moves from now on."""
+    def record_prefill_end(self, request_id: str, now: float, *, has_kv_come: bool = False) -> list[Instruction]:
+        """Record that the source of a request's prefill has computed it: the KV moves from now on.
+
+        `has_kv_come`: the KV moved meanwhile.
+        """
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
             return []
         self._placer.end_prefill_leg(attempt, now, is_computed=True)
+        if has_kv_come:
+            self.tracker.end_transfer(attempt.in_flight, now)
+            attempt.transfer_bytes = 0.0  # how long the KV moved is unknown
         return self._place_queued(now)
 
-    def fail_transfer(self, request_id: str, now: float, *, is_pair_fault: bool = True) -> list[Instruction]:
+    def fail_transfer(
+        self, request_id: str, now: float, *, is_pair_fault: bool = True, may_be_crash: bool = False
+    ) -> list[Instruction]:
         """Record that no KV came for a request in flight: its worker computes the prompt itself.
 
-        The attempt goes on. `is_pair_fault`: no transfer between the two workers is planned for a while.
+        The attempt goes on, and the source gets the request no more. `is_pair_fault`: no transfer between the two
+        workers is planned for a while. `may_be_crash`: the request may have crashed the source.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
+        active_request, transfer = self._active_requests[request_id], attempt.decision.transfer
+        if transfer is not None and not attempt.has_transfer_failed:
+            active_request.tried_sources |= {transfer.source}
+            active_request.crash_suspicions += may_be_crash
         self._placer.fail_transfer(attempt, now, is_pair_fault=is_pair_fault)
+        if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
+            return self.fail_attempt(request_id, FailureKind.SOURCE, now)
         return self._place_queued(now)
 
     def finish_request(
@@ -335,7 +350,7 @@ class RouterCore:
             return instructions + self._place_queued(now)
         is_from_start = continuation is None or continuation is active_request.request
         active_request.crash_suspicions += is_from_start and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS)
-        active_request.tried_workers |= {worker_id}
+        active_request.tried_workers = self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
         instruction = self._try_again(active_request, continuation, kind, now)
         return [instruction, *instructions, *self._place_queued(now)]
@@ -406,6 +421,18 @@ class RouterCore:
         return instruction
 
     # Failures ----------------------------------------------------------------------------------------------------
+    def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> frozenset[str]:
+        """Return the workers that a request is not sent to after a failure at `worker_id`.
+
+        A worker whose source failed may get the request again if there is no other one.
+        """
+        tried_workers = active_request.tried_workers | {worker_id}
+        if kind is FailureKind.SOURCE and isinstance(
+            self.registry.find_candidates(active_request.request, tried_workers), Refuse
+        ):
+            return active_request.tried_workers
+        return tried_workers
+
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:

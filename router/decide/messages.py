@@ -102,6 +102,9 @@ class FailureKind(str, enum.Enum):
     """The worker went down or was removed meanwhile, which was counted already."""
     OVERLOADED = "overloaded"
     """The worker answered 429: it is up and full."""
+    SOURCE = "source"
+    """The worker that was to compute the prompt failed, and this worker cannot compute it. The failure counts against
+    neither: requests to the other worker and health checks show whether it is broken."""
     LOCAL = "local"
     """The router had no file descriptor or port left. The core never sees this failure."""
     STALLED = "stalled"

@@ -79,8 +79,15 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """The present attempt; None while the request is queued."""
     failed_attempts: int = 0
     tried_workers: frozenset[str] = frozenset()
+    tried_sources: frozenset[str] = frozenset()
+    """Workers that failed to give KV to this request."""
     crash_suspicions: int = 0
     """Workers that this request may have crashed."""
+
+    @property
+    def excluded_sources(self) -> frozenset[str]:
+        """Workers that no KV of this request may come from."""
+        return self.tried_workers | self.tried_sources
 
 
 class RequestPlacer:
@@ -180,11 +187,15 @@ class RequestPlacer:
             queued_ahead_s=queued_ahead_s,
             queued_s=self.queue.waiting_prefill_s,
             explain=active_request.wants_explanation,
+            excluded_sources=active_request.excluded_sources,
         )
         if waits_behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self.queue):
             position = self._make_queue_position(active_request)
             self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
-        return choice
+        if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):
+            return choice
+        message = "Every worker that could compute the prompt failed."
+        return Refuse(request.request_id, 502, "upstream_failed", message)
 
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Return a refusal if a limit is set and no worker is predicted to begin the answer in time.

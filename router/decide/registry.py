@@ -27,6 +27,7 @@ from router.decide.workers import (
     WorkerSpec,
     WorkerState,
     find_unusable_reason,
+    may_transfer,
     merge_models,
 )
 from router.index.protocol import PrefixIndex
@@ -181,7 +182,7 @@ class WorkerRegistry:
             return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
         return pool
 
-    def find_sources(self, request: RouteRequest) -> list[Target]:
+    def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
         """Return the targets that KV of a request may be moved from."""
         sources = self._sources.get(request.model)
         if sources is None:
@@ -200,6 +201,7 @@ class WorkerRegistry:
             for target in sources
             if (allowed_workers is None or target.worker_id in allowed_workers)
             and target.worker_id not in self.avoided_workers
+            and target.worker_id not in excluded_workers
             and self._fits_context(target.worker_id, request.model, tokens_needed)
         ]
 
@@ -232,6 +234,8 @@ class WorkerRegistry:
                 reason = "context too short"
             elif reason is None and request.role is None and _computes_prefills_only(worker):
                 reason = "computes prefills only"
+            elif reason is None and not self._has_partner(worker, request.model):
+                reason = "no worker computes prompts for it"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
             elif (
@@ -260,6 +264,7 @@ class WorkerRegistry:
         workers = [w for w in self.workers.values() if _find_ineligibility_reason(w, model, role) is None]
         if role is None:
             workers = [worker for worker in workers if not _computes_prefills_only(worker)] or workers
+        workers = [worker for worker in workers if self._has_partner(worker, model)]
         for worker in workers:
             pool += self._targets[worker.worker_id]
             context_limit = worker.models[model].max_model_len
@@ -269,6 +274,14 @@ class WorkerRegistry:
         if pool:  # clients choose names: pools of unserved ones are not stored
             self._pools[key] = new_pool
         return new_pool
+
+    def _has_partner(self, worker: Worker, model: str) -> bool:
+        """Return whether a worker answers alone, or another one is up that computes prompts for it."""
+        facts = worker.spec.transfer
+        return not facts.needs_partner or any(
+            source.state is WorkerState.UP and may_transfer(source.spec.transfer, facts, TransferKind.PREFILL)
+            for source in self._workers_serving(model)
+        )
 
     def _workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
@@ -295,6 +308,8 @@ class WorkerRegistry:
             return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         states = Counter(worker.state.value for worker in (serving_workers if model else self.workers.values()))
         counts_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
+        if WorkerState.UP.value in states:  # without their partners they answer nothing
+            counts_text += ", but no pair of one for prefills and one for decodes"
         model_text = f" of model {model!r}" if model else ""
         return Refuse(request_id, 503, "no_worker", f"No worker{model_text} is up: {counts_text}.", 1.0)
 

@@ -55,9 +55,15 @@ class ServedModel:
 
 PREFILL_ROLE, DECODE_ROLE = "prefill", "decode"
 """Roles of workers that compute prompts for others, and that answer prompts which others computed."""
-NIXL, MOONCAKE = "nixl", "mooncake"
-KIND_BY_DIALECT = {BLOCKCAST: TransferKind.PULL, NIXL: TransferKind.PREFILL, MOONCAKE: TransferKind.PREFILL}
-"""How a request names its transfer (docs/concepts/moving-kv.md) -> the kind of transfer."""
+NIXL, MOONCAKE, P2P, SGLANG = "nixl", "mooncake", "p2p", "sglang"
+KINDS_BY_DIALECT = {
+    BLOCKCAST: frozenset((TransferKind.PULL,)),
+    NIXL: frozenset((TransferKind.PREFILL,)),
+    MOONCAKE: frozenset((TransferKind.PREFILL,)),
+    P2P: frozenset((TransferKind.PULL, TransferKind.PREFILL)),
+    SGLANG: frozenset((TransferKind.PREFILL,)),
+}
+"""How a request names its transfer (router/edge/transfers/dialects.py) -> the kinds of transfer that it can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +82,22 @@ class TransferFacts:
     bytes_per_token: float = 0.0
     """Bytes of KV of one token, on all tensor-parallel ranks together."""
     dialect: str = ""
-    """How a request names its transfer: a key of `KIND_BY_DIALECT`."""
+    """How a request names its transfer: a key of `KINDS_BY_DIALECT`."""
     address: str = ""
     """HOST:PORT where other workers ask for KV; empty if the dialect needs none."""
     engine_id: str = ""
     """Name of the engine's process in the dialect; empty if the dialect needs none."""
+    needs_partner: bool = False
+    """Whether the worker answers no request alone, as SGLang's workers with a role: another computes the prompt."""
 
 
 NO_TRANSFERS = TransferFacts()
+
+
+def may_transfer(source: TransferFacts, destination: TransferFacts, kind: TransferKind) -> bool:
+    """Return whether KV may move between two workers."""
+    is_same_group = bool(source.group) and source.group == destination.group
+    return is_same_group and kind in source.kinds & destination.kinds and source.can_give and destination.can_take
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +231,7 @@ def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, si
     """
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
         return request.is_streaming and worker.last_answer_at_s <= silent_since_s
-    return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)
+    return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST, FailureKind.SOURCE)
 
 
 def find_unusable_reason(worker: Worker) -> str | None:

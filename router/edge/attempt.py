@@ -103,6 +103,9 @@ class Attempt:
 
     def connection_opened(self, connection: UpstreamConnection) -> None:
         """Take the connection that was opened for this attempt."""
+        if self._connecting is None:  # the attempt was closed, too late to stop the opening
+            connection.close()
+            return
         self._connecting = None
         if connection.transport is None:
             self._owner.attempt_unconnected(None)
@@ -111,7 +114,9 @@ class Attempt:
             self._owner.attempt_connected(connection)
 
     def connection_failed(self, error: Exception) -> None:
-        """Tell the owner that no connection could be opened."""
+        """Tell the owner that no connection could be opened, unless the attempt was closed."""
+        if self._connecting is None:
+            return
         self._connecting = None
         self._owner.attempt_unconnected(error)
 

@@ -20,11 +20,12 @@ from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer
 from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
-from router.edge.prefill_leg import PrefillLeg, make_prefill_body
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy, is_final_refusal
 from router.edge.request_context import RequestContext
 from router.edge.response_filter import LAST_CHUNK, ResponseFilter, encode_chunk, is_event_stream, is_readable_stream
-from router.edge.rewrite import Body, KVParams, add_kv_params, build_response_head
+from router.edge.rewrite import Body, add_fields, build_response_head
+from router.edge.transfers.dialects import Fields
+from router.edge.transfers.prefill_leg import PrefillLeg
 from router.edge.upstream import Endpoint, UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.connection import Client
@@ -73,25 +74,64 @@ class Exchange:
             self._start_attempt(decision)
             return
         self._attempt, stream = None, self.context.continuation
-        self._prefill = PrefillLeg(self, self._proxy, self.context, decision)
+        handover = self._proxy.workers.make_handover(transfer)
+        if handover is None:
+            self.prefill_failed("unreachable", "the prefill's worker was removed")
+            return
+        prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, decision, handover)
         if stream is not None and stream.continuation_body is not None:
-            self._prefill.start((stream.continuation_body,), stream.path)
+            prefill.start((stream.continuation_body,), stream.path)
         else:
-            self._prefill.start(self.context.request.pieces, None)
+            prefill.start(self.context.request.pieces, None)
+        if prefill.is_concurrent and self._prefill is prefill:
+            self._start_attempt(decision)
 
     def prefill_computed(self) -> None:
-        """Start the decode, as the prefill has ended."""
-        decision = self.context.decision
+        """Start the decode, if it waited for the end of the prefill."""
+        prefill, decision = self._prefill, self.context.decision
+        assert prefill is not None
         assert decision is not None
-        self._proxy.perform(self._proxy.core.record_prefill_end(self.context.request_id, self._proxy.now()))
-        self._start_attempt(decision)
+        instructions = self._proxy.core.record_prefill_end(
+            self.context.request_id, self._proxy.now(), has_kv_come=prefill.is_concurrent
+        )
+        self._proxy.perform(instructions)
+        if not prefill.is_concurrent:
+            self._start_attempt(decision)
+        elif prefill.needs_partner:
+            self._prefill = None  # SGLang's worker answers when it has handed the KV over
 
     def prefill_failed(self, outcome: TransferOutcome, reason: str) -> None:
-        """Have the chosen worker compute the prompt itself."""
-        decision, self._prefill = self.context.decision, None
+        """Have the chosen worker compute the prompt itself, or another pair of workers if it cannot.
+
+        Do nothing if the chosen worker has begun its answer, because it had the KV then.
+        """
+        prefill, decision = self._prefill, self.context.decision
         assert decision is not None
-        self._proxy.fail_transfer(self.context, outcome, reason)
-        self._start_attempt(decision)
+        if self._has_answer_begun:
+            self._prefill = None
+            return
+        may_be_crash = outcome in ("lost", "error") and prefill is not None and not prefill.is_computed
+        self._drop_prefill(outcome, reason, may_be_crash=may_be_crash)
+        if self.context.is_done:
+            return
+        if prefill is None or not prefill.needs_partner:
+            self._start_attempt(decision)
+        elif not self.client.has_response_started:
+            self._handle_failed_attempt(FailureKind.SOURCE, reason)
+        elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
+            self._abort_response(reason, FailureKind.SOURCE)
+
+    def _drop_prefill(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Forget the prefill, and report that its KV does not come."""
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill.close()
+        self._proxy.fail_transfer(self.context, outcome, reason, may_be_crash=may_be_crash)
+
+    @property
+    def _has_answer_begun(self) -> bool:
+        """Whether the client has the first bytes of the answer of the present attempt."""
+        return self._response_head is not None and self.context.progress.first_byte_at_s is not None
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
         self._close_attempt()
@@ -167,7 +207,7 @@ class Exchange:
         if context.is_done:
             attempt.finish(proxy.now(), reusable=True)
             return
-        request = self._build_request(decision, connection.target, self._take_kv_params(decision))
+        request = self._build_request(decision, connection.target)
         if request is None:
             self._abort_response("no worker of the same engine is left", None)
             return
@@ -176,13 +216,8 @@ class Exchange:
         if self._is_client_paused:
             attempt.pause_reading()
 
-    def _build_request(
-        self, decision: Decision, endpoint: Endpoint, kv_params: KVParams | None, *, is_prefill: bool = False
-    ) -> tuple[bytes, Body] | None:
-        """Return head and body for the chosen worker; None if it cannot continue the answer.
-
-        `kv_params`: where the worker gets KV; None: nowhere. `is_prefill`: the worker generates one token only.
-        """
+    def _build_request(self, decision: Decision, endpoint: Endpoint) -> tuple[bytes, Body] | None:
+        """Return head and body for the chosen worker; None if it cannot continue the answer."""
         proxy, context = self._proxy, self.context
         stream, path = context.continuation, None
         body: Body | None = context.request.pieces
@@ -190,26 +225,22 @@ class Exchange:
             body, path = stream.build_request_body(proxy.workers.get_engine(decision.worker)), stream.path
         if body is None:
             return None
-        if kv_params is not None:
-            body = (
-                make_prefill_body(context.request.path, body, kv_params)
-                if is_prefill
-                else add_kv_params(body, kv_params)
-            )
+        kv_fields = self._take_kv_fields(decision)
+        if kv_fields is not None:
+            body = add_fields(body, kv_fields)
         return proxy.build_head(context, endpoint, decision.worker, decision.rank, body, path), body
 
-    def _take_kv_params(self, decision: Decision) -> KVParams | None:
-        """Return the parameters by which the chosen worker gets KV; None if it computes the prompt itself."""
+    def _take_kv_fields(self, decision: Decision) -> Fields | None:
+        """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
         proxy, transfer = self._proxy, decision.transfer
         if transfer is not None and transfer.kind is TransferKind.PULL:
-            return proxy.workers.make_pull_params(self.context.request_id, transfer.source)
+            return proxy.workers.make_pull_fields(transfer)
         if self._prefill is None:
             return None
-        kv_params = self._prefill.take_params(proxy.now())
-        if kv_params is None:
-            self._prefill = None
-            proxy.fail_transfer(self.context, "late", "the KV is not kept for so long")
-        return kv_params
+        kv_fields = self._prefill.take_decode_fields(proxy.now())
+        if kv_fields is None:
+            self._drop_prefill("late", "the KV is not kept for so long")
+        return kv_fields
 
     def attempt_unconnected(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
@@ -242,9 +273,12 @@ class Exchange:
         """Return the head for the client, empty if the client has one; None if the attempt has ended."""
         proxy, context, has_started = self._proxy, self.context, self.client.has_response_started
         failure_kind = RETRYABLE_STATUSES.get(head.status)
-        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:
-            self.prefill_failed("error", "the decode failed")  # vLLM could not fetch the KV
-            return None
+        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # it could not fetch the KV
+            computes_alone = not self._prefill.needs_partner
+            self._drop_prefill("error", "the decode failed")
+            if computes_alone and context.decision is not None:
+                self._start_attempt(context.decision)
+                return None
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
             instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
@@ -371,6 +405,8 @@ class Exchange:
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat a request that takes too long. Called a few times a second."""
         progress, head = self.context.progress, self._response_head
+        if self._prefill is not None and not self._has_answer_begun:
+            self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if head is not None:
@@ -379,11 +415,7 @@ class Exchange:
             self._withdraw_from_core(None)
             self.refuse(504, "timeout", message)
         elif progress.sent_at_s is None:
-            # It waits for a worker or a connection: deadlines of the core and the pool apply.
-            if self._prefill is not None:
-                self._prefill.expire(now)
-        elif head is None and self._prefill is not None and self._prefill.is_fetch_lost(now):
-            self.prefill_failed("lost", "the prefill's worker went down, and its KV may not have been fetched")
+            pass  # it waits for a worker or a connection: deadlines of the core and the pool apply
         elif head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
@@ -415,7 +447,7 @@ class Exchange:
     ) -> None:
         """Do what the core decides after an attempt failed before the client got any of its answer."""
         proxy, context = self._proxy, self.context
-        context.progress.sent_at_s = None
+        self.close()
         proxy.record_failed_attempt(context.decision, kind, reason)
         if proxy.is_in_core(context):
             instructions = proxy.core.fail_attempt(
@@ -552,26 +584,16 @@ class Exchange:
     def close(self) -> None:
         """Close the connections to workers, or stop opening them."""
         prefill, self._prefill = self._prefill, None
-        is_fetching = prefill is not None and prefill.is_taken and self._response_head is None
+        is_fetching = prefill is not None and prefill.is_computed and prefill.is_taken and self._response_head is None
         if is_fetching and self.context.is_done and self._attempt is not None:
             self._attempt.close_after_answer()  # a fetch of KV that is cut off leaves some of it kept
         self._close_attempt()
         if prefill is not None:
             prefill.close()
-            if prefill.holds_kv:
-                self._return_kv(prefill)
+            if prefill.holds_kv and self.context.decision is not None:
+                prefill.give_kv_back(self.context.decision)
 
     def _close_attempt(self) -> None:
         self.context.progress.sent_at_s = None
         if self._attempt is not None:
             self._attempt.close()
-
-    def _return_kv(self, prefill: PrefillLeg) -> None:
-        """Have the prefill worker free KV that no client waits for: the chosen worker fetches it for one token."""
-        decision, kv_params = self.context.decision, prefill.take_params(self._proxy.now())
-        endpoint = None if decision is None else self._proxy.workers.get_endpoint(decision.worker)
-        if decision is None or endpoint is None or kv_params is None:
-            return  # the worker frees the KV when its lease ends
-        request = self._build_request(decision, endpoint, kv_params, is_prefill=True)
-        if request is not None:
-            self._proxy.pool.send_unanswered(endpoint, *request)

@@ -285,15 +285,23 @@ class Proxy:
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
 
-    def fail_transfer(self, context: RequestContext, outcome: TransferOutcome, reason: str) -> None:
-        """Report that a request's worker does not get the KV that it was to get, and computes the prompt itself."""
+    def fail_transfer(
+        self, context: RequestContext, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False
+    ) -> None:
+        """Report that a request's worker does not get the KV that it was to get.
+
+        `may_be_crash`: the request may have crashed the source.
+        """
         assert context.decision is not None
         transfer = context.decision.transfer
         assert transfer is not None
         self.metrics.transfers.outcomes[transfer.kind.value, outcome] += 1
         log.info("no KV for %s at %s: %s: %s", context.name, context.decision.worker, outcome, reason)
         is_pair_fault = outcome != "refused"  # else it is the request's fault
-        self.perform(self.core.fail_transfer(context.request_id, self.now(), is_pair_fault=is_pair_fault))
+        instructions = self.core.fail_transfer(
+            context.request_id, self.now(), is_pair_fault=is_pair_fault, may_be_crash=may_be_crash
+        )
+        self.perform(instructions)
         if is_pair_fault:
             self._notify(self.on_transfer_failed, transfer.source)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from prompts.kv_source import KV_PARAMS_FIELD
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
@@ -34,8 +33,6 @@ _REQUEST_HEADERS_REMOVED = (
 tokens, so they must not be compressed."""
 Body = tuple[bytes, ...]
 """Pieces of a request's body."""
-KVParams = Mapping[str, Any] | msgspec.Raw
-"""Value of `kv_transfer_params`, or its JSON."""
 RANK_HEADER = "x-data-parallel-rank"
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
@@ -73,11 +70,10 @@ class WorkerHeaders(NamedTuple):
     """Internal headers of workers that clients may set."""
 
 
-def add_kv_params(body: Body, params: KVParams) -> Body:
-    """Return a JSON object with `kv_transfer_params` as its first field. All other bytes stay as they are."""
+def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
+    """Return a JSON object with these fields before its own. All other bytes stay as they are."""
     first_piece, start = body[0], body[0].index(b"{") + 1
-    field = msgspec.json.encode({KV_PARAMS_FIELD: params})[1:-1]
-    return (first_piece[:start] + field + b"," + first_piece[start:], *body[1:])
+    return (first_piece[:start] + msgspec.json.encode(fields)[1:-1] + b"," + first_piece[start:], *body[1:])
 
 
 def build_request_head(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from uuid import uuid4
 
-from prompts.kv_source import make_pull_params
+from router.decide.messages import Transfer
 from router.decide.workers import Worker
+from router.edge.transfers.dialects import DIALECTS, Fields, Handover
 from router.edge.upstream import Endpoint
 
 
@@ -40,12 +41,18 @@ class WorkerDirectory:
             return self.authorization
         return b""
 
-    def make_pull_params(self, request_id: str, source: str) -> dict[str, Any] | None:
-        """Return the parameters by which an engine pulls a prefix from the worker `source`; None if that is gone."""
-        worker = self._workers.get(source)
-        if worker is None or self.fleet_key is None or not worker.spec.transfer.address:
+    def make_handover(self, transfer: Transfer) -> Handover | None:
+        """Return how the requests of a new transfer name it and its source; None if that worker is gone."""
+        worker = self._workers.get(transfer.source)
+        if worker is None:
             return None
-        return make_pull_params(request_id, worker.spec.transfer.address, self.fleet_key)
+        return Handover(uuid4().hex, worker.spec.transfer, transfer.rank, worker.spec.ranks, self.fleet_key)
+
+    def make_pull_fields(self, transfer: Transfer) -> Fields | None:
+        """Return the fields by which a worker pulls a cached prefix; None if its source is gone."""
+        handover = self.make_handover(transfer)
+        make_fields = None if handover is None else DIALECTS[handover.source.dialect].make_pull_fields
+        return None if handover is None or make_fields is None else make_fields(handover)
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty if it reports none."""

@@ -27,10 +27,13 @@ from router.decide.load import EngineLoad
 from router.decide.workers import (
     BLOCKCAST,
     DECODE_ROLE,
-    KIND_BY_DIALECT,
+    KINDS_BY_DIALECT,
     MOONCAKE,
+    NIXL,
     NO_TRANSFERS,
+    P2P,
     PREFILL_ROLE,
+    SGLANG,
     VLLM,
     CacheView,
     ServedModel,
@@ -83,7 +86,7 @@ class WorkerFlag:
     kv: str = ""
     """Dialect in which the worker moves KV; empty: as the worker says."""
     bootstrap: str = ""
-    """HOST:PORT where a worker of Mooncake names its engine; empty: at BOOTSTRAP_PORT."""
+    """HOST:PORT where other workers meet the worker to get its KV; empty: its host and BOOTSTRAP_PORT."""
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
     """Sequences that the worker runs at once; engines do not publish it."""
@@ -133,8 +136,8 @@ _FLAG_KEYS = (
 """Keys of `--worker`. The last three replace `url`."""
 _BOOTSTRAP_PATTERN = re.compile(r"[!-~]{1,255}:\d{1,5}")
 BOOTSTRAP_PORT = 8998
-"""Port where Mooncake's prefill workers name their engines, unless VLLM_MOONCAKE_BOOTSTRAP_PORT says another."""
-KV_FLAG_VALUES = tuple(dialect for dialect in KIND_BY_DIALECT if dialect != BLOCKCAST)
+"""Port where prefill workers of Mooncake and of SGLang are met, unless their operator chose another."""
+KV_FLAG_VALUES = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
 """Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
 _NUMBER_KEYS = ("cache_tokens", "max_num_seqs", "block_size")
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
@@ -242,8 +245,17 @@ def _check_values(value_by_key: Mapping[str, str]) -> None:
     if kv not in (None, *KV_FLAG_VALUES):
         raise ConfigError(f"worker: kv={kv!r}, expected {' or '.join(KV_FLAG_VALUES)}")
     bootstrap = value_by_key.get("bootstrap")
-    if bootstrap is not None and (kv != MOONCAKE or _BOOTSTRAP_PATTERN.fullmatch(bootstrap) is None):
-        raise ConfigError(f"worker: bootstrap={bootstrap!r}, expected HOST:PORT with kv={MOONCAKE}")
+    has_address = bootstrap is not None and _BOOTSTRAP_PATTERN.fullmatch(bootstrap) is not None
+    if bootstrap is not None and not (has_address and kv in (MOONCAKE, SGLANG, P2P)):
+        raise ConfigError(
+            f"worker: bootstrap={bootstrap!r}, expected HOST:PORT with kv={MOONCAKE}, kv={SGLANG} or kv={P2P}"
+        )
+    if kv == P2P and bootstrap is None:  # a wrong port breaks later pulls from good peers
+        raise ConfigError(f"worker: kv={P2P}: expected bootstrap=HOST:PORT, the address of the worker's P2P tier")
+    roles = value_by_key.get("roles")
+    if kv == SGLANG and roles not in (PREFILL_ROLE, DECODE_ROLE):
+        expected = f"roles={PREFILL_ROLE} or roles={DECODE_ROLE}"
+        raise ConfigError(f"worker: kv={SGLANG} with roles={roles!r}, expected {expected}")
     prefill_order = value_by_key.get("prefill_order")
     if prefill_order not in (None, "arrival", "shortest"):
         raise ConfigError(f"worker: prefill_order={prefill_order!r}, expected arrival or shortest")
@@ -344,26 +356,34 @@ def make_transfer_facts(
 ) -> TransferFacts:
     """Return how a worker moves KV: as its operator says, else as the worker offers.
 
-    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks.
+    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks. SGLang's
+    decoding workers need not tell their blocks.
     """
     if flag.kv:
         return TransferFacts(
-            group=f"{flag.kv} {models[0].base} {block_size}",
-            kinds=frozenset((KIND_BY_DIALECT[flag.kv],)),
+            group=f"{flag.kv} {models[0].base}" + ("" if flag.kv == SGLANG else f" {block_size}"),
+            kinds=KINDS_BY_DIALECT[flag.kv],
             can_give=PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles,
             can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
             dialect=flag.kv,
+            address="" if flag.kv == NIXL else flag.bootstrap or _make_bootstrap_address(flag.url),
+            needs_partner=flag.kv == SGLANG,
         )
     offer = sources[0].kv_transfer if sources else None
     if offer is None:
         return NO_TRANSFERS
     return TransferFacts(
         group=offer.group,
-        kinds=frozenset((KIND_BY_DIALECT[BLOCKCAST],)),
+        kinds=KINDS_BY_DIALECT[BLOCKCAST],
         bytes_per_token=offer.bytes_per_token,
         dialect=BLOCKCAST,
         address=offer.endpoint.removeprefix("tcp://"),
     )
+
+
+def _make_bootstrap_address(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
 
 
 async def _resolve_addresses(host: str) -> set[str]:
@@ -547,17 +567,15 @@ class Prober:
 
     async def _find_bootstrap(self, flag: WorkerFlag, transfer: TransferFacts) -> TransferFacts:
         """Return the facts of a Mooncake worker with its engine's name; it gives no KV where that is not told."""
-        host = urlsplit(flag.url).hostname or ""
-        address = flag.bootstrap or f"{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
         try:
             status, body = await fetch(
-                self._session, f"http://{address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX
+                self._session, f"http://{transfer.address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX
             )
             engine_id = read_bootstrap(status, body)
         except (FetchError, DecodeError) as error:
             log.warning("worker %s gives no KV: %s", flag.worker_id, error)
             return dataclasses.replace(transfer, can_give=False)
-        return dataclasses.replace(transfer, address=address, engine_id=engine_id)
+        return dataclasses.replace(transfer, engine_id=engine_id)
 
     async def _is_listening(self, host: str, port: int) -> bool:
         try:

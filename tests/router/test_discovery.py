@@ -14,7 +14,7 @@ from events.types import DecodeError
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
-from router.decide.workers import NO_TRANSFERS, CacheView, ServedModel
+from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
@@ -285,6 +285,21 @@ def test_the_operator_says_that_a_worker_moves_kv(roles: str, can_give: bool, ca
 
 
 @pytest.mark.parametrize(
+    ("flag", "address", "needs_partner"),
+    [
+        ("kv=sglang,roles=prefill", "127.0.0.1:8998", True),
+        ("kv=sglang,roles=decode,bootstrap=h:9", "h:9", True),
+        ("kv=p2p,bootstrap=[::1]:5711", "[::1]:5711", False),
+    ],
+)
+def test_where_other_workers_meet_a_worker(flag: str, address: str, needs_partner: bool) -> None:
+    routes = {"/v1/models": MODELS, "/kv_event_sources": (404, "")}
+    facts, _ = probe(routes, "url={url},events=none," + flag, kv_dialects={"sglang", "p2p"})
+    assert (facts.transfer.address, facts.transfer.needs_partner) == (address, needs_partner)
+    assert facts.transfer.kinds == KINDS_BY_DIALECT[facts.transfer.dialect]
+
+
+@pytest.mark.parametrize(
     ("answer", "engine_id"),
     [
         ((200, '{"0": {"engine_id": "f00d", "worker_addr": {}}}'), "f00d"),
@@ -312,8 +327,12 @@ def test_a_mooncake_worker_names_its_engine(answer: tuple[int, str], engine_id: 
 
 
 @pytest.mark.parametrize(
-    "flag", ["kv=nixl,bootstrap=h:1", "kv=mooncake,bootstrap=h", "bootstrap=h:1", "kv=sglang", "kv=blockcast"]
-)
+    "flag",
+    [
+        "kv=nixl,bootstrap=h:1", "kv=mooncake,bootstrap=h", "bootstrap=h:1", "kv=blockcast", "kv=p2p", "kv=sglang",
+        "kv=sglang,roles=prefill;decode",
+    ],
+)  # fmt: skip
 def test_a_dialect_that_cannot_be_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=r"worker: (kv|bootstrap)="):
         parse_worker_flag(f"url=http://a:1,{flag}")

@@ -12,7 +12,7 @@ from router.decide.messages import Terms, Transfer, TransferKind
 from router.decide.price import CandidateFacts
 from router.decide.target import Target
 from router.decide.transfers.links import TransferLinks
-from router.decide.workers import TransferFacts
+from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match
 
 SOURCES_MAX: Final = 2
@@ -35,12 +35,6 @@ class PricedTarget(NamedTuple):
     target: Target
     facts: CandidateFacts
     terms: Terms
-
-
-def may_transfer(source: TransferFacts, destination: TransferFacts, kind: TransferKind) -> bool:
-    """Return whether KV may move between two workers."""
-    is_same_group = bool(source.group) and source.group == destination.group
-    return is_same_group and kind in source.kinds & destination.kinds and source.can_give and destination.can_take
 
 
 def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> list[Target]:
@@ -98,7 +92,8 @@ class TransferPlanner:
         for target, facts, _ in self._find_destinations(shorter_targets):
             for source in sources:
                 source_tokens = matches[source.holder].tokens
-                if source_tokens <= facts.cached_tokens:
+                is_paused = self._links.is_paused(source.name, target.name, self._now)
+                if is_paused or source_tokens <= facts.cached_tokens:
                     continue
                 transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - facts.resident_tokens)
                 if transfer is not None:
@@ -114,9 +109,16 @@ class TransferPlanner:
         return plans
 
     def plan_prefills(
-        self, priced_targets: Sequence[PricedTarget], priced_sources: Sequence[PricedTarget]
+        self,
+        priced_targets: Sequence[PricedTarget],
+        priced_sources: Sequence[PricedTarget],
+        *,
+        uses_paused_pairs: bool = False,
     ) -> list[Plan]:
-        """Return the plans in which one target computes the prompt and another one the answer."""
+        """Return the plans in which one target computes the prompt and another one the answer, the best sources first.
+
+        `uses_paused_pairs`: whether a pair is planned for although a transfer between them failed lately.
+        """
         best_sources = heapq.nsmallest(
             SOURCES_MAX,
             priced_sources,
@@ -126,6 +128,8 @@ class TransferPlanner:
         for target, facts, _ in self._find_destinations(priced_targets):
             for source, source_facts, source_terms in best_sources:
                 moved_tokens = self._prompt_tokens - facts.resident_tokens
+                if not uses_paused_pairs and self._links.is_paused(source.name, target.name, self._now):
+                    continue
                 transfer = self._make_transfer(TransferKind.PREFILL, source, target, moved_tokens)
                 if transfer is not None:
                     new_facts = msgspec.structs.replace(
@@ -152,11 +156,9 @@ class TransferPlanner:
         )
 
     def _make_transfer(self, kind: TransferKind, source: Target, target: Target, tokens: int) -> Transfer | None:
-        """Return the transfer of some tokens between two targets; None where they do not fit, or failed lately."""
+        """Return the transfer of some tokens between two targets; None where they do not fit."""
         facts, links = source.transfer_facts, self._links
         if source is target or not may_transfer(facts, target.transfer_facts, kind):
-            return None
-        if links.is_paused(source.name, target.name, self._now):
             return None
         transfer_s = links.estimate_transfer_s(
             source.name,

@@ -44,8 +44,15 @@ async def split_pair(edge: Any, **workers: Any) -> tuple[NixlWorkers, Any, Any]:
     await edge.start()
     prefill = await edge.worker(workers.get("p", nixl.prefill), "p", engine="vllm")
     decode = await edge.worker(workers.get("d", nixl.decode), "d", port=workers.get("port"), engine="vllm")
+    set_facts(edge, "p", TransferFacts("g", frozenset((TransferKind.PREFILL,)), dialect="nixl"))
     plan(edge, TransferKind.PREFILL)
     return nixl, prefill, decode
+
+
+def set_facts(edge: Any, name: str, facts: TransferFacts) -> None:
+    """Have a worker move KV, without the price that would choose it."""
+    worker = edge.core.workers[name]
+    worker.spec = dataclasses.replace(worker.spec, transfer=facts)
 
 
 def delay_connections(edge: Any, monkeypatch: pytest.MonkeyPatch, port: int) -> tuple[asyncio.Event, asyncio.Event]:
@@ -109,8 +116,7 @@ def test_mooncakes_workers_meet_by_the_name_of_the_transfer(edge: Any, make_post
         facts = TransferFacts(
             "g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", address="h:8998", engine_id="f00d"
         )
-        source_worker = edge.core.workers["p"]
-        source_worker.spec = dataclasses.replace(source_worker.spec, transfer=facts)
+        set_facts(edge, "p", facts)
         plan(edge, TransferKind.PREFILL)
         for _ in range(2):
             assert b"200 OK" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
@@ -135,8 +141,7 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
         await edge.start()
         await edge.worker(edge.reply(), "p")
         worker = await edge.worker(edge.reply(), "d")
-        source_worker = edge.core.workers["p"]
-        source_worker.spec = dataclasses.replace(source_worker.spec, transfer=facts)
+        set_facts(edge, "p", facts)
         edge.proxy.workers.fleet_key = FLEET_KEY
         plan(edge, TransferKind.PULL)
         raw = json.dumps(PROMPT).encode()
@@ -182,6 +187,7 @@ def test_the_rest_of_a_stream_is_split_too(edge: Any, make_post: Any) -> None:
         await edge.worker(die_in_the_middle, "first", engine="vllm")
         prefill = await edge.worker(nixl.prefill, "p", engine="vllm")
         decode = await edge.worker(nixl.decode, "d", engine="vllm")
+        set_facts(edge, "p", TransferFacts("g", frozenset((TransferKind.PREFILL,)), dialect="nixl"))
         for name in ("p", "d"):
             edge.core.set_draining(name, edge.now(), is_draining=True)
         fail_attempt = edge.core.fail_attempt
@@ -420,9 +426,11 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
         await edge.start()
         for name, can_give in (("p", True), ("d", False)):
             await edge.worker(edge.reply(), name)
-            worker = edge.core.workers[name]
-            facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), can_give, not can_give, dialect="nixl")
-            worker.spec = dataclasses.replace(worker.spec, transfer=facts)
+            set_facts(
+                edge,
+                name,
+                TransferFacts("g", frozenset((TransferKind.PREFILL,)), can_give, not can_give, dialect="nixl"),
+            )
         await edge.worker(edge.reply(), "other")
         row = {"group": "g", "dialect": "nixl", "sources": ["p"], "destinations": ["d"], "problem": ""}
         assert edge.worker_list.describe_workers()["kv_groups"] == [row]

@@ -1,27 +1,24 @@
-"""The prefill of a request at one worker, before another worker decodes: vLLM's connectors for NIXL and Mooncake.
+"""The prefill of a request at one worker, for another worker that answers the request.
 
-The worker computes the prompt and one token, and keeps the KV for a while. The request to the decoding worker carries
-parameters: with NIXL those of the prefill's answer, unchanged; with Mooncake the name that the router gave to the
-transfer.
+The worker computes the prompt and one token, and hands its KV over. What both workers are told, and whether the decode
+waits for the prefill's answer, is in router/edge/transfers/dialects.py.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal, Protocol
-from uuid import uuid4
+from typing import Final, Protocol
 
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.kv_source import KV_PARAMS_FIELD
 from router.decide.messages import Decision
-from router.decide.workers import MOONCAKE, NO_TRANSFERS, TransferFacts
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
-from router.edge.rewrite import Body, KVParams
+from router.edge.rewrite import Body, add_fields
+from router.edge.transfers.dialects import DIALECTS, Fields, Handover
 from router.edge.upstream import UpstreamConnection
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
@@ -29,7 +26,7 @@ from router.metrics import TransferOutcome
 from router.prompting.fields import apply_edits, locate_fields
 
 ANSWER_BYTES_MAX: Final = 4 << 20
-"""Longest answer of a prefill; it has the ids of the prompt's blocks."""
+"""Longest answer of a prefill that is read; it has the ids of the prompt's blocks."""
 SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
 """A prefill may take this multiple of the predicted time to the first token, and at least so many seconds."""
 LEASE_S: Final = 20.0
@@ -42,21 +39,6 @@ _OUTPUT_FIELDS: Final = (
 """Fields that say how much of an answer is generated and how it is sent."""
 _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
 """Start of a list of texts, or of lists of token ids."""
-
-
-class _NixlParams(msgspec.Struct):
-    """Fields without which vLLM's decoding process ends."""
-
-    do_remote_prefill: Literal[True]
-    remote_block_ids: list[Any]
-    remote_engine_id: str
-    remote_request_id: str
-    remote_host: str
-    remote_port: int
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw
 
 
 class PrefillOwner(Protocol):
@@ -75,68 +57,105 @@ class PrefillOwner(Protocol):
 class PrefillLeg:
     """One request to a worker that computes a prompt for another worker. Calls its owner once, unless closed."""
 
-    def __init__(self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision) -> None:
+    def __init__(
+        self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
+    ) -> None:
         assert decision.transfer is not None
         self._owner = owner
         self._proxy = proxy
         self._context = context
-        self._source = decision.transfer.source
-        self._rank = decision.transfer.rank
-        worker = proxy.core.workers.get(self._source)
-        self._facts = NO_TRANSFERS if worker is None else worker.spec.transfer
-        self._transfer_id = uuid4().hex
-        self._params: KVParams | None = None
-        """Parameters for the decode; None until the prefill has ended."""
-        self._lease_end_s = 0.0
+        self._transfer = decision.transfer
+        self._handover = handover
+        self._dialect = DIALECTS[handover.source.dialect]
+        self._decode_fields: Fields | None = None
+        """Fields for the decode; None while the prefill's answer has yet to tell them."""
+        self.is_computed = False
+        """Whether the prefill has ended well."""
         self.is_taken = False
-        """Whether a decode was sent with the parameters."""
+        """Whether a decode was sent with the fields."""
         self._path: bytes | None = None
+        """Path of both requests; None: that of the client's request."""
+        self._decode_body: Body = ()
+        """Body of the decode, without the fields that name the transfer."""
         self._body: Body = ()
         self._content = bytearray()
         self._attempt = Attempt(self, proxy.pool, "POST")
         self._started_at_s = proxy.now()
         self._deadline_s = self._started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
+        """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
+        self._refusal = ""
+        """Why the worker refuses the request, if the other worker is expected to refuse it too."""
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether the decode is sent at the same time."""
+        return self._dialect.is_concurrent
+
+    @property
+    def needs_partner(self) -> bool:
+        """Whether the other worker cannot compute the prompt itself."""
+        return self._handover.source.needs_partner
 
     def start(self, body: Body, path: bytes | None) -> None:
         """Send the prefill of a request with this body. `path`: None: that of the client's request."""
+        assert self._dialect.make_prefill_fields is not None
+        self._decode_body, self._path = body, path
+        fields = self._dialect.make_prefill_fields(self._handover)
         try:
-            kv_params = make_prefill_params(self._facts, self._transfer_id)
-            self._path, self._body = path, make_prefill_body(self._context.request.path, body, kv_params)
+            self._body = (
+                make_prefill_body(self._context.request.path, body, fields)
+                if self._dialect.shortens_prefill
+                else add_fields(body, fields)
+            )
         except RequestError as error:
             self._fail("refused", str(error))
-        else:
-            self._start_attempt()
+            return
+        if self.is_concurrent:
+            self._decode_fields = self._read_decode_fields()
+        self._start_attempt()
+
+    def _read_decode_fields(self) -> Fields:
+        assert self._dialect.make_decode_fields is not None
+        return self._dialect.make_decode_fields(self._handover, bytes(self._content))
 
     def _start_attempt(self) -> None:
-        target = self._proxy.workers.get_endpoint(self._source)
+        target = self._proxy.workers.get_endpoint(self._transfer.source)
         if target is None:
             self._fail("unreachable", "the worker was removed")
         else:
             self._attempt.start(target)
 
-    def is_fetch_lost(self, now: float) -> bool:
-        """Whether the worker that computed the prompt is down or was removed while the KV may still be fetched."""
-        if now > self._lease_end_s:
-            return False
-        worker = self._proxy.core.workers.get(self._source)
-        return worker is None or worker.is_down
-
     @property
     def holds_kv(self) -> bool:
         """Whether the worker keeps KV of which no decoding worker knows."""
-        return self._params is not None and not self.is_taken
+        return self.is_computed and not self.is_taken
 
-    def take_params(self, now: float) -> KVParams | None:
-        """Return the parameters for the decode; None if the KV may be gone."""
-        if now > self._lease_end_s:
+    def take_decode_fields(self, now: float) -> Fields | None:
+        """Return the fields for the decode; None if the KV may be gone."""
+        if self.is_computed and now > self._deadline_s:
             return None
         self.is_taken = True
-        return self._params
+        return self._decode_fields
+
+    def give_kv_back(self, decision: Decision) -> None:
+        """Have the worker free KV that no client waits for: the worker of the decode fetches it for one token."""
+        proxy, worker = self._proxy, decision.worker
+        endpoint, fields = proxy.workers.get_endpoint(worker), self.take_decode_fields(proxy.now())
+        if endpoint is None or fields is None:
+            return  # the KV is freed when its lease ends
+        body = make_prefill_body(self._context.request.path, self._decode_body, fields)
+        head = proxy.build_head(self._context, endpoint, worker, decision.rank, body, self._path)
+        proxy.pool.send_unanswered(endpoint, head, body)
 
     def expire(self, now: float) -> None:
-        """Give up a prefill that takes too long."""
-        if self._params is None and now > self._deadline_s:
+        """Give up a prefill that takes too long, and KV of a worker that went down. Not once the decode answers."""
+        worker = self._proxy.core.workers.get(self._transfer.source)
+        if self._refusal and now > self._deadline_s:
+            self._fail("refused", self._refusal)
+        elif not self.is_computed and now > self._deadline_s:
             self._fail("timeout", f"no answer within {now - self._started_at_s:.1f} s")
+        elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
+            self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
@@ -144,14 +163,16 @@ class PrefillLeg:
 
     def _fail(self, outcome: TransferOutcome, reason: str) -> None:
         self.close()
-        self._owner.prefill_failed(outcome, f"prefill at {self._source}: {reason}")
+        self._owner.prefill_failed(outcome, f"prefill at {self._transfer.source}: {reason}")
 
     # From the attempt ---------------------------------------------------------------------------------------------
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request."""
         endpoint, body = connection.target, self._body
-        head = self._proxy.build_head(self._context, endpoint, self._source, self._rank, body, self._path)
+        head = self._proxy.build_head(
+            self._context, endpoint, self._transfer.source, self._transfer.rank, body, self._path
+        )
         connection.send(head, body)
 
     def attempt_unconnected(self, error: Exception | None) -> None:
@@ -164,7 +185,7 @@ class PrefillLeg:
 
     def attempt_received(self, head: ResponseHead, data: bytes) -> None:
         """Read bytes of an answer, and tell the owner when it is complete."""
-        consumed_bytes = head.body.feed(data, self._content)
+        consumed_bytes = head.body.feed(data, None if self.is_concurrent else self._content)
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
         elif head.body.is_complete:
@@ -173,19 +194,24 @@ class PrefillLeg:
 
     def _finish(self, head: ResponseHead) -> None:
         """Tell the owner what the complete answer says."""
-        if head.status != 200:
-            is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
-            self._fail("refused" if is_refused else "error", head.status_and_reason.decode("latin-1"))
-            return
-        try:
-            self._params = make_decode_params(self._facts, self._transfer_id, bytes(self._content))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._fail("bad_answer", f"kv_transfer_params: {error}")
-            return
-        self._content, self._body = bytearray(), ()
         now = self._proxy.now()
-        self._lease_end_s = now + LEASE_S
-        self._proxy.metrics.transfers.prefill_s.get((self._source,)).observe(now - self._started_at_s)
+        if head.status != 200:
+            reason = head.status_and_reason.decode("latin-1")
+            is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
+            if is_refused and self.needs_partner:  # the other worker tells the client what is wrong
+                self._refusal, self._deadline_s = reason, now + SECONDS_MIN
+            else:
+                self._fail("refused" if is_refused else "error", reason)
+            return
+        if not self.is_concurrent:
+            try:
+                self._decode_fields = self._read_decode_fields()
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self._fail("bad_answer", f"kv_transfer_params: {error}")
+                return
+        self._content, self._body = bytearray(), ()
+        self.is_computed, self._deadline_s = True, now + LEASE_S
+        self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(now - self._started_at_s)
         self._owner.prefill_computed()
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
@@ -211,8 +237,8 @@ class PrefillLeg:
         self._owner.crash(error)
 
 
-def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
-    """Return the body by which vLLM computes the prompt of `body` and one token. `kv_params`: what it does with KV.
+def make_prefill_body(path: str, body: Body, fields: Fields) -> Body:
+    """Return the body by which vLLM computes the prompt of `body` and one token. `fields`: what it does with the KV.
 
     Raises RequestError for several prompts or answers, of which only one could fetch the KV, and for a field that comes
     twice.
@@ -224,32 +250,8 @@ def make_prefill_body(path: str, body: Body, kv_params: KVParams) -> Body:
     if has_several_answers or _SEVERAL_PROMPTS_PATTERN.match(joined_body, *spans.span_by_field.get("prompt", (0, 0))):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
-    prefill_fields: dict[str, object] = {limit_field: 1, KV_PARAMS_FIELD: kv_params, "ignore_eos": True}
+    prefill_fields: dict[str, object] = {limit_field: 1, "ignore_eos": True, **fields}
     if path == RESPONSES_PATH:
         prefill_fields["store"] = False
     removed_fields = [name for name in _OUTPUT_FIELDS if name in spans.span_by_field and name != limit_field]
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
-
-
-def make_prefill_params(source: TransferFacts, transfer_id: str) -> KVParams:
-    """Return the parameters of a prefill: have the source keep the KV for another worker."""
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    return params | {"transfer_id": transfer_id} if source.dialect == MOONCAKE else params
-
-
-def make_decode_params(source: TransferFacts, transfer_id: str, prefill_answer: bytes) -> KVParams:
-    """Return the parameters of a decode: where its worker fetches the KV.
-
-    Raises msgspec.DecodeError where the answer of a NIXL worker has no parameters, or lacks a part of them.
-    """
-    if source.dialect == MOONCAKE:
-        return {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "transfer_id": transfer_id,
-            "remote_bootstrap_addr": f"http://{source.address}",
-            "remote_engine_id": source.engine_id,
-        }
-    params = msgspec.json.decode(prefill_answer, type=_PrefillAnswer).kv_transfer_params
-    msgspec.json.decode(params, type=_NixlParams)
-    return params.copy()

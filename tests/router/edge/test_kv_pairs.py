@@ -1,0 +1,294 @@
+"""Two workers that get their requests at once: what both are told, and every way in which either of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from nixl_workers import text_for
+from paired_workers import P2PWorkers, SGLangWorkers
+
+from router.decide.messages import TransferKind
+from router.decide.workers import KINDS_BY_DIALECT, TransferFacts
+from router.edge.config import Timeouts
+
+SGLANG = TransferFacts("g", KINDS_BY_DIALECT["sglang"], dialect="sglang", address="127.0.0.1:8998", needs_partner=True)
+P2P = TransferFacts("g", KINDS_BY_DIALECT["p2p"], dialect="p2p", address="127.0.0.1:5711")
+FACTS = {"sglang": SGLANG, "p2p": P2P}
+PROMPT = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+BODIES = [
+    ("/v1/completions", PROMPT | {"logprobs": 1, "n": 1}),
+    ("/v1/completions", PROMPT | {"stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "max_completion_tokens": 9}),
+    ("/v1/messages", CHAT | {"max_tokens": 5}),
+    ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 5}),
+]
+
+
+async def start_pairs(edge: Any, dialect: str, **scripts: Any) -> tuple[Any, dict[str, Any]]:
+    """Start a router before two pairs of workers, p and q for prefills, d and e for decodes, but for scripts of None.
+
+    With P2P, the least busy prefill worker computes each prompt, as with SGLang, where the router has no choice.
+    """
+    workers = SGLangWorkers() if dialect == "sglang" else P2PWorkers()
+    await edge.start(timeouts=Timeouts(first_byte_s=100.0))
+    upstreams = {}
+    for name in "pqde":
+        script = scripts.get(name, workers.prefill if name in "pq" else workers.decode)
+        if script is None:
+            continue
+        upstreams[name] = await edge.worker(script, name, engine=dialect)
+        is_prefill = name in "pq"
+        facts = dataclasses.replace(FACTS[dialect], can_give=is_prefill, can_take=not is_prefill)
+        spec = dataclasses.replace(
+            edge.core.workers[name].spec,
+            transfer=dataclasses.replace(facts, needs_partner=True),
+            roles=frozenset({"prefill" if is_prefill else "decode"}),
+        )
+        edge.core.add_worker(spec, edge.now())
+        if dialect == "p2p":  # planned as SGLang's pairs are; then each computes alone where the other fails
+            worker = edge.core.workers[name]
+            worker.spec = dataclasses.replace(spec, transfer=facts)
+    return workers, upstreams
+
+
+def post_body(make_post: Any, body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    data: bytes = make_post(json.dumps(body).encode(), path.encode())
+    return data
+
+
+def read_text(answer: bytes) -> str:
+    text: str = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+    return text
+
+
+def count_outcomes(edge: Any) -> dict[str, int]:
+    return {outcome: count for (_, outcome), count in edge.metrics.transfers.outcomes.items()}
+
+
+both_dialects = pytest.mark.parametrize("dialect", ["sglang", "p2p"])
+
+
+@both_dialects
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_both_workers_get_their_requests_at_once(
+    edge: Any, make_post: Any, dialect: str, path: str, body: dict[str, Any]
+) -> None:
+    """Each of them waits for the other."""
+
+    async def scenario() -> None:
+        workers, _ = await start_pairs(edge, dialect)
+        answer = await edge.exchange(post_body(make_post, body, path))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert text_for(body).encode() in answer
+        assert b"prefill's own token" not in answer
+        assert (b"tool_calls" in answer, b"logprobs" in answer) == ("tools" in body, "logprobs" in body)
+        await edge.settle()
+        assert (workers.transfers, workers.faults, +workers.waiting) == (1, [], {})
+        assert count_outcomes(edge) == {"started": 1}
+        (bodies,) = workers.bodies.values()
+        assert body in bodies, "the decoding worker gets the client's body"
+        assert dialect == "p2p" or bodies == [body, body]
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}])
+def test_sglangs_pairs_compute_several_answers(edge: Any, make_post: Any, fields: dict[str, Any]) -> None:
+    """From one room SGLang counts on, one room for each answer."""
+
+    async def scenario() -> None:
+        workers, _ = await start_pairs(edge, "sglang")
+        answer = await edge.exchange(post_body(make_post, PROMPT | fields))
+        assert read_text(answer) == text_for(PROMPT | fields)
+        assert (workers.transfers, workers.faults) == (1, [])
+
+    edge.run(scenario())
+
+
+def test_vllm_computes_several_answers_at_one_worker(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        workers, upstreams = await start_pairs(edge, "p2p")
+        body = PROMPT | {"n": 2}
+        assert read_text(await edge.exchange(post_body(make_post, body))) == text_for(body)
+        assert (workers.computed_alone, upstreams["p"].received) == (1, [])
+        assert count_outcomes(edge) == {"started": 1, "refused": 1}
+
+    edge.run(scenario())
+
+
+def test_a_pull_names_a_worker_of_vllms_p2p_tier(edge: Any, make_post: Any) -> None:
+    """Each data-parallel rank has a port of its own."""
+
+    async def scenario() -> None:
+        workers = P2PWorkers(port=5712)
+        await edge.start()
+        for name in "pd":
+            await edge.worker(workers.decode, name, engine="vllm")
+        worker = edge.core.workers["p"]
+        worker.spec = dataclasses.replace(worker.spec, transfer=P2P, ranks=2)
+        add_pull(edge, "p", rank=1)
+        answer = await edge.exchange(post_body(make_post, PROMPT))
+        assert read_text(answer) == text_for(PROMPT)
+        assert (workers.transfers, workers.faults) == (1, [])
+
+    edge.run(scenario())
+
+
+def add_pull(edge: Any, source: str, rank: int) -> None:
+    """Have each decision send the request to `d`, with a pull from a source."""
+    import msgspec
+
+    from router.decide.messages import Transfer
+
+    route = edge.core.route
+
+    def route_with_pull(request: Any, *args: Any, **kwargs: Any) -> Any:
+        request.worker = "d"
+        forward = route(request, *args, **kwargs)
+        transfer = Transfer(TransferKind.PULL, source, rank, 128, 0.01)
+        forward.decision.terms = msgspec.structs.replace(forward.decision.terms, transfer=transfer)
+        return forward
+
+    edge.core.route = route_with_pull
+
+
+async def die(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def die_in_the_middle(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+
+
+async def fail(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def overload(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\n{}")
+
+
+FAULTS = [(name, fault) for name in "pd" for fault in (die, fail, overload, None)] + [("p", die_in_the_middle)]
+
+
+@both_dialects
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("broken", "fault"), FAULTS)
+def test_either_worker_may_fail(
+    edge: Any, make_post: Any, dialect: str, is_stream: bool, broken: str, fault: Any
+) -> None:
+    """The other pair answers, or with vLLM the decoding worker alone. None: the worker refuses connections."""
+
+    async def scenario() -> None:
+        workers, upstreams = await start_pairs(edge, dialect, **{broken: fault or die})
+        if fault is None:
+            await upstreams[broken].stop()
+        body = PROMPT | {"stream": is_stream}
+        for _ in range(4):
+            answer = await edge.exchange(post_body(make_post, body))
+            assert text_for(body).encode() in answer
+            assert b"prefill's own token" not in answer
+        await edge.settle()
+        assert (workers.faults, +workers.waiting) == ([], {})
+        assert edge.core.counters["retried"] <= 4, "one retry a request"
+        for target in edge.core.tracker.targets.values():
+            load = target.load
+            assert (load.request_count, load.incoming_transfers, load.outgoing_transfers) == (0, 0, 0)
+
+    edge.run(scenario())
+
+
+@both_dialects
+@pytest.mark.parametrize("frozen", ["p", "d"])
+def test_a_frozen_worker_is_waited_for_a_bounded_time(edge: Any, make_post: Any, dialect: str, frozen: str) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        others = {"q": None} if frozen == "d" else {"e": None}
+        workers, upstreams = await start_pairs(edge, dialect, **{frozen: edge.gated(gate)}, **others)
+        answers = [asyncio.ensure_future(edge.exchange(post_body(make_post, PROMPT))) for _ in range(2)]
+        await edge.until(lambda: upstreams[frozen].received)
+        for _ in range(30):  # whoever waits for its first byte waits longest
+            edge.advance(5.0)
+            await asyncio.sleep(0.01)
+        for answer in await asyncio.gather(*answers):
+            assert read_text(answer) == text_for(PROMPT)
+        await edge.settle()
+        assert (workers.faults, +workers.waiting) == ([], {})
+        gate.set()
+
+    edge.run(scenario())
+
+
+@both_dialects
+@pytest.mark.parametrize("absent", ["p", "d", "none"])
+def test_a_client_that_leaves_leaves_nothing_behind(edge: Any, make_post: Any, dialect: str, absent: str) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        scripts = {} if absent == "none" else {absent: edge.gated(gate)}
+        workers, upstreams = await start_pairs(edge, dialect, q=None, e=None, **scripts)
+        if absent == "none":
+            workers._enter = lambda *args: None  # they never meet
+            workers.decode_joined = workers.handed_over = _Never()
+        _, writer = await edge.connect()
+        writer.write(post_body(make_post, PROMPT))
+        await edge.until(lambda: upstreams["p"].received and upstreams["d"].received)
+        writer.close()
+        await edge.until(lambda: not edge.proxy.exchanges)
+        await edge.settle()
+        await edge.until(lambda: not +workers.waiting)
+        assert workers.faults == []
+        gate.set()
+
+    edge.run(scenario())
+
+
+class _Never(dict[str, asyncio.Event]):
+    def __missing__(self, place: str) -> asyncio.Event:
+        return asyncio.Event()
+
+
+def test_a_request_that_sglang_refuses_is_refused_by_the_decoding_worker(edge: Any, make_post: Any) -> None:
+    """The prefill's refusal may come first, and says nothing about the worker."""
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def decode_late(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            await workers.decode(request, reader, writer)
+
+        workers, upstreams = await start_pairs(edge, "sglang", q=None, e=None, d=decode_late)
+        answer = asyncio.ensure_future(
+            edge.exchange(post_body(make_post, CHAT | {"messages": []}, "/v1/chat/completions"))
+        )
+        await edge.until(lambda: upstreams["p"].received)
+        await edge.let_loop_read()
+        gate.set()
+        assert b"400 Bad Request" in await answer
+        assert b"no messages" in await answer
+        assert workers.faults == []
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("gone", ["pq", "de"])
+def test_no_pair_of_sglangs_workers_is_left(edge: Any, make_post: Any, gone: str) -> None:
+    async def scenario() -> None:
+        _, upstreams = await start_pairs(edge, "sglang")
+        for name in gone:
+            await upstreams[name].stop()
+            edge.proxy.perform(edge.core.mark_worker_down(name, edge.now(), "killed"))
+        answer = await edge.exchange(post_body(make_post, PROMPT))
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"no pair" in answer
+        assert not any(upstreams[name].received for name in "pqde")
+
+    edge.run(scenario())
