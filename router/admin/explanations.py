@@ -12,7 +12,7 @@ from prompts.errors import RequestError, bad_value
 from prompts.routing import API_KIND_BY_PATH
 from router.admin.json_body import decode_object
 from router.decide.messages import Refuse
-from router.edge.miss_reasons_recorder import MissReasonsRecorder, render_explanation
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.edge.request_reader import RequestReader
@@ -62,21 +62,24 @@ class ExplanationRoutes:
         return Response(msgspec.json.encode(body))
 
     def _explain_request(self, request: HttpRequest, name: str) -> Response:
-        """Explain why the prompt of an earlier request was not cached.
+        """Explain why an earlier request went to its worker, and why its prompt was not cached.
 
         `name`: the request's x-request-id, or the id of its response, which ends with it.
         """
         for request_id in (name, _RESPONSE_ID_PREFIX_PATTERN.sub("", name)):
-            explanation = self._reasons.get_explanation(request_id)
-            if explanation is not None:
-                return Response(msgspec.json.encode(render_explanation(explanation)))
+            description = self._reasons.describe_request(request_id)
+            if description is not None:
+                return Response(msgspec.json.encode(description))
         message = f"request {name[:200]!r}: {self._describe_missing_explanation()}"
         raise RequestError(message, param=None, code="unknown_request", status=404)
 
     def _describe_missing_explanation(self) -> str:
         if not self._reasons.is_enabled:
-            return "why prompts were not cached is not found out here (--reasons)"
-        return "expected the x-request-id of one of the last that were answered with a prompt"
+            return "this router runs with --no-reasons, so requests are not explained"
+        return (
+            "unknown. Give its x-request-id, or the id of its answer. Only the latest miss_reasons.requests_max "
+            "requests are known, and only those whose prompts the router tokenised"
+        )
 
     def _watch_session(self, request: HttpRequest, _: str) -> Response:
         """Compare each prompt of a session with the one before, from its next request on."""

@@ -43,6 +43,9 @@ class CustomPolicy:
         module, colon, function = name.partition(":")
         try:
             policy = getattr(importlib.import_module(module), function) if colon else None
+        except ModuleNotFoundError as error:
+            message = f"--policy-function: got {name!r}: {error}; PYTHONPATH must name the folder of its file"
+            raise ConfigError(message) from error
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"--policy-function: got {name!r}: {error}") from error
         if not callable(policy):

@@ -100,6 +100,17 @@ class MissReasonsRecorder:
         """Return why the prompt of a request was not cached; None if the request is unknown."""
         return self.analyzer.get(name)
 
+    def describe_request(self, name: str) -> dict[str, Any] | None:
+        """Return why the prompt of a request was not cached, with the prices of the workers that this names.
+
+        The prices are those of the chosen worker, and of the one that had more of the prompt. None: unknown request.
+        """
+        request = self.analyzer.get_request(name)
+        if request is None:
+            return None
+        prices: dict[str, Any] = msgspec.to_builtins({"terms": request.terms, "most_cached": request.most_cached})
+        return render_explanation(request.explanation) | prices
+
     async def explain(self, context: RequestContext) -> dict[str, Any] | None:
         """Explain why the prompt of a request that is not sent would not be cached."""
         body, route, decision = context.body, context.route, context.decision

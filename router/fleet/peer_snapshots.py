@@ -109,7 +109,8 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
                 answer = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             log.warning(
-                "--snapshot-from %s: no router answers there, nothing is copied from it: %s",
+                "--snapshot-from %s: nothing is copied, no router answers there: %s. Name the admin address of another "
+                "router that runs already",
                 url,
                 getattr(error, "reason", error),
             )

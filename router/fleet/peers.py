@@ -141,6 +141,7 @@ class PeerLoads:
         self._seq = 0
         self._last_full_s: float | None = None
         self._peers: dict[str, _Peer] = {}
+        self._is_own_peer = False
         self.stats = PeerStats()
 
     def next_message(self, now: float) -> bytes | None:
@@ -174,7 +175,8 @@ class PeerLoads:
             self._record_malformed(f"version {message.version}, expected {VERSION}")
             return
         if message.router == self._router:
-            return  # our own, by way of a proxy
+            self._ignore_own_message()
+            return
         peer = self._peers.get(message.router)
         if peer is None and len(self._peers) >= PEERS_MAX:
             self._record_malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
@@ -214,6 +216,12 @@ class PeerLoads:
             load.prefills.request_count,
             load.prefill_rate,
         )
+
+    def _ignore_own_message(self) -> None:
+        """Log once that the peers include this router, as a list that all routers share does."""
+        if not self._is_own_peer:
+            self._is_own_peer = True
+            log.info("one of the peers is this router itself, and is ignored: --peer names the others' --peer-bind")
 
     def _record_malformed(self, reason: str) -> None:
         if self.stats.malformed == 0:

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.decide.messages import ReportedUsage
+from router.decide.messages import ReportedUsage, Terms
 from router.miss_reasons.attribution import MissFacts, Placement, attribute_misses, attribute_without_comparison
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation
@@ -23,8 +23,10 @@ class AnalyzedRequest:
     """A request whose prompt was explained, from the first byte of its answer on."""
 
     explanation: MissExplanation
-    resident_tokens: int
-    """Tokens of the prompt that the worker had announced when the request was sent."""
+    terms: Terms
+    """Price of the worker that got the request."""
+    most_cached: Terms | None
+    """Price of the worker that had more of the prompt than that one; None if none had."""
     compared_prompt: PreviousPrompt | None = None
     """The prompt as the next one of its conversation finds it; None if it was not compared."""
     is_final: bool = False
@@ -52,9 +54,13 @@ class MissAnalyzer:
     def __len__(self) -> int:
         return len(self._recent_requests)
 
+    def get_request(self, request_id: str) -> AnalyzedRequest | None:
+        """Return a request with its explanation and prices; None if the request is unknown."""
+        return self._recent_requests.get(request_id)
+
     def get(self, request_id: str) -> MissExplanation | None:
         """Return the explanation of a request; None if the request is unknown."""
-        request = self._recent_requests.get(request_id)
+        request = self.get_request(request_id)
         return None if request is None else request.explanation
 
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
@@ -67,7 +73,7 @@ class MissAnalyzer:
         explanation.is_compared = False
         explanation.uncached_ranges = attribute_without_comparison(prompt_tokens, placement)
         explanation.update_main_reason()
-        request = AnalyzedRequest(explanation, placement.decision.terms.resident_tokens)
+        request = AnalyzedRequest(explanation, placement.decision.terms, placement.decision.most_cached)
         self._store(request)
         return request
 
@@ -93,7 +99,8 @@ class MissAnalyzer:
         )
         request = AnalyzedRequest(
             _explain(prompt, match, placement, facts),
-            placement.decision.terms.resident_tokens,
+            placement.decision.terms,
+            placement.decision.most_cached,
             stored_prompt,
             is_final=prompt.route.is_final,
             is_sampled=is_sampled,
@@ -108,7 +115,7 @@ class MissAnalyzer:
         explanation, compared_prompt = request.explanation, request.compared_prompt
         if usage is not None and usage.cached_tokens is not None:
             reported_tokens = max(usage.cached_tokens, 0)
-            explanation.apply_reported_tokens(request.resident_tokens, reported_tokens)
+            explanation.apply_reported_tokens(request.terms.resident_tokens, reported_tokens)
             self.reuse_sums["prompt"] += explanation.prompt_tokens
             self.reuse_sums["best"] += explanation.best_cached_tokens
             self.reuse_sums["chosen"] += explanation.predicted_cached_tokens

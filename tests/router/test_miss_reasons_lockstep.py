@@ -220,9 +220,12 @@ def test_a_block_without_tokens_is_refused() -> None:
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.count_common_tokens)
-    terms = make_terms("a", 0, 0, 0.0)
+    terms, most_cached = make_terms("a", 0, 0, 0.0), make_terms("b", 16, 16, 0.5)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
-        decision = Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0)
+        decision = Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0, most_cached=most_cached)
         analyzer.record_placed(name, None, tokens, Placement(decision, None, BLOCK, 0.0, 0.0))
     explanations = [analyzer.get(name) for name in ("one", "two", "three")]
     assert [None if why is None else why.prompt_tokens for why in explanations] == [5, None, 6]
+    latest_request = analyzer.get_request("three")
+    assert latest_request is not None
+    assert (latest_request.terms, latest_request.most_cached) == (terms, most_cached), "both prices are known"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import msgspec
@@ -233,3 +234,19 @@ def test_who_is_followed_can_be_said_anew() -> None:
     finally:
         for sockets in (mine, other, third):
             sockets.close()
+
+
+def test_a_router_that_is_its_own_peer_says_so_once_and_ignores_itself(caplog: pytest.LogCaptureFixture) -> None:
+    (my_tracker, targets) = tracker()
+    my_tracker.add_request(targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
+    loads = PeerLoads(my_tracker, "me")
+    with caplog.at_level(logging.INFO, "router"):
+        for now in (0.0, 1.0):
+            message = loads.next_message(now)
+            assert message is not None
+            loads.apply_message(message, now)
+    assert [record.getMessage() for record in caplog.records] == [
+        "one of the peers is this router itself, and is ignored: --peer names the others' --peer-bind"
+    ]
+    assert loads.stats.received == 0
+    assert targets[0].peer_load is NO_PEER_LOAD

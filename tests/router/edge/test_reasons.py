@@ -119,6 +119,11 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         second = await talk.send()
         assert second["reason"] == "not_announced", "this worker tells nothing, and nothing is known to be gone"
         assert second["uncached_ranges"][-1]["reason"] == "new_text"
+        terms = second["terms"]
+        assert (terms["worker"], terms["cached_tokens"]) == (second["worker"], second["predicted_cached_tokens"])
+        parts = ("ttft_s", "decode_s", "congestion_s", "pressure_s", "tie_break_s")
+        assert terms["cost"] == pytest.approx(sum(terms[part] for part in parts) - terms["shared_s"])
+        assert second["most_cached"] is None, "no worker had more of it"
         talk.messages[1]["content"] = "Something else. " * 20
         talk.turn()
         edited = await talk.send()
@@ -141,7 +146,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
     async def scenario() -> None:
         await router()
         talk = Talk(edge, make_post)
-        for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
+        for settings, words in (({}, "x-request-id"), ({"enabled": False}, "--no-reasons")):
             edge.explanations._reasons = MissReasonsRecorder(
                 MissReasonsConfig(**{"share": 1.0, **settings}), edge.proxy, edge.prompts, edge.worker_pool,
             )  # fmt: skip
