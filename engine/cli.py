@@ -42,7 +42,9 @@ def cli() -> None:
     """An LLM engine that publishes its KV cache events."""
 
 
-@cli.command("serve", cls=SectionedCommand, help=HELP)
+@cli.command(
+    "serve", cls=SectionedCommand, help=HELP, short_help="Serve MODEL by an OpenAI-compatible API, with cache events."
+)
 @click.argument("model", required=False)
 @add_flags(SCHEMA)
 @click.option("--enable-prompt-tokens-details", is_flag=True,

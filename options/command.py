@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
@@ -43,8 +43,11 @@ class SectionedCommand(click.Command):
             option.get_help_record(ctx) for option in options if not isinstance(option, SectionedOption)
         ]
         for heading, rows in rows_by_heading.items():
+            shown_rows = [row for row in rows if row is not None]
+            if not shown_rows:
+                continue
             with formatter.section(heading):
-                formatter.write_dl([row for row in rows if row is not None])
+                formatter.write_dl(shown_rows)
 
 
 class ProgramGroup(click.Group):
@@ -60,10 +63,17 @@ class ProgramGroup(click.Group):
             raise click.UsageError(f"{error.message} Expected one of {commands}.", ctx) from None
 
 
-def add_flags(schema: Schema) -> Callable[[Any], Any]:
-    """Return a decorator that gives a command the flags of a program. `load_from_command_line` reads its parameters."""
+def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Callable[[Any], Any]:
+    """Return a decorator that gives a command the flags of a program. `load_from_command_line` reads its parameters.
+
+    The command takes all flags. `shown_paths` are the settings whose flags `--help` shows, if not all of them matter.
+    """
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
-    position_by_path = {path: position for position, path in enumerate(heading_by_path, start=1)}
+    position_by_path = {
+        path: position
+        for position, path in enumerate(heading_by_path, start=1)
+        if shown_paths is None or path in shown_paths
+    }
     flag_options = [
         _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
         for path, setting in schema.setting_by_path.items()
@@ -125,6 +135,7 @@ def make_config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -
         "config",
         cls=SectionedCommand,
         help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why.",
+        short_help="Print all settings.",
     )
     @click.option("--check", is_flag=True, help="Print the values that a start with the same words would have.")
     @add_flags(schema)

@@ -54,7 +54,7 @@ def cli() -> None:
     """A router that follows the KV cache events of the workers behind it."""
 
 
-@cli.command(cls=SectionedCommand, help=HELP)
+@cli.command(cls=SectionedCommand, help=HELP, short_help="Send each request to the worker that will answer it first.")
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(SCHEMA)
 def run(urls: tuple[str, ...], **flags: Any) -> None:
@@ -93,7 +93,7 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 """
 
 
-@cli.command(cls=SectionedCommand, help=EPP_HELP)
+@cli.command(cls=SectionedCommand, help=EPP_HELP, short_help="Choose workers for Envoy (Endpoint Picker Protocol).")
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(EPP_SCHEMA)
 def epp(urls: tuple[str, ...], **flags: Any) -> None:
@@ -119,7 +119,9 @@ Follows the workers' caches and decides nothing. It reads copies of requests (ng
 """
 
 
-@cli.command(cls=SectionedCommand, help=SHADOW_HELP)
+@cli.command(
+    cls=SectionedCommand, help=SHADOW_HELP, short_help="Report what routing would save, beside your load balancer."
+)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @add_flags(SHADOW_SCHEMA)
 def shadow(urls: tuple[str, ...], **flags: Any) -> None:
@@ -129,11 +131,15 @@ def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     _run_or_exit(_load_config(SHADOW_SCHEMA, urls, flags), ShadowProcess)
 
 
+CHECKED_PATHS = (
+    "workers", "worker_api_key", "worker_tls_ca", "worker_tls_cert", "worker_tls_key", "tokenizer", "chat_template",
+)  # fmt: skip
+"""Settings that `router check` reads."""
 CHECK_HELP = """Check what would keep predictions for the workers of URL... from being exact.
 
 Checks events and their addresses, tokenizers, chat templates, salts, adapters and caches. Sends each worker one prompt
-of random words up to six times, after a question. Takes the flags of `router run`. Ends with status 1 if something is
-wrong.
+of random words up to six times, after a question. Takes all flags of `router run`, and those below matter. Ends with
+status 1 if something is wrong.
 
 \b
   router check http://gpu1:8000 http://gpu2:8000
@@ -141,11 +147,11 @@ wrong.
 """
 
 
-@cli.command(cls=SectionedCommand, help=CHECK_HELP)
+@cli.command(cls=SectionedCommand, help=CHECK_HELP, short_help="Check what would keep predictions from being exact.")
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
-@add_flags(SCHEMA)
+@add_flags(SCHEMA, CHECKED_PATHS)
 def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None:
     """Check the workers one after the other, print each finding, and exit with 1 if something is wrong."""
     from router.commands.check import check_workers
@@ -160,7 +166,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     if not worker_flags:
         raise click.UsageError("no workers: name their URLs")
     if not yes:
-        question = f"Send up to six short requests to each of {len(worker_flags)} workers?"
+        question = f"Send up to six short requests to each worker ({len(worker_flags)})?"
         click.confirm(question, default=True, abort=True, err=True)
     is_all_sound = asyncio.run(
         check_workers(

@@ -156,7 +156,7 @@ FILE_TYPE = click.Path(dir_okay=False)
 \b
   router top http://127.0.0.1:8080 --key KEY
   router top --once --sort load
-""")  # fmt: skip
+""", short_help="Watch the workers of a router.")  # fmt: skip
 @click.argument("url", default="http://127.0.0.1:8080")
 @click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="Admin key of the router; ROUTER_ADMIN_API_KEY sets it too.")
 @click.option("--tls-ca", type=FILE_TYPE, metavar="FILE",

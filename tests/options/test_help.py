@@ -18,7 +18,6 @@ from router.app.config import SCHEMA as ROUTER
 
 SCHEMAS = {
     ("router", "run"): ROUTER,
-    ("router", "check"): ROUTER,
     ("router", "epp"): EPP_SCHEMA,
     ("router", "shadow"): SHADOW_SCHEMA,
     ("engine", "serve"): ENGINE,
@@ -71,6 +70,23 @@ def test_flags_of_settings_stand_under_the_headings_of_their_program(
             assert schema.setting_by_path[path].label in printed
         if heading != MAIN_HEADING:
             assert len(flags_by_heading[heading]) == len(paths)
+
+
+def test_check_takes_all_flags_of_a_router_and_shows_those_that_it_reads() -> None:
+    command = router_cli.commands["check"]
+    flags = " ".join(flag for section in read_help(command).values() for flag in section)
+    assert re.findall(r"--[\w-]+", flags) == [
+        "--worker", "--tokenizer", "--yes", "--json", "--config", "--set", "--help",
+        "--worker-api-key", "--worker-tls-ca", "--worker-tls-cert", "--worker-tls-key", "--chat-template",
+    ]  # fmt: skip
+    parameters = {name for option in command.params for name in option.opts}
+    assert {name for option in router_cli.commands["run"].params for name in option.opts} <= parameters
+
+
+def test_the_list_of_commands_cuts_no_sentence() -> None:
+    for group in (router_cli, engine_cli):
+        help_text = group.get_help(click.Context(group, terminal_width=78))
+        assert "..." not in help_text.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize("schema", [ROUTER, EPP_SCHEMA, SHADOW_SCHEMA, ENGINE])
