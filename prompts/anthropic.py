@@ -48,7 +48,10 @@ ThinkingType = Literal["enabled", "disabled", "adaptive"]
 
 
 class MessageBlock(Struct, frozen=True, kw_only=True):
-    """A block of any type. A block without the fields of its type is ignored."""
+    """A part of a message: a text, an image, a call of a tool, its result, or another type.
+
+    All types share this struct. A block that lacks the fields of its type is ignored.
+    """
 
     type: str
     text: str | None = None
@@ -68,8 +71,15 @@ class MessageBlock(Struct, frozen=True, kw_only=True):
 
 
 class MessageTurn(Struct, frozen=True):
+    """One message: what one side says in its turn."""
+
     role: Role
     content: str | list[MessageBlock]
+
+    @property
+    def blocks(self) -> list[MessageBlock]:
+        """The blocks of the content; none if the content is a text."""
+        return self.content if isinstance(self.content, list) else []
 
 
 class MessagesTool(Struct, frozen=True, kw_only=True):
@@ -160,9 +170,11 @@ def parse_count(data: bytes) -> CountRequest:
 
 
 def _check_request(request: CountRequest) -> None:
+    """Raise RequestError for values that the types allow and Anthropic does not, or for tools of Anthropic's servers."""
     if not request.messages:
         raise bad_value("messages", request.messages, "at least one message")
-    if request.thinking is not None and request.thinking.type == "enabled" and request.thinking.budget_tokens is None:
+    thinking = request.thinking
+    if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is None:
         raise bad_value("thinking.budget_tokens", None, "a number of tokens")
     choice = request.tool_choice
     if choice is not None and choice.type == "tool" and not choice.name:
@@ -175,7 +187,7 @@ def _check_request(request: CountRequest) -> None:
     for tool_index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{tool_index}]", tool)
     for message_index, turn in enumerate(request.messages):
-        for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+        for block_index, block in enumerate(turn.blocks):
             _check_block(f"messages[{message_index}].content[{block_index}]", turn.role, block)
 
 
@@ -218,14 +230,16 @@ def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: bool = False) -> dict[str, Any]:
-    """Return the fields of the chat request that is served for a body. Raises RequestError.
+def convert_to_chat(
+    request: CountRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
+) -> dict[str, Any]:
+    """Return the fields of the chat request that stands for a body of the Messages API. Raises RequestError.
 
-    `template` renders the chat; None if it is unknown. `in_place` leaves system messages in their place, whatever the
-    template accepts.
+    `template` renders the chat; None if it is unknown. Many templates accept a system message only at the start, so
+    system messages are moved there unless the template accepts them elsewhere, or `keeps_system_in_place`.
     """
-    merges_system = not in_place and (template is None or template.needs_system_first())
-    messages = _convert_messages(request, merges_system)
+    merges_system = not keeps_system_in_place and (template is None or template.needs_system_first())
+    messages = _convert_messages(request, merges_system=merges_system)
     fields: dict[str, Any] = {
         "messages": messages,
         "continue_final_message": request.messages[-1].role == "assistant" and _can_continue(messages[-1]),
@@ -265,7 +279,7 @@ def depends_on_template(request: CountRequest) -> bool:
 def find_media(request: CountRequest) -> tuple[str, str] | None:
     """Return the path and the kind (`image` or `document`) of the first block that is no text; None if all are text."""
     for message_index, turn in enumerate(request.messages):
-        for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+        for block_index, block in enumerate(turn.blocks):
             inner_blocks = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
             for media_block in (msgspec.structs.asdict(block), *inner_blocks):
                 kind = find_media_kind(media_block)
@@ -282,7 +296,11 @@ def _can_continue(message: Message) -> bool:
     return bool(content) and "tool_calls" not in message
 
 
-def _convert_messages(request: CountRequest, merges_system: bool) -> list[Message]:
+def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Message]:
+    """Return the messages of the chat. With `merges_system`, all system texts form its first message.
+
+    Raises RequestError if no message says anything.
+    """
     system = request.system or ""
     if not isinstance(system, str):
         system = _join_system_texts(system)
@@ -314,7 +332,7 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
 
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
-    """Append the messages of a turn: one for each result of a tool, then one for its other blocks."""
+    """Append what a turn's blocks say: a message for each result of a tool, then one message for the other blocks."""
     content_parts: list[Message] = []
     tool_calls: list[Message] = []
     reasoning_texts: list[str] = []
@@ -340,18 +358,20 @@ def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) ->
     if tool_calls:
         message["tool_calls"] = tool_calls
     if content_parts:
-        message["content"] = (
-            content_parts[0]["text"]
-            if len(content_parts) == 1 and content_parts[0]["type"] == "text"
-            else content_parts
-        )
+        is_one_text = len(content_parts) == 1 and content_parts[0]["type"] == "text"
+        message["content"] = content_parts[0]["text"] if is_one_text else content_parts
     if role == "assistant" or content_parts:
         messages.append(message)
 
 
 def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
-    """Append the message of a tool's result, and its images in a user message, as templates expect no images there."""
-    texts, media_parts, reference_parts = list[str](), list[Message](), list[Message]()
+    """Append the messages for the result of a tool: its text, then its images, then the tools that it refers to.
+
+    The images are in a message of the user, because templates expect none in a message of a tool.
+    """
+    texts = list[str]()
+    media_parts = list[Message]()
+    reference_parts = list[Message]()
     for result_block in block.content if isinstance(block.content, list) else ():
         block_type = result_block.get("type")
         if block_type == "text":
@@ -360,15 +380,16 @@ def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
             media_parts.append({"type": "image_url", "image_url": {}})
         elif block_type == "tool_reference":
             name = result_block.get("tool_name") or result_block.get("name")
-            reference_parts += [{"type": "tool_reference", "name": name}] if name else []
+            if name:
+                reference_parts.append({"type": "tool_reference", "name": name})
         else:
             part = convert_block(result_block)
             if part is MEDIA_PART:
                 media_parts.append(part)
             else:
                 texts.append(part["text"])
-    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
+    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     messages.append({**tool_message, "content": text})
     if media_parts:
         messages.append({"role": "user", "content": media_parts})
@@ -384,12 +405,13 @@ def _read_block_text(block: dict[str, Any]) -> str:
 
 
 def _convert_tools(request: CountRequest) -> list[Message] | None:
-    """Return the tools in effect at the end of the conversation."""
+    """Return the tools that the model may call at the end of the conversation; None if the body has none.
+
+    System messages of the conversation may add and remove tools, with blocks `tool_addition` and `tool_removal`. Raises
+    RequestError for a change of an unknown tool, or to a malformed one.
+    """
     change_blocks = [
-        block
-        for turn in request.messages
-        for block in (turn.content if isinstance(turn.content, list) else ())
-        if block.type in ("tool_addition", "tool_removal")
+        block for turn in request.messages for block in turn.blocks if block.type in ("tool_addition", "tool_removal")
     ]
     if not change_blocks:
         return None if request.tools is None else [_convert_function(tool) for tool in request.tools]
@@ -399,17 +421,26 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
         assert block.tool is not None
         name = _get_changed_tool_name(block.tool)
         if block.tool.get("type") == "tool_definition":
-            try:
-                tools_by_name[name] = msgspec.convert(block.tool["definition"], MessagesTool)
-                _check_tool("tool.definition", tools_by_name[name])
-            except msgspec.ValidationError as error:
-                raise RequestError(f"tool.definition: {error}", param="messages") from None
+            tools_by_name[name] = _read_tool_definition(block.tool["definition"])
         elif name not in tools_by_name:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
         elif block.type == "tool_addition":
             tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
-        (removed_names.add if block.type == "tool_removal" else removed_names.discard)(name)
+        if block.type == "tool_removal":
+            removed_names.add(name)
+        else:
+            removed_names.discard(name)
     return [_convert_function(tool) for name, tool in tools_by_name.items() if name not in removed_names]
+
+
+def _read_tool_definition(definition: Any) -> MessagesTool:
+    """Read a tool that the conversation adds. Raises RequestError if it is malformed."""
+    try:
+        tool = msgspec.convert(definition, MessagesTool)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"tool.definition: {error}", param="messages") from None
+    _check_tool("tool.definition", tool)
+    return tool
 
 
 def _get_changed_tool_name(change: dict[str, Any]) -> Any:

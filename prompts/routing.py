@@ -240,12 +240,13 @@ def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
 
 
 def convert_source_to_chat(
-    request: RoutingRequest, template: ChatTemplate | None, *, in_place: bool = False
+    request: RoutingRequest, template: ChatTemplate | None, *, keeps_system_in_place: bool = False
 ) -> RoutingRequest:
-    """Convert a body of the Messages or Responses API to a chat for a template. Raises RequestError.
+    """Convert a body of the Messages or Responses API to the chat that a template renders.
 
-    Without a template, bodies that become another chat for another template are refused. `in_place` converts them with
-    system messages in their place, which is good enough to compare two bodies.
+    Raises RequestError if a worker alone knows the chat: if the body continues a stored response, or if the chat
+    depends on the template and `template` is None. `keeps_system_in_place` leaves system messages where they are and
+    makes no such difference; that is good enough to compare two bodies.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):
@@ -256,9 +257,9 @@ def convert_source_to_chat(
         fields = convert_response_to_chat(source)
     else:
         assert source is not None
-        if template is None and not in_place and depends_on_template(source):
+        if template is None and not keeps_system_in_place and depends_on_template(source):
             raise RequestError("what this prompt is depends on the model's chat template", param=None)
-        fields = convert_to_chat(source, template, in_place=in_place)
+        fields = convert_to_chat(source, template, keeps_system_in_place=keeps_system_in_place)
     chat_fields = {name: fields[name] for name in _RENDERED_FIELDS if name in fields}
     return request.replace(kind="chat", source=None, has_media=has_media(chat_fields["messages"]), **chat_fields)
 

@@ -38,7 +38,7 @@ def outline_chat(request: RoutingRequest) -> Outline | None:
     """
     if request.source is not None:
         try:
-            request = convert_source_to_chat(request, None, in_place=True)
+            request = convert_source_to_chat(request, None, keeps_system_in_place=True)
         except RequestError:
             return None
     if request.messages is None:
