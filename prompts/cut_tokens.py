@@ -22,7 +22,10 @@ _TOKEN_CHARS_MIN = 3
 
 
 class CutTokens:
-    """The cut tokens of one tokenizer. Thread-safe."""
+    """The added tokens of one tokenizer before which a text may be cut, and the places where they occur. Thread-safe.
+
+    An added token is a text that has one id, such as `<|im_start|>`.
+    """
 
     def __init__(self, added_tokens: Sequence[str], cut_tokens: Iterable[str]) -> None:
         """`added_tokens`: all added tokens that are found in a text before a normalizer changes it."""
@@ -55,20 +58,31 @@ def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
 
     There are none if the tokenizer has dropout, or if encoding sample texts in pieces changes their token ids.
     """
+    no_tokens = CutTokens((), ())
     if getattr(hf_tokenizer.model, "dropout", None):
-        return CutTokens((), ())
+        return no_tokens
     all_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
     literal_tokens = [token for token in all_tokens if not token.normalized and token.content]
     literal_texts = [token.content for token in literal_tokens]
     any_looks_around = any(token.lstrip or token.rstrip or token.single_word for token in all_tokens)
     safe_texts = [token.content for token in literal_tokens if _can_cut(token, any_looks_around)]
-    # A token inside of another token could become a part of it, together with the end of the piece before.
-    unambiguous_texts = [
-        text for text in safe_texts if not any(other_text.find(text, 1) >= 0 for other_text in literal_texts)
+    cut_tokens = CutTokens(literal_texts, _drop_overlapped(safe_texts, literal_texts))
+    all_texts = [token.content for token in all_tokens]
+    return no_tokens if _has_sample_mismatch(hf_tokenizer, cut_tokens, all_texts) else cut_tokens
+
+
+def _drop_overlapped(texts: Iterable[str], literal_texts: Sequence[str]) -> list[str]:
+    """Return the texts that no added token can overlap from before.
+
+    Such a token would be found first, and the end of the piece before the cut would become a part of it.
+    """
+    endings = {text[start:] for text in literal_texts for start in range(1, len(text))}
+    return [
+        text
+        for text in texts
+        if not any(text[:end] in endings for end in range(1, len(text)))
+        and not any(literal_text.find(text, 1) >= 0 for literal_text in literal_texts)
     ]
-    cut_tokens = CutTokens(literal_texts, unambiguous_texts)
-    has_mismatch = _has_sample_mismatch(hf_tokenizer, cut_tokens, [token.content for token in all_tokens])
-    return CutTokens((), ()) if has_mismatch else cut_tokens
 
 
 def _can_cut(token: AddedToken, any_looks_around: bool) -> bool:
@@ -110,7 +124,7 @@ def _build_branch_pattern(node: dict[str, Any]) -> str:
 
 
 def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added_tokens: Sequence[str]) -> bool:
-    """Return whether cutting changes the token ids of a sample text."""
+    """Return whether a sample text has other token ids if it is encoded in the pieces between its cuts."""
     cuts = sorted(cut_tokens.texts)
     tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
     texts = [first + second for first in tokens for second in tokens[:6]]

@@ -54,7 +54,8 @@ def test_the_ids_of_the_parts_are_those_of_the_text(kind, make_tokenizer, data):
 
 
 def test_every_kind_here_can_be_cut_at_messages(kind, make_tokenizer):
-    assert "<|im_start|>" in find_cut_tokens(make_tokenizer(kind)).texts
+    is_overlapped = kind == "overlapping"  # its token |><| may begin before <|im_start|>
+    assert ("<|im_start|>" in find_cut_tokens(make_tokenizer(kind)).texts) != is_overlapped
 
 
 def test_tokens_that_look_around_never_cut(make_tokenizer):
@@ -62,6 +63,16 @@ def test_tokens_that_look_around_never_cut(make_tokenizer):
     cuts = find_cut_tokens(make_tokenizer("word_edged_specials")).texts
     assert not {"BEGIN", "__x__", "panic"} & cuts
     assert "<|im_end|>" in cuts
+
+
+def test_tokens_that_another_may_overlap_from_before_never_cut(make_tokenizer):
+    assert "▁▁▁▁" not in find_cut_tokens(make_tokenizer("gemma_whitespace")).texts
+    hf_tokenizer = make_tokenizer("overlapping")
+    cuts = find_cut_tokens(hf_tokenizer).texts
+    for text_before, text in (("<|im_start|>", "<|im_end|>\n"), ("|>", "<|im_start|>")):
+        separate_ids = encode_plain(hf_tokenizer, text_before) + encode_plain(hf_tokenizer, text)
+        assert encode_plain(hf_tokenizer, text_before + text) != separate_ids
+        assert text not in cuts
 
 
 def test_dropout_and_missing_specials_mean_no_cuts():
