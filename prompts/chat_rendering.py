@@ -11,7 +11,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from prompts.chat_template import ChatTemplate, ContentFormat, Message
+from prompts.chat_template import ChatTemplate, Message
+from prompts.content_format import ContentFormat
 from prompts.schemas import TEXT_PARTS, is_media
 
 MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
@@ -22,7 +23,7 @@ that the rest of the prompt is found in the cache."""
 
 
 class ChatPrompt(Protocol):
-    """Fields of a request that rendering reads, as both ChatRequest and RoutingRequest have them."""
+    """The fields of a request that its rendering depends on. ChatRequest and RoutingRequest have them."""
 
     @property
     def messages(self) -> list[Message] | None: ...
@@ -45,31 +46,28 @@ class ChatPrompt(Protocol):
 
 
 def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
-    """Return the prompt's text up to the first media part. Raises RequestError if the template cannot render it."""
+    """Return the text of a chat's prompt, up to its first image or other media. The result is that of vLLM.
+
+    Raises RequestError if the template cannot render the chat.
+    """
     continues_final_message = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues_final_message
-    tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
-    content_format = template.find_content_format(request.chat_template, has_tools=tools is not None)
-    # As in vLLM, a field of the request takes precedence over a template variable of the same name.
-    variables = dict(request.chat_template_kwargs or {})
-    variable_documents = variables.pop("documents", None)
-    documents = variable_documents if request.documents is None else request.documents
-    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
-        variables.pop(name, None)
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    has_tools = request.tools is not None
+    content_format = template.find_content_format(request.chat_template, has_tools=has_tools)
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
-    if "developer" in [message["role"] for message in messages]:
-        source = template.select_source(request.chat_template, has_tools=tools is not None)
-        if '"developer"' not in source and "'developer'" not in source:  # the template does not know the role
+    if any(message["role"] == "developer" for message in messages):
+        source = template.select_source(request.chat_template, has_tools=has_tools)
+        knows_developers = '"developer"' in source or "'developer'" in source
+        if not knows_developers:
             messages = _convert_developer_to_system(messages)
+    variables = _make_template_variables(request)
+    variable_documents = variables.pop("documents", None)
     text = template.render(
         messages,
-        tools=tools,
-        documents=documents,
+        tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
+        documents=variable_documents if request.documents is None else request.documents,
         chat_template=request.chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues_final_message,
@@ -78,7 +76,19 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     return text.partition(MEDIA_MARKER)[0]
 
 
+def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
+    """Return the request's own variables for the template. As in vLLM, fields of the request take precedence."""
+    variables = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
+        variables.pop(name, None)
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return variables
+
+
 def _convert_message(message: Message, content_format: ContentFormat) -> Message:
+    """Return a message as templates get it: without unknown fields, and with content in their format."""
     content = message.get("content")
     is_plain = len(message) == 2 and content_format == "string" and next(iter(message)) == "role"
     if is_plain and type(content) is str and not content.startswith(BILLING_LINE):
@@ -86,14 +96,10 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
     role = message.get("role", "user")
     if role == "system":
         content = _remove_billing_line(content)
-    elif (
-        role == "tool"
-        and content_format == "parts"
-        and isinstance(content, list)
-        and not any(_is_non_text_part(part) for part in content)
-    ):
-        content = "\n".join(_read_part_text(part) for part in content)
-        content_format = "string"  # even if the template loops over parts: most templates handle only text of a tool
+    elif role == "tool" and content_format == "parts" and _is_list_of_texts(content):
+        # Most templates handle only text of a tool, even those that loop over the parts of other messages.
+        content = "\n".join(map(_read_part_text, content))
+        content_format = "string"
     template_message: Message = {"role": role, "content": _convert_content(content, content_format)}
     if role == "assistant":
         tool_calls = message.get("tool_calls")
@@ -113,30 +119,26 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
 
 
 def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
-    """Give developer messages the role `system`, and join all system texts in the first message.
+    """Give developer messages the role `system`, for templates that do not know the role `developer`.
 
-    Templates without the role `developer` need this.
+    Such templates take one system message, at the start. So if there are several, or if it is not the first message,
+    their texts are joined in a first message.
     """
-    renamed_messages = [
-        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
-    ]
-    other_messages = [message for message in renamed_messages if message["role"] != "system"]
-    system_contents = [message["content"] for message in renamed_messages if message["role"] == "system"]
-    if len(system_contents) == 1 and renamed_messages[0]["role"] == "system":
-        return [
-            {name: value for name, value in message.items() if name != "tools"}
-            if message["role"] == "system"
-            else message
-            for message in renamed_messages
-        ]
-    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in system_contents]
+    system_messages = [message for message in messages if message["role"] in ("system", "developer")]
+    other_messages = [message for message in messages if message["role"] not in ("system", "developer")]
+    if system_messages == messages[:1]:
+        system_message = {name: value for name, value in messages[0].items() if name != "tools"}
+        return [{**system_message, "role": "system"}, *other_messages]
+    contents = [message["content"] for message in system_messages]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in contents]
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *other_messages]
 
 
 def _remove_billing_line(content: Any) -> Any:
-    """Return a message's content without the billing line that a text may begin with.
+    """Return a system message's content without the billing line of a coding agent.
 
-    A text part with nothing else is left out. Content of another type than a text or a list is returned unchanged.
+    Each text of the content may begin with that line. A text part that has nothing else is left out. Content that is
+    neither a text nor a list is returned unchanged.
     """
     if isinstance(content, str):
         return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
@@ -146,20 +148,24 @@ def _remove_billing_line(content: Any) -> Any:
     for part in content:
         is_text_part = isinstance(part, dict) and part.get("type") == "text"
         text = part.get("text") if is_text_part else part
-        if isinstance(text, str) and text.startswith(BILLING_LINE):
-            remaining_text = text.partition("\n")[2]
-            if remaining_text:
-                parts.append({**part, "text": remaining_text} if isinstance(part, dict) else remaining_text)
-        else:
+        if not isinstance(text, str) or not text.startswith(BILLING_LINE):
             parts.append(part)
+            continue
+        remaining_text = text.partition("\n")[2]
+        if remaining_text:
+            parts.append({**part, "text": remaining_text} if is_text_part else remaining_text)
     return parts
 
 
-def _is_non_text_part(part: Any) -> bool:
-    """Whether a part is more than plain text."""
+def _is_list_of_texts(content: Any) -> bool:
+    """Return whether a content is a list of parts that are plain texts, without media and references to tools."""
+    return isinstance(content, list) and all(_is_plain_text(part) for part in content)
+
+
+def _is_plain_text(part: Any) -> bool:
     if isinstance(part, dict):
-        return str(part.get("type", "text")) not in TEXT_PARTS or _is_tool_reference(part)
-    return not isinstance(part, str)
+        return str(part.get("type", "text")) in TEXT_PARTS and not _is_tool_reference(part)
+    return isinstance(part, str)
 
 
 def _convert_content(content: Any, content_format: ContentFormat) -> str | list[Message]:
@@ -191,7 +197,8 @@ def _read_part_text(part: Any) -> str:
 def _convert_tool_call(call: Any) -> Any:
     """Return a tool call with its arguments as an object, because templates write them with `tojson`.
 
-    Arguments that are no object become an empty one, as the conversation could not continue otherwise.
+    Arguments that are no JSON object become an empty one: otherwise the conversation could not continue. A call without
+    a function is returned unchanged.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
@@ -199,7 +206,7 @@ def _convert_tool_call(call: Any) -> Any:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments) if arguments else {}
+            arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = {}
     if not isinstance(arguments, dict):
