@@ -170,7 +170,7 @@ def parse_count(data: bytes) -> CountRequest:
 
 
 def _check_request(request: CountRequest) -> None:
-    """Raise RequestError for values that the types allow and Anthropic does not, or for tools of Anthropic's servers."""
+    """Raise RequestError for values that Anthropic does not allow, and for tools that only Anthropic's servers run."""
     if not request.messages:
         raise bad_value("messages", request.messages, "at least one message")
     thinking = request.thinking
