@@ -7,7 +7,7 @@ before the first of them.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 import msgspec
 
@@ -157,7 +157,7 @@ def _remove_billing_line(content: Any) -> Any:
     return parts
 
 
-def _is_list_of_texts(content: Any) -> bool:
+def _is_list_of_texts(content: Any) -> TypeGuard[list[Any]]:
     """Return whether a content is a list of parts that are plain texts, without media and references to tools."""
     return isinstance(content, list) and all(_is_plain_text(part) for part in content)
 
