@@ -81,6 +81,13 @@ class TransferMetrics:
         self.prefill_s = Histograms(LATENCY_BOUNDS_S)
         """Seconds of prefills for answers of other workers, by (worker,)."""
 
+    def group_by_kind(self) -> dict[str, dict[str, int]]:
+        """Return kind -> outcome -> number of transfers."""
+        counts: dict[str, dict[str, int]] = {}
+        for (kind, outcome), count in self.outcomes.items():
+            counts.setdefault(kind, {})[outcome] = count
+        return counts
+
 
 @dataclass(slots=True, eq=False)
 class Metrics:

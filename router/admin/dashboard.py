@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.decide.messages import Decision, RouteRequest
+from router.decide.messages import Decision, RouteRequest, TransferKind
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.http.connection import ClientConnection
@@ -121,6 +121,7 @@ class _EndedRequest:
             "at": self._ended_at,
             "model": self._model,
             "worker": decision.worker,
+            "transfer": decision.transfer,
             "outcome": self._outcome,
             "attempt": decision.attempt,
             "stream": self._is_streaming,
@@ -133,6 +134,37 @@ class _EndedRequest:
             "queued_s": decision.queued_s,
             "candidates": decision.candidates or [decision.terms],
             "not_eligible": decision.not_eligible,
+        }
+
+
+class _IntervalTransfers:
+    """Plans of the requests that ended in one interval, as far as they are about KV that moves."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(TransferKind, 0)
+        self._moved_tokens = 0
+        self._transfer_s = 0.0
+        self._local_count = 0
+        """Requests without a transfer although another worker had more of the prompt cached."""
+
+    def add(self, decision: Decision) -> None:
+        """Add a request that ended."""
+        transfer = decision.transfer
+        if transfer is None:
+            self._local_count += decision.most_cached is not None
+            return
+        self._counts[transfer.kind] += 1
+        self._moved_tokens += transfer.tokens
+        self._transfer_s += transfer.transfer_s
+
+    def make_point(self) -> dict[str, float]:
+        """Return the fields of the page's history. Tokens and seconds are those that were predicted."""
+        return {
+            "pulls": self._counts[TransferKind.PULL],
+            "prefills": self._counts[TransferKind.PREFILL],
+            "moved_tokens": self._moved_tokens,
+            "transfer_s": self._transfer_s,
+            "computed_locally": self._local_count,
         }
 
 
@@ -150,6 +182,7 @@ class _IntervalTotals:
         """Prompt tokens of requests with a report of how much was cached."""
         self.reported_cached_tokens = 0
         self.ttfts_s: list[float] = []
+        self.transfers = _IntervalTransfers()
 
     def add(self, context: RequestContext, cached_tokens: int | None) -> None:
         """Add a request that ended. `cached_tokens`: as the worker reported them; None if it did not."""
@@ -158,6 +191,7 @@ class _IntervalTotals:
         self.failure_count += context.outcome != "status_200"
         if route is None or decision is None:
             return
+        self.transfers.add(decision)
         if context.ttft_s is not None and len(self.ttfts_s) < TTFTS_MAX:
             self.ttfts_s.append(context.ttft_s)
         if route.token_ids is None:
@@ -182,6 +216,7 @@ class _IntervalTotals:
             "retried": retry_count,
             "ttft_p50_ms": 1e3 * ttfts_sorted[len(ttfts_sorted) // 2] if ttfts_sorted else None,
             "ttft_p99_ms": 1e3 * ttfts_sorted[99 * len(ttfts_sorted) // 100] if ttfts_sorted else None,
+            **self.transfers.make_point(),
         }
 
 

@@ -53,6 +53,7 @@ class WorkerListRoutes:
     def __init__(self, proxy: Proxy, fleet: Fleet, prompt_reader: PromptReader) -> None:
         self._core = proxy.core
         self._now = proxy.now
+        self._transfers = proxy.metrics.transfers
         self._fleet = fleet
         self._prompt_reader = prompt_reader
 
@@ -78,6 +79,7 @@ class WorkerListRoutes:
             "counters": snapshot.counters,
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
             "kv_groups": describe_kv_groups(self._core.workers.values()),
+            "kv_transfers": self._transfers.group_by_kind(),
         }
 
     def _describe_worker(self, row: WorkerSnapshot) -> dict[str, Any]:

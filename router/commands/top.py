@@ -97,6 +97,23 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
     )
 
 
+def format_transfers(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
+    """Return one line on the KV that moves between workers, or an empty text where none can move."""
+    groups, kinds = page.get("kv_groups", []), page.get("kv_transfers", {})
+    if not groups and not kinds:
+        return ""
+    parts = []
+    for kind, outcomes in kinds.items():
+        rate = "-"
+        if previous_page is not None and interval_s > 0:
+            previous_outcomes = previous_page.get("kv_transfers", {}).get(kind, {})
+            rate = f"{(outcomes['started'] - previous_outcomes.get('started', 0)) / interval_s:.1f}"
+        parts.append(f"{rate} {kind}s/s")
+    parts.append(f"{page['counters'].get('failed_transfers', 0)} failed")
+    parts += [f"none in {group['dialect']}: {group['problem']}" for group in groups if group["problem"]]
+    return "KV that moves: " + ", ".join(parts)
+
+
 def _sum_cached_tokens(page: WorkersPage) -> int:
     """Return the cached prompt tokens of all workers: as reported, or as predicted if no worker reports them."""
     reported_tokens: int = sum(row.get("reported_cached_tokens", 0) for row in page["workers"])
@@ -217,4 +234,8 @@ def _draw(page: WorkersPage, previous_page: WorkersPage | None, interval_s: floa
     for row in rows:
         table.add_row(*row.cells, style=_choose_colour(row))
     problems = [Text(f"{row.cells[0]}: {row.problem}", style=_choose_colour(row) or "") for row in rows if row.problem]
-    return Group(Text(format_summary(page, previous_page, interval_s), style="bold"), table, *problems)
+    summary = [Text(format_summary(page, previous_page, interval_s), style="bold")]
+    transfers = format_transfers(page, previous_page, interval_s)
+    if transfers:
+        summary.append(Text(transfers))
+    return Group(*summary, table, *problems)

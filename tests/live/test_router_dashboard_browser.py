@@ -168,15 +168,11 @@ def make_workers(count: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def crowd() -> Iterator[str]:
-    """The page before a router that tells of 500 workers."""
-    point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 1}
-    point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
-    points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
-    events = {"state": make_workers(500), "history": points, "decisions": []}
+@contextlib.contextmanager
+def fake_router(events: dict[str, Any]) -> Iterator[str]:
+    """The page before a router that sends these events to each viewer."""
 
-    class FakeWorkerHandler(http.server.BaseHTTPRequestHandler):
+    class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = self.path == "/dashboard"
             body = (
@@ -198,14 +194,26 @@ def crowd() -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     stop = threading.Event()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeWorkerHandler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeRouterHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    stop.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        stop.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[str]:
+    """The page before a router that tells of 500 workers."""
+    point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 1}
+    point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
+    points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
+    with fake_router({"state": make_workers(500), "history": points, "decisions": []}) as url:
+        yield url
 
 
 @pytest.mark.parametrize(("width", "scheme"), looks(1280, "light"))
@@ -231,3 +239,38 @@ def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: i
         assert "99th percentile" in page.locator("#tiles").inner_text()
         assert "–" in page.locator(".tile", has_text="99th percentile").inner_text(), "nothing was measured"
         assert page.evaluate("document.documentElement.scrollHeight") < 3300
+        assert not page.locator("#moving").is_visible(), "no worker moves KV"
+
+
+def make_terms(worker: str, cost: float, transfer: dict[str, Any] | None) -> dict[str, Any]:
+    parts = {"decode_s": 0.0, "congestion_s": 0.0, "pressure_s": 0.0, "tie_break_s": 0.0, "shared_s": 0.0}
+    parts |= {"ttft_s": cost, "queue_s": 0.0, "prefill_s": cost / 2, "slowdown": 1.0}
+    return {"worker": worker, "cost": cost, "cached_tokens": 1800, "transfer": transfer, **parts}
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_kv_that_moves(tmp_path: Path, width: int) -> None:
+    pull = {"kind": "pull", "source": "gpu0:8000", "rank": None, "tokens": 1800, "transfer_s": 0.05}
+    decision = {"id": "r1", "worker": "gpu1:8000", "transfer": pull, "stream": True, "outcome": "status_200", "at": 1.0}
+    decision |= {"prompt_tokens": 2000, "predicted_cached_tokens": 1800, "cached_tokens": 1800, "ttft_s": 0.2}
+    decision |= {"predicted_ttft_s": 0.1, "queued_s": 0.0, "why": [], "tokenized": True, "model": "m"}
+    decision["candidates"] = [make_terms("gpu1:8000", 0.1, pull), make_terms("gpu1:8000", 0.3, None)]
+    point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 0}
+    point |= {"requests_per_s": 2.0, "failed": 0, "ttft_p50_ms": 90.0, "ttft_p99_ms": 95.0}
+    point |= {"pulls": 1, "prefills": 0, "moved_tokens": 1800, "transfer_s": 0.05, "computed_locally": 2}
+    state = make_workers(3) | {"counters": {"failed_transfers": 2}, "kv_transfers": {"pull": {"started": 20}}}
+    group = {"group": "g", "dialect": "nixl", "sources": [], "destinations": ["gpu1:8000"]}
+    state["kv_groups"] = [group | {"problem": "no worker gives KV: each computes its prompts"}]
+    points = [{"at": float(i), **point} for i in range(20)]
+    events = {"state": state, "history": points, "decisions": [decision]}
+    with fake_router(events) as url, chromium(width, "light", tmp_path / f"moving-{width}.png") as page:
+        page.goto(f"{url}/dashboard")
+        page.wait_for_selector("#moves li")
+        text = page.locator("#moves").inner_text()
+        for part in ("0.5 a second", "20 requests, 25 % of all", "36.0 k", "1800 and 50 ms for each request", "40",
+                     "failed since the start", "no KV moves in nixl", "no worker gives KV"):  # fmt: skip
+            assert part in text, (part, text)
+        page.locator("#decisions summary").first.click()
+        assert page.locator("#decisions summary .worker").inner_text() == "gpu1:8000, pulls from gpu0:8000"
+        assert page.locator("#decisions tr.won").count() == 1, "the plan that was not taken is another row"
+        assert "to move 1800 tokens from gpu0:8000" in page.locator("#slowest").inner_text()

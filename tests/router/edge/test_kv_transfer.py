@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from nixl_workers import NixlWorkers, text_for
 
+from router.admin.dashboard import Dashboard
 from router.decide.messages import Decision, Forward, Instruction, Transfer, TransferKind
 from router.decide.workers import TransferFacts
 
@@ -437,6 +438,23 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
         edge.proxy.perform(edge.core.mark_worker_down("p", edge.now(), "no answer to /health"))
         (row,) = edge.worker_list.describe_workers()["kv_groups"]
         assert (row["sources"], row["problem"]) == ([], "no worker gives KV: each computes its prompts")
+
+    edge.run(scenario())
+
+
+def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await split_pair(edge)
+        dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
+        assert edge.worker_list.describe_workers()["kv_transfers"] == {}
+        await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        assert edge.worker_list.describe_workers()["kv_transfers"] == {"prefill": {"started": 1}}
+        dashboard.tick(1e9)
+        (point,) = dashboard._points
+        moved = {name: point[name] for name in ("pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally")}
+        assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
+        (request,) = dashboard._decisions
+        assert request.make_row(None)["transfer"].source == "p"
 
     edge.run(scenario())
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from router.app.cli import cli
-from router.commands.top import COLUMNS, WorkerRow, format_summary, make_table_rows
+from router.commands.top import COLUMNS, WorkerRow, format_summary, format_transfers, make_table_rows
 
 GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 
@@ -36,6 +36,20 @@ def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
     summary = "Healthy: 2 up; 13.5 requests/s, 3 in flight, 1 queued; 2,048 cached tokens/s"
     assert format_summary(now, before, 2.0) == summary
     assert format_summary(now, None, 0.0).endswith("- cached tokens/s")
+
+
+def test_kv_that_moves_has_a_line_where_some_can_move() -> None:
+    assert format_transfers(told(worker("a")), None, 0.0) == ""
+    group = {"group": "g", "dialect": "nixl", "sources": ["a"], "destinations": [], "problem": "no worker takes KV"}
+    before = told(worker("a")) | {"kv_groups": [], "kv_transfers": {"pull": {"started": 4}}}
+    now = told(worker("a")) | {
+        "kv_groups": [group],
+        "kv_transfers": {"pull": {"started": 7}, "prefill": {"started": 1}},
+    }
+    now["counters"]["failed_transfers"] = 2
+    expected = "KV that moves: 1.5 pulls/s, 0.5 prefills/s, 2 failed, none in nixl: no worker takes KV"
+    assert format_transfers(now, before, 2.0) == expected
+    assert format_transfers(now, None, 0.0).startswith("KV that moves: - pulls/s, - prefills/s, 2 failed")
 
 
 def test_saved_tokens_are_the_reported_ones_where_some_are_reported() -> None:
