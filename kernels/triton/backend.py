@@ -358,5 +358,5 @@ def choose_prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int,
     if element_size > 2:
         return (32, 32, 4, 2)
     if block_d > 128:
-        return (64, 32, 4, 3)
-    return (128, 64, 4, 3 if block_d == 128 else 4)
+        return (128, 64, 8, 2) if block_d == 256 else (64, 32, 4, 3)
+    return (128, 64 if block_d == 128 else 128, 4, 3)

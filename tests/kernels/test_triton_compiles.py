@@ -20,8 +20,8 @@ KERNELS = {
     "multiply_gate_up", "norm_rows", "penalise_rows", "prefill_attention", "prepare_delta_chunks", "rotate_rows",
     "scan_delta_chunks", "scan_ssm_chunks", "store_kv", "update_tails",
 }  # fmt: skip
-SPILLS_MAX = 16
-"""Bytes of stack a thread: what the delta rule's scan needs with Triton 3.9; with 3.6 it needs none."""
+SPILLS_MAX = 240
+"""Bytes of stack a thread. Prefill attention on four warps spills this much and was still the fastest on an H100."""
 
 
 @pytest.mark.parametrize(
