@@ -17,5 +17,5 @@ def choose(request: RouteRequest, candidates: Sequence[Terms]) -> int:
     """The index of the candidate that gets the request."""
     free = [i for i, terms in enumerate(candidates) if terms.slowdown * terms.queue_s <= QUEUE_S_MAX]
     if free:
-        return max(free, key=lambda i: candidates[i].cached_tokens)
+        return max(free, key=lambda i: (candidates[i].cached_tokens, -candidates[i].cost))
     return min(range(len(candidates)), key=lambda i: candidates[i].slowdown * candidates[i].queue_s)

@@ -12,6 +12,8 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} ENDPOINT [REPLAY_ENDPOINT], such as tcp://*:5557 tcp://*:5558")
     endpoint, *replay_endpoints = sys.argv[1:]
     config = KVEventsConfig(
         enable_kv_cache_events=True,

@@ -13,6 +13,8 @@ from events import BlockRemoved, BlockStored, Clear, Message, StreamSource, Subs
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} URL, such as http://127.0.0.1:8001, of a worker")
     url = sys.argv[1]
     streams = [StreamSource(url, source.endpoint, source.replay_endpoint) for source in discover(url)]
     copies: Counter[tuple[int, str, int | bytes]] = Counter()  # (cache group, medium, block name) -> copies

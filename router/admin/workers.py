@@ -121,7 +121,10 @@ class WorkerListRoutes:
 
     async def _drain_worker(self, request: HttpRequest, name: str) -> Response:
         """Give a worker no further requests, or requests again where the body is `{"on": false}`."""
-        is_draining = decode_object(request.body).get("on", True) if request.body else True
+        fields = decode_object(request.body) if request.body else {}
+        is_draining = fields.pop("on", True)
+        if fields:
+            raise bad_value("on", fields, 'a body with this field alone, such as {"on": false}')
         if not isinstance(is_draining, bool):
             raise bad_value("on", is_draining, "true or false")
         worker_id = self._find_worker(name)

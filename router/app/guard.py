@@ -59,7 +59,7 @@ class AdminGuard:
             raise _forbidden_error("pages of other sites may not use the admin routes")
         content_type = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and content_type != b"application/json":
-            raise RequestError("the body has to be declared as application/json", param=None, status=415)
+            raise RequestError("the body needs the header Content-Type: application/json", param=None, status=415)
 
     def _is_own_host(self, host: str) -> bool:
         """Return whether a Host header names this router: by an allowed name, or by any IP address."""

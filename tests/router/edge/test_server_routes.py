@@ -136,7 +136,10 @@ def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
         assert parts(await edge.exchange(make_post(b"", b"/workers/w0/drain")))[0] == 200
         for _ in range(3):
             assert parts(await edge.exchange(make_post(CHAT)))[1]["x-blockcast-worker"] == "w1"
-        assert parts(await edge.exchange(make_post(b'{"on":1}', b"/workers/w0/drain")))[0] == 400
+        for body in (b'{"on":1}', b'{"off":true}', b'{"on":true,"force":true}'):
+            status, _, answer = parts(await edge.exchange(make_post(body, b"/workers/w0/drain")))
+            assert status == 400
+            assert json.loads(answer)["error"]["message"].startswith("on: got ")
         assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 200
         assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 404
         assert parts(await edge.exchange(make_post(b"{}", b"/workers")))[0] == 400
