@@ -13,8 +13,6 @@ from router.http.headers import TOKEN_PATTERN, ProtocolError
 
 MAX_LINE_BYTES: Final = 1024
 """Longest chunk-size line with its extensions, and longest trailer line."""
-SHORT_SIZE_LINE_BYTES: Final = 64
-"""Longest size line that is looked up before it is parsed, as a body may be all size lines."""
 MAX_TRAILER_BYTES: Final = 64 * 1024
 """Most bytes of all trailer lines; they follow the content, so no reader of the content needs more."""
 BETWEEN_CHUNKS: Final = -1
@@ -25,9 +23,6 @@ _SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
 _TRAILER_PATTERN = re.compile(
     rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n\Z"
 )
-_SIZE_BY_LINE: dict[bytes, int] = {}
-"""Sizes of the size lines seen before, without line ends: streams repeat a few hundred."""
-_MAX_REMEMBERED_LINES: Final = 4096
 
 
 class BodyTooLarge(Exception):
@@ -35,7 +30,7 @@ class BodyTooLarge(Exception):
 
 
 class ChunkedBody:
-    """Parser of one chunked body, which skips its content or collects it."""
+    """Parser of one chunked body. It finds the end of the body, and collects the content if the caller wants it."""
 
     __slots__ = (
         "_content_bytes",
@@ -52,8 +47,8 @@ class ChunkedBody:
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
         """`max_content_bytes`: more content raises `BodyTooLarge`. None: neither content nor framing is limited.
 
-        `max_framing_bytes`: number of bytes by which sizes, extensions and trailers may exceed the content, since they
-        cost work and carry nothing. More raise `ProtocolError`.
+        `max_framing_bytes`: bytes by which the framing (sizes, extensions, trailers) may be longer than the content.
+        More raise `ProtocolError`: they cost work and carry nothing.
         """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
@@ -102,22 +97,15 @@ class ChunkedBody:
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
         """Read complete chunks from `position` on, and return the position after them.
 
-        Stops at anything unusual: the last chunk, a long extension, a chunk that continues in the next read.
+        Most chunks come whole, and are read here at once. Everything else is left to `_read_line`: the last chunk, a
+        chunk that continues in the next read, and malformed lines.
         """
-        data_end = len(data)
-        while position < data_end:
-            line_end = data.find(b"\r\n", position, position + SHORT_SIZE_LINE_BYTES)
-            if line_end < 0:
+        while position < len(data):
+            line_end = data.find(b"\r\n", position, position + MAX_LINE_BYTES)
+            size_match = _SIZE_PATTERN.match(data[position:line_end]) if line_end >= 0 else None
+            if size_match is None:
                 break
-            line = data[position:line_end]
-            chunk_bytes = _SIZE_BY_LINE.get(line)
-            if chunk_bytes is None:
-                match = _SIZE_PATTERN.match(line)
-                if match is None:
-                    break
-                chunk_bytes = int(match[1], 16)
-                if len(_SIZE_BY_LINE) < _MAX_REMEMBERED_LINES:
-                    _SIZE_BY_LINE[line] = chunk_bytes
+            chunk_bytes = int(size_match[1], 16)
             content_start = line_end + 2
             content_end = content_start + chunk_bytes
             if chunk_bytes == 0 or not data.startswith(b"\r\n", content_end):
@@ -130,7 +118,7 @@ class ChunkedBody:
         return position
 
     def _check_sizes(self, content_bytes: int, framing_bytes: int) -> None:
-        """Add to the sizes that were read. Raises BodyTooLarge or ProtocolError if a limit is exceeded."""
+        """Count bytes of content and framing that were read. Raises BodyTooLarge or ProtocolError for too many."""
         self._content_bytes += content_bytes
         self._framing_bytes += framing_bytes
         if self._content_bytes > (self._max_content_bytes or 0):

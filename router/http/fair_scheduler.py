@@ -1,7 +1,7 @@
 """Fair scheduling of long work on the event loop.
 
-In each iteration of the loop a bounded number of callbacks runs, round robin over tenants. A tenant with many callbacks
-waits behind its own.
+In each iteration of the loop a bounded number of callbacks runs. Tenants take turns, so a tenant with many callbacks
+delays only itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class FairScheduler:
         """Callbacks of each tenant in the order of arrival; the next tenant is first."""
 
     def try_start(self) -> bool:
-        """Take a slot of this iteration; False if none is free or others wait. Then use `schedule`."""
+        """Return whether the caller may run now, which takes one of this iteration's slots. If not, call `schedule`."""
         if self._queue_by_tenant or not self._free_slots:
             return False
         self._free_slots -= 1
-        if not self._free_slots:  # not in every turn: that would make the loop turn once more for a request
+        if not self._free_slots:  # only then, as it makes the loop turn once more
             asyncio.get_running_loop().call_soon(self._reset_slots)
         return True
 
@@ -38,7 +38,7 @@ class FairScheduler:
         self._free_slots = self._callbacks_per_iteration
 
     def schedule(self, callback: Callable[[], None], tenant: str = "") -> None:
-        """Call `callback` in a later iteration."""
+        """Call `callback` in a later iteration, after those that `tenant` has scheduled before."""
         if not self._queue_by_tenant:
             asyncio.get_running_loop().call_soon(self._run_batch)
         queue = self._queue_by_tenant.get(tenant)
@@ -47,6 +47,7 @@ class FairScheduler:
         queue.append(callback)
 
     def _run_batch(self) -> None:
+        """Run the callbacks of one iteration. A tenant that still has some moves behind the other tenants."""
         loop, queue_by_tenant = asyncio.get_running_loop(), self._queue_by_tenant
         callbacks: list[Callable[[], None]] = []
         while queue_by_tenant and len(callbacks) < self._callbacks_per_iteration:
@@ -60,5 +61,5 @@ class FairScheduler:
         for callback in callbacks:
             try:
                 callback()
-            except Exception as error:  # noqa: BLE001  what raises keeps nobody else from his turn
+            except Exception as error:  # noqa: BLE001  a boundary: the other callbacks run
                 loop.call_exception_handler({"message": "in a turn of the loop", "exception": error})

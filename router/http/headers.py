@@ -27,7 +27,6 @@ HOP_BY_HOP = (
 )
 """Headers about one connection (RFC 9110 section 7.6.1), which are never forwarded."""
 
-_PLAIN_CONNECTION_OPTIONS = frozenset((b"keep-alive", b"close", b""))
 _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
 """Headers that are forwarded even if `Connection` names them, as they frame or authorise a message."""
 
@@ -64,21 +63,15 @@ class HeaderBlock:
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Return every value of `name` (lower-case), in order."""
-        value = self.get(name)
-        if value is None or len(self._lines) == len(self._first_line_by_name):  # as nearly always: no name is repeated
-            return [] if value is None else [value]
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
-        """Return the lines that neither `names` (lower-case) nor a `Connection` header here names."""
-        connection_header = self.get(b"connection")
-        if connection_header is not None and (
-            connection_header.lower() not in _PLAIN_CONNECTION_OPTIONS or len(self.get_all(b"connection")) > 1
-        ):
-            connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
-            names = names | (
-                {option.strip(b" \t") for option in connection_options} - _PLAIN_CONNECTION_OPTIONS - _ALWAYS_FORWARDED
-            )
+        """Return the lines of all headers but `names` (lower-case) and those that a `Connection` header names.
+
+        A `Connection` header lists headers that are meant for this connection only.
+        """
+        connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
+        names = names | ({option.strip(b" \t") for option in connection_options} - _ALWAYS_FORWARDED)
         return b"".join([line for name, line in self._lines if name not in names])
 
 

@@ -1,14 +1,12 @@
-"""Bytes of one client connection -> complete HTTP/1.1 requests. Sans-IO: no socket, no clock, no routing.
+"""Parse the bytes of a client connection into complete HTTP/1.1 requests. Sans-IO: no socket, no clock, no routing.
 
-Owns the syntax and the bounds of what a client may send. Knows nothing of OpenAI and answers nothing itself: what
-cannot be read becomes a `BadRequest` that carries the status to answer with, after which the connection must close.
+The parser checks the syntax and the size of what a client sends. If it cannot read something, it raises `BadRequest`
+with the status to answer. After that the connection must be closed.
 
 Invariants:
-* There is one reader, and it reads a head once it is whole: what a stream of bytes means does not depend on how it was
-  cut into reads.
-* A request leaves only when its body is complete, so whoever forwards it states the length anew: a message whose
-  length could be read in two ways (RFC 9112 section 6.3: both framings, two lengths, a folded header, an odd chunk
-  size) never reaches a worker.
+* A head is read when it is complete, so the meaning of a stream of bytes does not depend on how it was cut into reads.
+* A request is returned only when its body is complete, and is forwarded with a length of our own. So a message whose
+  length could be read in two ways (RFC 9112 section 6.3) never reaches a worker.
 * Head and body are bounded while they arrive, not after.
 """
 
@@ -28,8 +26,6 @@ _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """Bytes that no head may contain."""
 PIECE_BYTES: Final = 1 << 20
 """Size of the pieces in which a long body is kept and forwarded, so that it is never copied as a whole."""
-READ_BYTES: Final = 4096
-"""Size of a read of a body from which it is kept without a copy; shorter reads are joined at once."""
 BYTES_PER_TURN: Final = 16 << 10
 """Bytes of a chunked body that are parsed in one turn, as chunks may be tiny and others wait."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
@@ -45,7 +41,7 @@ class BadRequest(Exception):
 
 
 class HttpRequest:
-    """One complete request."""
+    """One request of a client. Its body is complete when `RequestParser.next_request` returns it."""
 
     __slots__ = ("has_body", "headers", "is_decoded", "is_http_1_0", "keep_alive", "method", "path", "pieces", "target")
 
@@ -91,7 +87,7 @@ class RequestHead:
 
 
 class RequestParser:
-    """Parser of the requests on one connection: feed bytes, take requests one by one."""
+    """Parser of the requests on one connection. `feed` takes received bytes; then call `next_request` until None."""
 
     __slots__ = (
         "_body_buffer",
@@ -105,8 +101,6 @@ class RequestParser:
         "_pieces",
         "_position",
         "_request",
-        "_segment_bytes",
-        "_segments",
         "_unread_data",
     )  # fmt: skip
 
@@ -114,7 +108,7 @@ class RequestParser:
         self._limits = limits
         self._unread_data = b""
         self._position = 0
-        """Start of the bytes in `_data` that were fed and not parsed: they follow the last request."""
+        """Start of the bytes in `_unread_data` that are not parsed yet."""
         self._is_finished = False
         """Whether no further request is read, after the client asked to close or broke HTTP."""
         self._head_buffer = bytearray()
@@ -128,10 +122,7 @@ class RequestParser:
         """Bytes to come of a body of known length."""
         self._chunked_body: ChunkedBody | None = None
         self._pieces: list[bytes] = []
-        """Complete pieces of the body; the next piece is made of `_segments` and `_body_buffer`."""
-        self._segments: list[bytes] = []
-        self._segment_bytes = 0
-        """Bytes in all of `_segments`."""
+        """Complete pieces of the body. The next piece grows in `_body_buffer`."""
         self._body_buffer = bytearray()
 
     @property
@@ -147,14 +138,8 @@ class RequestParser:
     @property
     def buffered_bytes(self) -> int:
         """Number of bytes that the parser keeps."""
-        total_bytes = (
-            len(self._unread_data)
-            - self._position
-            + len(self._head_buffer)
-            + len(self._body_buffer)
-            + self._segment_bytes
-        )
-        return total_bytes + sum(map(len, self._pieces)) if self._pieces else total_bytes
+        unread_bytes = len(self._unread_data) - self._position
+        return unread_bytes + len(self._head_buffer) + len(self._body_buffer) + sum(map(len, self._pieces))
 
     @property
     def is_empty(self) -> bool:
@@ -172,11 +157,8 @@ class RequestParser:
 
         True at most once for each request.
         """
-        is_waiting = (
-            self._is_continue_expected
-            and self._request is not None
-            and not (self._body_buffer or self._segments or self._pieces)
-        )
+        has_body_begun = bool(self._body_buffer or self._pieces)
+        is_waiting = self._is_continue_expected and self._request is not None and not has_body_begun
         self._is_continue_expected = False
         return is_waiting
 
@@ -186,7 +168,7 @@ class RequestParser:
         self._unread_data = b""
         self._position = 0
         self._head_buffer = bytearray()
-        self._segments, self._segment_bytes, self._body_buffer = [], 0, bytearray()
+        self._body_buffer = bytearray()
         self._request = self._chunked_body = None
 
     def discard_piece(self) -> bool:
@@ -241,7 +223,7 @@ class RequestParser:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> HttpRequest | None:
-        """Parse a head, or keep its beginning. Return the request if its body is complete too."""
+        """Parse a head, if it is complete. Return the request if its body is complete too; otherwise None."""
         raw_head = self._take_head()
         if raw_head is None:
             return None
@@ -263,10 +245,10 @@ class RequestParser:
         return None
 
     def _take_head(self) -> bytes | None:
-        """Return the head that ends in the fed bytes; None if its end has not come."""
+        """Return the bytes of the next head; None if its end has not come. Raises BadRequest if it is too long."""
         data, start, buffer = self._unread_data, self._position, self._head_buffer
         max_bytes = self._limits.head_bytes_max
-        if not buffer:
+        if not buffer:  # a head usually comes whole, and needs no copy
             end = data.find(b"\r\n\r\n", start, start + max_bytes)
             if end >= 0:
                 self._position = end + 4
@@ -300,20 +282,13 @@ class RequestParser:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
         request.is_http_1_0 = match[3] == b"1.0"
-        connection_header = b",".join(headers.get_all(b"connection")).lower()
-        if connection_header != b"keep-alive":
-            connection_options = {
-                connection_option.strip(b" \t") for connection_option in connection_header.split(b",")
-            }
-            request.keep_alive = b"close" not in connection_options and (
-                not request.is_http_1_0 or b"keep-alive" in connection_options
-            )
+        request.keep_alive = _wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
         is_chunked, content_length = parse_framing(headers)
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
         if len(headers.get_all(b"host")) != 1 and not (request.is_http_1_0 and b"host" not in headers):
             raise BadRequest(400, "exactly one Host header is needed")
-        expectations = headers.get_all(b"expect") if b"expect" in headers else []
+        expectations = headers.get_all(b"expect")
         if any(expectation.lower() != b"100-continue" for expectation in expectations):
             raise BadRequest(417, "expect: only 100-continue is understood")
         return RequestHead(request, is_chunked, content_length, bool(expectations) and not request.is_http_1_0)
@@ -321,46 +296,47 @@ class RequestParser:
     # Bodies -------------------------------------------------------------------------------------------------------
 
     def _read_length_body(self) -> HttpRequest | None:
-        data, start = self._unread_data, self._position
-        end = self._position = min(start + self._body_remaining_bytes, len(data))
-        self._body_remaining_bytes -= end - start
-        if end - start >= READ_BYTES:
-            self._flush_body_buffer()
-            self._segments.append(data if end - start == len(data) else data[start:end])
-            self._segment_bytes += end - start
-        else:
-            self._body_buffer += data[start:end]
-        self._flush_piece()
+        """Take fed bytes of a body of known length; return the request if its body is complete."""
+        body_bytes = self._unread_data[self._position : self._position + self._body_remaining_bytes]
+        self._position += len(body_bytes)
+        self._body_remaining_bytes -= len(body_bytes)
+        self._body_buffer += body_bytes
+        self._complete_piece()
         return None if self._body_remaining_bytes else self._pop_complete_request()
 
     def _read_chunked_body(self, chunked_body: ChunkedBody) -> HttpRequest | None:
+        """Parse at most BYTES_PER_TURN of a chunked body; return the request if its body is complete."""
         self._position += chunked_body.feed(
             self._unread_data[self._position : self._position + BYTES_PER_TURN], self._body_buffer
         )
-        self._flush_piece()
+        self._complete_piece()
         return self._pop_complete_request() if chunked_body.is_complete else None
 
-    def _flush_body_buffer(self) -> None:
-        if self._body_buffer:
-            self._segments.append(bytes(self._body_buffer))
-            self._segment_bytes += len(self._body_buffer)
+    def _complete_piece(self) -> None:
+        """Begin a new piece of the body if the last one is large enough."""
+        if len(self._body_buffer) >= PIECE_BYTES:
+            self._pieces.append(bytes(self._body_buffer))
             self._body_buffer = bytearray()
 
-    def _flush_piece(self) -> None:
-        if self._segment_bytes + len(self._body_buffer) >= PIECE_BYTES:
-            self._flush_body_buffer()
-            self._pieces.append(b"".join(self._segments))
-            self._segments, self._segment_bytes = [], 0
-
     def _pop_complete_request(self) -> HttpRequest:
-        request, self._request, self._chunked_body = self._request, None, None
+        """Return the current request with its body, and make the parser ready for the next head."""
+        request = self._request
         assert request is not None
-        self._flush_body_buffer()
-        if self._segments or not self._pieces:
-            self._pieces.append(b"".join(self._segments))
+        if self._body_buffer or not self._pieces:
+            self._pieces.append(bytes(self._body_buffer))
         request.pieces = tuple(self._pieces)
-        self._pieces, self._segments, self._segment_bytes = [], [], 0
+        self._request = self._chunked_body = None
+        self._pieces, self._body_buffer = [], bytearray()
         return request
 
     def _make_too_large_error(self) -> BadRequest:
         return BadRequest(413, f"request body over {self._limits.body_bytes_max} bytes")
+
+
+def _wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:
+    """Return whether the client wants to use the connection again (RFC 9112 section 9.3)."""
+    connection_header = b",".join(headers.get_all(b"connection")).lower()
+    options = {option.strip(b" \t") for option in connection_header.split(b",")}
+    if b"close" in options:
+        return False
+    return b"keep-alive" in options or not is_http_1_0
