@@ -17,7 +17,7 @@ UNCOUNTED_BYTES: Final = 16 * 1024
 
 
 class BufferBudget:
-    """Memory for requests and answers in this process, in total and by tenant."""
+    """Limits the memory for requests and answers that are buffered at once, in total and for each tenant."""
 
     def __init__(self, limits: HttpLimits, metrics: Metrics) -> None:
         self._limits = limits
@@ -50,7 +50,7 @@ class BufferBudget:
 
 
 class BufferCharge:
-    """Buffered bytes of one client, which are charged to its tenant. Up to UNCOUNTED_BYTES are not charged."""
+    """Charges the buffered bytes of one client to its tenant. Up to UNCOUNTED_BYTES are free."""
 
     __slots__ = ("_budget", "_charged_bytes", "request_bytes", "tenant", "unsent_response_bytes")
 

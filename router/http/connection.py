@@ -34,13 +34,16 @@ LONG_READ_BYTES: Final = 64 * 1024
 
 
 class Responder(Protocol):
-    """The object that answers the current request of a connection."""
+    """Interface of the object that answers the current request of a connection."""
 
-    def on_client_gone(self) -> None: ...
+    def on_client_gone(self) -> None:
+        """Stop answering, as nobody reads the answer any more."""
 
-    def on_client_paused(self) -> None: ...
+    def on_client_paused(self) -> None:
+        """Stop writing, as the client reads more slowly."""
 
-    def on_client_resumed(self) -> None: ...
+    def on_client_resumed(self) -> None:
+        """Write again."""
 
 
 class Client(Protocol):
@@ -85,6 +88,8 @@ def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Ex
 
 
 class Application(Protocol):
+    """Interface of the object to which connections pass their requests."""
+
     limits: HttpLimits
     budget: BufferBudget
     scheduler: FairScheduler
@@ -112,26 +117,29 @@ class Application(Protocol):
 
 
 class _SendProgress:
-    """Progress of a client in receiving answers: their bytes, and the time of its last receipt."""
+    """Finds out when a client last received bytes of its answers, from the number of unsent bytes."""
 
-    __slots__ = ("_taken_at_s", "_taken_bytes", "written_bytes")
+    __slots__ = ("_received_at_s", "_received_bytes", "written_bytes")
 
     def __init__(self, now: float) -> None:
         self.written_bytes = 0
         """Bytes of all answers so far."""
-        self._taken_bytes = 0
-        self._taken_at_s = now
+        self._received_bytes = 0
+        self._received_at_s = now
 
-    def find_taken_at_s(self, unsent_bytes: int, now: float) -> float:
-        """Return when the client last received bytes; `now` if `unsent_bytes` is 0. To be called often."""
-        taken_bytes = self.written_bytes - unsent_bytes
-        if not unsent_bytes or taken_bytes != self._taken_bytes:
-            self._taken_bytes, self._taken_at_s = taken_bytes, now
-        return self._taken_at_s
+    def find_last_receipt_s(self, unsent_bytes: int, now: float) -> float:
+        """Return when the client last received bytes; `now` if nothing is unsent. Call often, as calls are compared."""
+        received_bytes = self.written_bytes - unsent_bytes
+        if not unsent_bytes or received_bytes != self._received_bytes:
+            self._received_bytes, self._received_at_s = received_bytes, now
+        return self._received_at_s
 
 
 class ClientConnection(asyncio.Protocol):
-    """TCP connection of one client. An exception in a callback ends only the current request."""
+    """TCP connection of one client: reads requests, passes them to the application, and writes the answers.
+
+    An exception in a callback ends only the current request.
+    """
 
     __slots__ = (
         "_app",
@@ -157,6 +165,7 @@ class ClientConnection(asyncio.Protocol):
     )  # fmt: skip
 
     def __init__(self, app: Application, open_connections: set[ClientConnection]) -> None:
+        """`open_connections`: the connections of an address; this one adds itself, and leaves when it is closed."""
         self._app = app
         self._open_connections = open_connections
         self._parser = RequestParser(app.limits)
@@ -167,12 +176,14 @@ class ClientConnection(asyncio.Protocol):
         self.peer = ""
         self.cors_headers = b""
         self._is_busy = False
+        """Whether a request is being answered, or waits for its turn."""
         self._charge = BufferCharge(app.budget)
         self.has_response_started = False
         """Whether bytes of the current answer were sent."""
         self._request: HttpRequest | None = None
         """The current request, as soon as its head is read. Its path decides the format of an error."""
         self._is_handling = False
+        """Whether a caller in the stack starts requests already, so that an answer must not start the next one."""
         self._keep_alive = True
         self._is_reading_paused = False
         self._is_writing_paused = False
@@ -181,9 +192,11 @@ class ClientConnection(asyncio.Protocol):
         self._has_unread_input = False
         """Whether the client may still send bytes that will not be read."""
         self._is_lingering = False
+        """Whether the answer is sent, and further bytes are discarded until the client closes the connection."""
         self._queued_request: HttpRequest | None = None
         """Request that waits for its turn to start. The connection counts as busy."""
         self._waiting_since_s = self._app.now()
+        """Time from which the client may take its time for a request."""
 
     # From the event loop ------------------------------------------------------------------------------------------
 
@@ -228,6 +241,7 @@ class ClientConnection(asyncio.Protocol):
         self._release_buffers()
 
     def _release_buffers(self) -> None:
+        """Free the buffered body piece by piece, in turns of the event loop, then release its charge."""
         if self._parser.discard_piece():
             self._app.scheduler.schedule(self._release_buffers)
         else:
@@ -337,15 +351,16 @@ class ClientConnection(asyncio.Protocol):
         return not self._is_busy
 
     def expire(self, now: float, timeouts: ClientTimeouts) -> None:
-        """Close the connection if it waited too long for its client."""
+        """Close the connection if the client takes too long to read an answer or to send a request."""
         if self._transport is None:
             return
-        if now - self._send_progress.find_taken_at_s(self._transport.get_write_buffer_size(), now) > timeouts.send_s:
+        last_receipt_s = self._send_progress.find_last_receipt_s(self._transport.get_write_buffer_size(), now)
+        if now - last_receipt_s > timeouts.send_s:
             self._transport.abort()
             return
-        waited_s = now - self._waiting_since_s
         if self._is_busy:
             return
+        waited_s = now - self._waiting_since_s
         if self._is_lingering:
             if waited_s > LINGER_S:
                 self._transport.abort()
@@ -371,7 +386,7 @@ class ClientConnection(asyncio.Protocol):
     def _handle_requests(self, received_bytes: int = 0) -> None:
         """Start requests that are received completely, until one of them is not answered at once.
 
-        After REQUESTS_PER_TURN requests, another turn is scheduled. `received_bytes`: size of the last read, if any.
+        After REQUESTS_PER_TURN requests, others get a turn first. `received_bytes`: size of the last read, if any.
         """
         self._is_handling = True
         try:
@@ -415,6 +430,7 @@ class ClientConnection(asyncio.Protocol):
         self._app.arrival_scheduler.schedule(self._start_queued_request, self.tenant)
 
     def _start_queued_request(self) -> None:
+        """Start the request that waited for its turn, if there is one, then those behind it."""
         request, self._queued_request = self._queued_request, None
         if request is None:
             return
@@ -427,6 +443,7 @@ class ClientConnection(asyncio.Protocol):
             self._handle_requests()
 
     def _start_request(self, request: HttpRequest) -> None:
+        """Check and charge a complete request, decode its body if it is compressed, and pass it to the application."""
         self._is_busy = True
         self.has_response_started = False
         self._request = request
@@ -448,7 +465,7 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
 
     def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
-        """Decode the body of a request, then hand the request over."""
+        """Decode the body of a request in turns of the event loop, then pass the request to the application."""
         encoded_bytes = self._charge.request_bytes
 
         def charge_decoded_bytes(decoded_bytes: int) -> None:
@@ -507,7 +524,10 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _await_more_input(self, received_bytes: int) -> None:
-        """Prepare to wait for the rest of a request. Raises RequestError if waiting is useless."""
+        """Prepare to wait for the rest of a request. Raises RequestError if its head shows that it is refused.
+
+        After a long read, other connections get a turn before this one reads on.
+        """
         request = self._parser.pop_partial_request()
         if request is not None:
             self._request = request
@@ -527,7 +547,10 @@ class ClientConnection(asyncio.Protocol):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _limit_pipelined_input(self) -> None:
-        """Stop reading if the client sent too much ahead of an answer."""
+        """Stop reading if the client sent too much ahead of an answer.
+
+        If there is no memory for it, drop it, and close the connection after the answer.
+        """
         try:
             self._charge_buffered_bytes()
         except RequestError:
@@ -535,11 +558,8 @@ class ClientConnection(asyncio.Protocol):
             self._keep_alive = False
             self._has_unread_input = True
             self._charge_buffered_bytes()
-        if (
-            self._parser.buffered_bytes > MAX_PIPELINED_BYTES
-            and not self._is_reading_paused
-            and self._transport is not None
-        ):
+        has_too_much = self._parser.buffered_bytes > MAX_PIPELINED_BYTES
+        if has_too_much and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()
 

@@ -12,6 +12,8 @@ from typing import Final
 from router.http.request import HttpRequest
 
 ANY_ORIGIN: Final = b"*"
+USUAL_HEADERS: Final = b"authorization, content-type, x-api-key"
+"""Headers that are allowed to a request that names none."""
 MAX_AGE_S: Final = 600
 """Time for which a browser may remember what it was allowed."""
 EXPOSED_HEADERS: Final = b"x-request-id, x-blockcast-worker, x-blockcast-predicted-cached-tokens, retry-after"
@@ -23,32 +25,31 @@ CORS_HEADERS: Final = frozenset((
     b"access-control-expose-headers",
     b"access-control-max-age",
 ))  # fmt: skip
-"""Headers that only one server of an answer may set."""
+"""All of these headers. A worker's own are removed, because a browser refuses an answer that has them twice."""
 
 
 class CorsPolicy:
-    """Origins that are allowed; none by default."""
+    """Decides which web pages may call this API, and tells browsers by response headers."""
 
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
 
     def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
-        """Return the header lines of an answer; empty if the origin of its request is not allowed.
+        """Return the CORS header lines of the answer to a request. They allow nothing to an unknown origin.
 
-        `methods` are those of the path, for a request that asks what is allowed.
+        `methods`: methods of the path, for an OPTIONS request, by which a browser asks what is allowed.
         """
         if not self._origins:
             return b""
         origin = request.get_header(b"origin")
-        if origin is None or not (ANY_ORIGIN in self._origins or origin.lower() in self._origins):
+        allows_any = ANY_ORIGIN in self._origins
+        if origin is None or not (allows_any or origin.lower() in self._origins):
             return b"vary: origin\r\n"
         template = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
-        header_lines = template % (ANY_ORIGIN if ANY_ORIGIN in self._origins else origin, EXPOSED_HEADERS)
+        header_lines = template % (ANY_ORIGIN if allows_any else origin, EXPOSED_HEADERS)
         if request.method != "OPTIONS":
             return header_lines
-        requested_headers = (
-            request.get_header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
-        )
+        requested_headers = request.get_header(b"access-control-request-headers") or USUAL_HEADERS
         return header_lines + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
             ", ".join(sorted(methods)).encode(), requested_headers,
         ) + b"access-control-max-age: %d\r\n" % MAX_AGE_S  # fmt: skip

@@ -43,7 +43,7 @@ class UnsupportedEncoding(RequestError):
 
 
 class _ZstdDecoder:
-    """Decoder of zstd with the attributes of zlib's decoders."""
+    """Decoder of zstd with the interface of zlib's decoders."""
 
     def __init__(self) -> None:
         self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
@@ -63,7 +63,10 @@ class _ZstdDecoder:
 
 
 class _DeflateDecoder:
-    """Decoder of `deflate`: zlib's format, or raw deflate, which some clients send."""
+    """Decoder of `deflate`, with the interface of zlib's decoders.
+
+    The name means zlib's format, but some clients send raw deflate. The first slice shows which it is.
+    """
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj()
@@ -105,7 +108,7 @@ def get_body_coding(request: HttpRequest) -> str | None:
 
 
 class BodyDecoder:
-    """Decoder of one body, driven by `decode_slice`. Sans-IO."""
+    """Decoder of one compressed body. Call `decode_slice` until it returns True, then read `pieces`. Sans-IO."""
 
     def __init__(self, pieces: Sequence[bytes], coding: str, max_bytes: int) -> None:
         self._coding = coding
@@ -142,6 +145,16 @@ class BodyDecoder:
         except _DECODING_ERRORS as error:
             raise self._make_decode_error(str(error)) from None
         self._unconsumed = self._stream.unconsumed_tail
+        self._append_output(output)
+        if self._stream.eof:
+            has_further_member = self._start_member()
+            return not has_further_member
+        if not (data or output):
+            raise self._make_decode_error("the compressed body ends too early")
+        return False
+
+    def _append_output(self, output: bytes) -> None:
+        """Append decoded bytes to the body. Raises RequestError if it is too long."""
         self.decoded_bytes += len(output)
         if self.decoded_bytes > self._max_bytes:
             message = f"request body over {self._max_bytes} bytes, decoded"
@@ -150,12 +163,6 @@ class BodyDecoder:
         if len(self._partial_piece) >= PIECE_BYTES:
             self._complete_pieces.append(bytes(self._partial_piece))
             self._partial_piece.clear()
-        if self._stream.eof:
-            has_further_member = self._start_member()
-            return not has_further_member
-        if not (data or output):
-            raise self._make_decode_error("the compressed body ends too early")
-        return False
 
     def _start_member(self) -> bool:
         """Start to decode the next gzip member or zstd frame; return False if no input follows."""
@@ -173,7 +180,10 @@ class BodyDecoder:
 
 
 class DecodingTask:
-    """Decodes a request's body in turns of the event loop, as the `Responder` of its connection."""
+    """Decodes a request's body in turns of the event loop, so that a large body does not hold others up.
+
+    It is the `Responder` of the connection meanwhile, and stops if the client leaves.
+    """
 
     def __init__(
         self,
@@ -198,6 +208,7 @@ class DecodingTask:
         scheduler.schedule(self._decode_next, tenant)
 
     def _decode_next(self) -> None:
+        """Decode one slice and charge its bytes; then schedule the next slice, or end."""
         if not self._is_active:
             return
         decoder = self._decoder

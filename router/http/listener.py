@@ -13,9 +13,9 @@ MAX_HANDSHAKE_S: Final = 10.0
 
 
 class Listener:
-    """Accepts connections for one application.
+    """Accepts connections at one address, for one application, up to a largest number.
 
-    Invariant: every socket of a client counts, TLS handshakes too.
+    Every socket of a client counts, also while its TLS handshake runs.
     """
 
     def __init__(self, app: Application, timeouts: ClientTimeouts, max_connections: int) -> None:
@@ -57,7 +57,7 @@ class Listener:
         await self._server.start_serving()
 
     def start_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
-        """Make a connection of an accepted socket, if its client ends a TLS handshake in time."""
+        """Make a client connection of an accepted socket, if its TLS handshake succeeds within MAX_HANDSHAKE_S."""
         task = asyncio.get_running_loop().create_task(self._run_tls_handshake(client_socket, tls))
         self.handshake_tasks.add(task)
         task.add_done_callback(self.handshake_tasks.discard)
@@ -70,7 +70,7 @@ class Listener:
                 ssl=tls,
                 ssl_handshake_timeout=MAX_HANDSHAKE_S,
             )
-        except (OSError, asyncio.TimeoutError):  # not TLS, none of ours, or too slow; SSLError is an OSError
+        except (OSError, asyncio.TimeoutError):  # not TLS, no valid certificate, or too slow; SSLError is an OSError
             self._app.record_rejection(400)
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("handshake", error)
@@ -102,9 +102,10 @@ class Listener:
 
 
 class _TlsAcceptor(asyncio.Protocol):
-    """Accepted TCP connection before its TLS handshake.
+    """Accepted TCP connection before its TLS handshake, for which it gives its socket to the listener.
 
-    Without a TLS context it is over the limit of connections, and is closed at once.
+    asyncio could shake hands itself, but would not show the connection until the end. Without a TLS context the
+    connection is over the limit, and is closed at once.
     """
 
     def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
@@ -114,7 +115,7 @@ class _TlsAcceptor(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tcp_transport: Any = transport
         try:
-            if self._tls is not None:  # a handshake of the server's own would be hidden until its end
+            if self._tls is not None:
                 client_socket = tcp_transport.get_extra_info("socket").dup()
                 client_socket.setblocking(False)
                 self._listener.start_tls_handshake(client_socket, self._tls)
@@ -123,7 +124,7 @@ class _TlsAcceptor(asyncio.Protocol):
 
 
 class _OverLimitConnection(asyncio.Protocol):
-    """Connection over the limit, which is told so and closed."""
+    """Connection over the limit, which is answered 503 and closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tcp_transport: Any = transport

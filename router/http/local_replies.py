@@ -72,7 +72,10 @@ def iter_error_headers(error: RequestError, present_headers: Collection[Header])
 def build_refusal(
     status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None
 ) -> tuple[RequestError, list[Header]]:
-    """Return an error of the router and its headers. `param` is the field of the body that the error is about."""
+    """Return the error of a request that the router refuses, and its headers.
+
+    `param`: field of the body that the error is about. `retry_after_s`: time after which the client may try again.
+    """
     if code == "unknown_model":
         code = "model_not_found"  # OpenAI's word
     headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]

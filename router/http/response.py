@@ -21,7 +21,7 @@ _HEAD_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?
 
 
 class BodyFraming(Protocol):
-    """Finds the end of one answer's body."""
+    """Interface of an object that finds the end of one answer's body."""
 
     is_complete: bool
 
@@ -94,7 +94,7 @@ class ResponseHead:
 
 
 class ResponseHeadParser:
-    """Parser of the heads of the answers on one connection."""
+    """Parser of the answers' heads on one connection. It limits how many interim answers precede one answer."""
 
     __slots__ = ("_interim_count",)
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
@@ -19,6 +19,7 @@ from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
 
 RENDER_SHARE: Final = 0.05
+"""Largest share of the time in which a `CachedPage` is rendered."""
 MAX_PAGE_CACHE_S: Final = 1.0
 
 
@@ -38,8 +39,14 @@ Handler = Callable[[HttpRequest, str], "Response | Coroutine[Any, Any, Response]
 """Answers a request; the text is the part of the path that `*` stands for."""
 
 
+class _Route(NamedTuple):
+    handler: Handler
+    is_public: bool
+    """Whether anybody may send requests."""
+
+
 class _PendingResponse:
-    """Answer of an asynchronous handler that is still running."""
+    """Waits for an asynchronous handler, and answers with its result. The handler is cancelled if the client leaves."""
 
     def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
         self._connection = connection
@@ -47,10 +54,11 @@ class _PendingResponse:
         self._task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[Response]) -> None:
+        """Answer with the result of the handler, or with its exception."""
         if task.cancelled():
             return
         connection = self._connection
-        exception = task.exception()  # not `result`: what raises here would keep the task, and so itself
+        exception = task.exception()  # raising it here would make a circle of the exception, its traceback and the task
         try:
             if exception is None:
                 response = task.result()
@@ -73,10 +81,9 @@ class _PendingResponse:
 
 
 class CachedPage:
-    """Handler of a page that anybody may request, rendered anew when it is too old.
+    """Handler of a page that anybody may request, and that takes long to render: it renders only as often as it can.
 
-    The age depends on the time that rendering takes: all requests together take at most RENDER_SHARE of the event loop.
-    A page is at most a second old.
+    All requests together take at most RENDER_SHARE of the event loop. A page is at most MAX_PAGE_CACHE_S old.
     """
 
     def __init__(self, render: Callable[[], Response], clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,27 +102,26 @@ class CachedPage:
 
 
 class Routes:
-    """Handlers by method and path."""
+    """The routes that a process answers itself, by method and path."""
 
     def __init__(self) -> None:
-        self._route_by_method_and_path: dict[tuple[str, str], tuple[Handler, bool]] = {}
-        """Handler of each method and path, and whether anybody may call it."""
+        self._route_by_method_and_path: dict[tuple[str, str], _Route] = {}
 
     def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
         """Serve `path`. Its second segment may be `*`, or its rest from there `**`."""
-        self._route_by_method_and_path[method, path] = (handler, public)
+        self._route_by_method_and_path[method, path] = _Route(handler, public)
 
     def is_public(self, request: HttpRequest) -> bool:
         """Return whether anybody may send the request; True also for a path that is not served."""
         route, _ = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
-        return route is None or route[1]
+        return route is None or route.is_public
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer an admitted request, or raise RequestError."""
         route, argument = self._find_route("GET" if request.method == "HEAD" else request.method, request.path)
         if route is None:
             raise self._make_route_error(request)
-        response = route[0](request, argument)
+        response = route.handler(request, argument)
         if isinstance(response, Response):
             connection.respond(response.status, response.body, response.content_type, response.headers)
         elif asyncio.iscoroutine(response):
@@ -124,25 +130,26 @@ class Routes:
             assert callable(response)
             connection.responder = response(connection)
 
-    def _find_route(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
-        exact = self._route_by_method_and_path.get((method, path))
-        if exact is not None:
-            return exact, ""
+    def _find_route(self, method: str, path: str) -> tuple[_Route | None, str]:
+        """Return the route of a path, or None, and the part of the path that `*` or `**` stands for.
+
+        Paths are matched in this order: the same path, `/a/b/**`, `/a/*/c`.
+        """
         segments = path.split("/")
-        if (
-            len(segments) >= 4
-            and (route := self._route_by_method_and_path.get((method, "/".join([*segments[:3], "**"])))) is not None
-        ):
-            return route, unquote("/".join(segments[3:]))
-        if len(segments) >= 3:
-            argument = unquote(segments[2])
-            segments[2] = "*"
-            return self._route_by_method_and_path.get((method, "/".join(segments))), argument
+        patterns = [(path, "")]
+        if len(segments) > 3:
+            patterns.append(("/".join([*segments[:3], "**"]), "/".join(segments[3:])))
+        if len(segments) > 2:
+            patterns.append(("/".join([*segments[:2], "*", *segments[3:]]), segments[2]))
+        for pattern, argument in patterns:
+            route = self._route_by_method_and_path.get((method, pattern))
+            if route is not None:
+                return route, unquote(argument)
         return None, ""
 
     def list_paths(self, *, public: bool = False) -> list[str]:
         """Return all paths, or those that anybody may request."""
-        return [path for (_, path), (_, is_public) in self._route_by_method_and_path.items() if is_public or not public]
+        return [path for (_, path), route in self._route_by_method_and_path.items() if route.is_public or not public]
 
     def list_methods(self, path: str) -> set[str]:
         """Return the methods of a path; empty if it is not served."""
@@ -153,6 +160,6 @@ class Routes:
 
     def _make_route_error(self, request: HttpRequest) -> RequestError:
         methods = self.list_methods(request.path)
-        return (
-            MethodNotAllowed(request, methods) if methods else make_unknown_path_error(request.path, self.list_paths())
-        )
+        if methods:
+            return MethodNotAllowed(request, methods)
+        return make_unknown_path_error(request.path, self.list_paths())
