@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -108,10 +109,16 @@ def serve_engine(log: Path, *args: str, env: Mapping[str, str] | None = None) ->
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on.
+
+    It is none of those that the system gives to outgoing connections, which could take it before a slow program binds.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port was found")
 
 
 def free_ports(count: int) -> int:
