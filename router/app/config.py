@@ -14,9 +14,9 @@ from prompts.kv_source import KV_PARAMS_FIELD, read_fleet_key
 from router.decide.config import CoreConfig
 from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
 from router.edge.config import EdgeConfig
+from router.fleet.config import FleetConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
-from router.fleet.members import FleetConfig
 from router.fleet.worker_lists import read_workers_file
 from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig

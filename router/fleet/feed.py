@@ -23,7 +23,6 @@ from events.codec import decode_batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
-from events.stream_buffers import digest_payload
 from events.stream_types import (
     Apply,
     Clear,
@@ -31,7 +30,6 @@ from events.stream_types import (
     Gap,
     Instruction,
     MalformedMessage,
-    Origin,
     PublisherRestarted,
 )
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
@@ -116,38 +114,32 @@ class IndexFeed:
         state of another router, if the worker's replay confirms it. `blocks_max` is the number of blocks that each rank
         may announce.
         """
-        streams = self._streams_by_worker.get(worker_id, [])
-        sources_with_holders = list(zip(sources, holders))
-        if len(streams) == len(sources_with_holders) and all(
-            s.has_same_address(source, h) for s, (source, h) in zip(streams, sources_with_holders)
+        old_streams = self._streams_by_worker.get(worker_id, [])
+        targets = list(zip(sources, holders))
+        if len(old_streams) == len(targets) and all(
+            stream.has_same_address(source, holder) for stream, (source, holder) in zip(old_streams, targets)
         ):
-            for stream, (source, _) in zip(streams, sources_with_holders):
+            for stream, (source, _) in zip(old_streams, targets):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
             return
         self._stop_streams(worker_id)
-        for stream in streams:
+        for stream in old_streams:
             self._clear_and_report(stream)  # the new stream starts from nothing and sends no Clear of its own
-        self._streams_by_worker[worker_id] = [
-            self._start_stream(
-                worker_id,
-                rank,
-                source,
-                holder,
-                (snapshots or {}).get(rank),
-                is_only_rank=len(sources_with_holders) == 1,
+        snapshot_by_rank = snapshots or {}
+        new_streams = self._streams_by_worker[worker_id] = []
+        for rank, (source, holder) in enumerate(targets):
+            stream = self._start_stream(
+                worker_id, rank, source, holder, snapshot_by_rank.get(rank), is_only_rank=len(targets) == 1
             )
-            for rank, (source, holder) in enumerate(sources_with_holders)
-        ]
-        for stream in self._streams_by_worker[worker_id]:
             stream.blocks_max = blocks_max
+            new_streams.append(stream)
         self.events.rematch_topics()
 
     def count_free_streams(self, worker_id: str) -> int:
-        """Return how many streams of this worker can be followed."""
-        return self._max_streams - sum(
-            len(streams) for name, streams in self._streams_by_worker.items() if name != worker_id
-        )
+        """Return how many streams of this worker can be followed beside those of all other workers."""
+        other_streams = (streams for name, streams in self._streams_by_worker.items() if name != worker_id)
+        return self._max_streams - sum(map(len, other_streams))
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
@@ -187,20 +179,19 @@ class IndexFeed:
         """Return the ranks with unknown earlier blocks, and the first batch known of each.
 
         A rank is incomplete after a gap that its worker's replay did not cover, after a reconnect, or after a late
-        start. Left out are ranks which offer a snapshot of their own, or which have no replay to confirm another
-        router's.
+        start. Left out are ranks that cannot use another router's snapshot.
         """
         if not self.is_synced(worker_id):
             return {}
-        return {
-            stream.rank: (stream.last_seq or 0) + 1 if stream.complete_from is None else stream.complete_from
-            for stream in self._streams_by_worker[worker_id]
-            if stream.last_seq is not None
-            and stream.complete_from != 0
-            and stream.source.replay_endpoint is not None
-            and not stream.source.snapshot
-            and stream.source.snapshot_endpoint is None
-        }
+        first_known_by_rank: dict[int, int] = {}
+        for stream in self._streams_by_worker[worker_id]:
+            if stream.last_seq is None or stream.complete_from == 0 or not stream.can_use_peer_snapshot:
+                continue
+            if stream.complete_from is None:
+                first_known_by_rank[stream.rank] = stream.last_seq + 1
+            else:
+                first_known_by_rank[stream.rank] = stream.complete_from
+        return first_known_by_rank
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
         """Restart a stream from another router's snapshot; False if that has no earlier batches than are known.
@@ -252,37 +243,20 @@ class IndexFeed:
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
-        stream = streams[rank]
-        dump: DumpTask | None = None
-        chunks: list[bytes] = []
-        results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+        dump = _SnapshotDump(self._index, streams[rank])
 
         def make_next_slice() -> bool:
-            nonlocal dump
             with self._lock:
-                if (
-                    stream.position is None
-                    or stream.complete_from is None
-                    or stream.stream_id not in self._stream_by_id
-                ):
-                    results.put(None)
-                    return False
-                try:
-                    dump = dump or self._index.begin_dump(stream.holder)
-                    if (new_chunks := dump.step()) is not None:
-                        chunks.extend(new_chunks)
-                        return True
-                except KeyError:  # gone, or cleared by another thread
-                    results.put(None)
-                else:
-                    results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, chunks))
+                if dump.stream.stream_id in self._stream_by_id:
+                    return dump.step()
+            dump.results.put(None)
             return False
 
-        self.events.schedule_work(stream.stream_id, make_next_slice)
+        self.events.schedule_work(dump.stream.stream_id, make_next_slice)
         deadline_s = time.monotonic() + SNAPSHOT_S_MAX
-        while time.monotonic() < deadline_s and stream.position is not None:
+        while time.monotonic() < deadline_s and dump.stream.position is not None:
             with contextlib.suppress(Empty):
-                return results.get(timeout=0.1)
+                return dump.results.get(timeout=0.1)
         return None
 
     def describe_streams(self, worker_id: str) -> dict[str, Any]:
@@ -329,6 +303,7 @@ class IndexFeed:
         *,
         is_only_rank: bool,
     ) -> WorkerStream:
+        """Follow a rank's events under a new stream id, from another router's snapshot if there is one."""
         stream_id = f"{worker_id}#{rank}@{next(self._stream_generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
         stream = WorkerStream(
@@ -410,15 +385,13 @@ class IndexFeed:
         if self._blocks_stored_since_measured >= MEASURE_EVERY:
             self._blocks_stored_since_measured = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
-                streams = list(self._stream_by_id.values())
-                largest_stream = max(
-                    streams,
-                    key=lambda candidate: (
-                        self._count_blocks(candidate) / candidate.blocks_max,
-                        self._count_blocks(candidate),
-                    ),
-                )
+                largest_stream = max(self._stream_by_id.values(), key=self._rank_by_size)
                 self._drop_blocks(largest_stream, "most for its cache, and the index is full (--index-memory)")
+
+    def _rank_by_size(self, stream: WorkerStream) -> tuple[float, int]:
+        """Return a sort key: a stream is larger if its blocks are a larger share of what it may announce."""
+        block_count = self._count_blocks(stream)
+        return block_count / stream.blocks_max, block_count
 
     def _count_blocks(self, stream: WorkerStream) -> int:
         return sum(int(str(group["blocks"])) for group in self._get_groups(stream.holder))
@@ -434,14 +407,16 @@ class IndexFeed:
 
     # The feed's thread ---------------------------------------------------------------------------------------------
     def on_connection_changed(self, stream_id: str, up: bool) -> None:
+        """Record that a stream was connected or disconnected. A disconnected one is reported each time."""
         stream = self._stream_by_id.get(stream_id)
-        if stream is not None:
-            if up:
-                stream.down_since_s, stream.has_warned = None, False
-            else:
-                if stream.is_up:
-                    stream.down_since_s = time.monotonic()
-                self._report(StreamLost(stream.worker_id, stream.rank))
+        if stream is None:
+            return
+        if up:
+            stream.down_since_s, stream.has_warned = None, False
+            return
+        if stream.is_up:
+            stream.down_since_s = time.monotonic()
+        self._report(StreamLost(stream.worker_id, stream.rank))
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
         """Apply one instruction of a stream.
@@ -453,26 +428,27 @@ class IndexFeed:
             stream = self._stream_by_id.get(stream_id)
             if stream is None:
                 return None
-            counters = stream.counters
-            if isinstance(instruction, Apply):
-                return self._ingest(stream, instruction)
-            if isinstance(instruction, Clear):
-                self._clear_and_report(stream)
-            elif isinstance(instruction, Gap):
-                counters.gaps += 1
-            elif isinstance(instruction, PublisherRestarted):
-                counters.restarts += 1
-                stream.full_cache = ObservedCapacity()
-                self._report_capacity(stream)
-                log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
-            elif isinstance(instruction, MalformedMessage):
-                counters.malformed += 1
-                stream.record_skipped([instruction.reason])
-            elif isinstance(instruction, DroppedMessages):
-                counters.overflowed += instruction.count
+            match instruction:
+                case Apply():
+                    return self._ingest(stream, instruction)
+                case Clear():
+                    self._clear_and_report(stream)
+                case Gap():
+                    stream.counters.gaps += 1
+                case PublisherRestarted(reason):
+                    stream.counters.restarts += 1
+                    stream.full_cache = ObservedCapacity()
+                    self._report_capacity(stream)
+                    log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, reason)
+                case MalformedMessage(reason):
+                    stream.counters.malformed += 1
+                    stream.record_skipped([reason])
+                case DroppedMessages(count):
+                    stream.counters.overflowed += count
         return None
 
     def _ingest(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
+        """Apply a payload to the index, or its first slice; then return the function that applies the next one."""
         try:
             if len(apply.payload) <= UNSLICED_BYTES_MAX:
                 self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
@@ -499,33 +475,53 @@ class IndexFeed:
         return False
 
     def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
-        counters = stream.counters
+        """Record what an applied batch tells about its stream: counts, capacity, and the position in the stream."""
         if stream.last_seq is None and not stream.is_only_rank:
             stream.record_batch_rank(decode_batch_rank(apply.payload))
-        counters.record_batch(len(apply.payload), report)
+        stream.counters.record_batch(len(apply.payload), report)
+        stream.record_origin(apply.origin)
         stream.record_skipped(report.malformed)
-        if report.removed:  # only then it can be full
-            capacity_tokens = stream.full_cache.tokens
-            stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
-            if stream.full_cache.tokens != capacity_tokens:
-                self._report_capacity(stream)
-        if apply.origin is Origin.LIVE:
-            stream.last_event_s = time.time()
-        elif apply.origin is Origin.REPLAY:
-            counters.replayed += 1
-        else:
-            counters.snapshots += 1
+        if report.removed:  # a cache that has removed nothing may not be full
+            self._observe_capacity(stream, report)
         if report.cleared:
             self._report_cleared(stream)
-        if apply.seq is None or report.cleared:
-            stream.complete_from = 0
-        elif stream.complete_from is None:
-            stream.complete_from = apply.seq
-        if apply.seq is not None:
-            stream.last_seq = apply.seq
-            stream.position = (apply.seq, digest_payload(apply.payload))
-            if stream.position_before_restart is not None and stream.is_another_process(*stream.position, apply.origin):
-                counters.restarts += 1
-                log.info("worker %s rank %d came back as another process", stream.worker_id, stream.rank)
+        stream.record_position(apply, has_all_blocks=apply.seq is None or report.cleared > 0)
         if report.stored:
             self._enforce_limits(stream, report.stored)
+
+    def _observe_capacity(self, stream: WorkerStream, report: IngestReport) -> None:
+        """Update how much a worker's cache holds when it is full, and report it if it changed."""
+        old_tokens = stream.full_cache.tokens
+        stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
+        if stream.full_cache.tokens != old_tokens:
+            self._report_capacity(stream)
+
+
+class _SnapshotDump:
+    """Writes the snapshot of one stream slice by slice, and puts it, or None if that failed, into `results`."""
+
+    def __init__(self, index: PrefixIndex, stream: WorkerStream) -> None:
+        self.stream = stream
+        self.results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+        self._index = index
+        self._task: DumpTask | None = None
+        self._chunks: list[bytes] = []
+
+    def step(self) -> bool:
+        """Write the next slice; return whether there are more."""
+        stream = self.stream
+        if stream.position is None or stream.complete_from is None:
+            self.results.put(None)
+            return False
+        try:
+            if self._task is None:
+                self._task = self._index.begin_dump(stream.holder)
+            chunks = self._task.step()
+        except KeyError:  # the holder was removed, or cleared by another thread
+            self.results.put(None)
+            return False
+        if chunks is None:
+            self.results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, self._chunks))
+            return False
+        self._chunks.extend(chunks)
+        return True

@@ -15,16 +15,15 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import Meta
-
 from events.types import DecodeError, EventsError
-from options import ConfigError, Flag, Seconds, Size
+from options import ConfigError
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
+from router.fleet.config import FleetConfig
 from router.fleet.discovery import (
     EVENTS_FLAG,
     Prober,
@@ -70,42 +69,6 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 """Terms of `compute_max_blocks`: fixed part, factor of the blocks in the cache, and largest size of a block."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """How often workers are checked, and how much of them is followed."""
-
-    health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
-    sources_s: Annotated[Seconds, "Time between two requests for a worker's event sources."] = 10.0
-    loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
-    """Doubles up to a minute while the worker reports no load."""
-    starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
-    starting_s_max: Annotated[Seconds, "The pause before a worker that was never reached doubles up to this."] = 5.0
-    failures_to_down: Annotated[
-        int, Meta(ge=1, le=10**9), "Failed health checks in a row after which a worker is down."
-    ] = 2
-    """One failed check is enough after a failed request."""
-    trust_event_endpoints: Annotated[
-        bool,
-        Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
-        "Follow event endpoints that workers name on other hosts, and ipc:// ones.",
-    ] = False
-    streams_max: Annotated[
-        int,
-        Meta(ge=1, le=10**6),
-        "Most event streams of all workers, as far as file descriptors allow.",
-        "The cache of a worker with further streams is estimated from the requests sent to it.",
-    ] = 16_384
-    index_mb: Annotated[
-        Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
-        Flag("--index-memory"),
-        "Largest size of the index of all workers' blocks.",
-        "Beyond it the worker that announced the most, for the size of its cache, is dropped from the index.",
-    ] = 8192
-    names_s: Annotated[Seconds, "Time between two resolutions of host names of many workers."] = 10.0
-    peers_s: Annotated[Seconds, "Pause before other routers are asked for a snapshot again; doubles."] = 10.0
-    peers_s_max: Annotated[Seconds, "Longest pause between such requests."] = 600.0
-
-
 @dataclass(slots=True)
 class _Member:
     """One worker and the state of its task."""
@@ -127,13 +90,16 @@ class _Member:
     loads_from_s: float = 0.0
     """Time from which the worker may be asked for its load again."""
     loads_pause_s: float = 0.0
+    sources_polled_s: float = -math.inf
+    """Time when the worker was last asked for its event sources."""
     lacks_room: bool = False
     """Whether the worker has more event streams than can be followed."""
     restart_s: float = 0.0
     """Pause after the last fault of its task."""
 
     def cancel(self) -> None:
-        task, self.task = self.task, None  # which would keep both until the collector looks at what is old
+        """End the member's task. The reference to it goes too, because task and member would keep each other alive."""
+        task, self.task = self.task, None
         if task is not None:
             task.cancel()
 
@@ -146,7 +112,10 @@ class _Member:
 
 
 class Fleet:
-    """All workers of this router."""
+    """All workers of this router: adds and removes them, and has one task for each that probes and checks it.
+
+    What a task finds is passed on to the core, which routes, and to the feed, which follows the events.
+    """
 
     def __init__(
         self,
@@ -174,7 +143,9 @@ class Fleet:
         self._discovery: asyncio.Task[None] | None = None
         """Task that asks all workers which models they serve."""
         self._discovered_s = -math.inf
+        """Time when the last such task ended."""
         self._background: set[asyncio.Task[None]] = set()
+        """Other running tasks, kept here so that they are not collected."""
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
 
@@ -202,22 +173,30 @@ class Fleet:
         self._start_watching(member)
 
     def _start_watching(self, member: _Member) -> None:
+        """Start the task of a worker, unless the worker was removed or replaced."""
         if self._members.get(member.flag.worker_id) is not member:
             return
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
+        member.task.add_done_callback(partial(self._restart_after_fault, member))
 
-        def restart_after_fault(task: asyncio.Task[None]) -> None:
-            if task.cancelled() or self._closed or (error := task.exception()) is None:
-                return
-            reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
-            if reason != member.problem:
-                log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
-            member.problem = reason
-            self.failed_checks[member.flag.worker_id] += 1
-            member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
-            asyncio.get_running_loop().call_later(member.restart_s, self._start_watching, member)
+    def _restart_after_fault(self, member: _Member, task: asyncio.Task[None]) -> None:
+        """Start a worker's task again, after a pause, if the task has ended by an exception."""
+        if task.cancelled() or self._closed:
+            return
+        error = task.exception()
+        if error is None:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        if reason[:REASON_CHARS_MAX] != member.problem:
+            log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
+        self._record_problem(member, reason)
+        member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
+        asyncio.get_running_loop().call_later(member.restart_s, self._start_watching, member)
 
-        member.task.add_done_callback(restart_after_fault)
+    def _record_problem(self, member: _Member, problem: str) -> None:
+        """Count a failed check or probe of a worker, and keep the reason for `/workers`."""
+        member.problem = problem[:REASON_CHARS_MAX]
+        self.failed_checks[member.flag.worker_id] += 1
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker, if it is there. Its running answers are not cut off."""
@@ -238,9 +217,8 @@ class Fleet:
         """
         discovery = self._discovery
         if discovery is None or discovery.done():
-            if self._now() - self._discovered_s < max(
-                DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members)
-            ):
+            pause_s = max(DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members))
+            if self._now() - self._discovered_s < pause_s:
                 return
             discovery = self._discovery = self._spawn(self._poll_all_models())
         deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
@@ -315,20 +293,29 @@ class Fleet:
         Endpoints that are not ready get no new requests.
         """
         origin = f"{source.kind} {source.name}"
-        drained_ids: set[str] = set()
+        apply_endpoints = partial(self._apply_endpoints, origin, set())
+        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
 
-        def apply_readiness(addresses: Mapping[str, bool]) -> None:
-            flags = {address: parse_worker_flag(f"http://{address}") for address in addresses}
-            workers = self._core.workers
-            self._update_origin(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in workers])
-            for address, flag in flags.items():
-                worker_id, is_ready = flag.worker_id, addresses[address]
-                if worker_id in workers and is_ready == (worker_id in drained_ids):
-                    (drained_ids.discard if is_ready else drained_ids.add)(worker_id)
-                    self._perform(self._core.set_draining(worker_id, self._now(), is_draining=not is_ready))
-            drained_ids.intersection_update(flag.worker_id for flag in flags.values())
+    def _apply_endpoints(self, origin: str, drained_ids: set[str], is_ready_by_address: Mapping[str, bool]) -> None:
+        """Add and remove workers as the endpoints of a Service, drain those that are not ready, and undrain the others.
 
-        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_readiness)))
+        An endpoint is added when it is ready for the first time. `drained_ids` are the workers that were drained here:
+        those that an operator drained stay so.
+        """
+        workers = self._core.workers
+        is_ready_by_flag = {parse_worker_flag(f"http://{at}"): ready for at, ready in is_ready_by_address.items()}
+        listed = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
+        self._update_origin(origin, listed)
+        for flag, is_ready in is_ready_by_flag.items():
+            worker_id, should_drain = flag.worker_id, not is_ready
+            if worker_id not in workers or should_drain == (worker_id in drained_ids):
+                continue
+            if should_drain:
+                drained_ids.add(worker_id)
+            else:
+                drained_ids.discard(worker_id)
+            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=should_drain))
+        drained_ids.intersection_update(flag.worker_id for flag in is_ready_by_flag)
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call `watch` again and again, with a pause after each time it ends or fails."""
@@ -353,7 +340,8 @@ class Fleet:
         for flag in flags:
             self.watch(flag, origin=origin)
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a background task until `close`. If it raises, the error is logged."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -367,34 +355,35 @@ class Fleet:
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
-        sources_polled_s = self._now()
+        member.sources_polled_s = self._now()
         while True:
-            worker = self._core.workers.get(member.flag.worker_id)
-            was_down = worker is not None and worker.is_down
-            is_suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
-            problem = await self._prober.check_health(member.flag)
-            if problem is not None:
-                self._record_failed_check(member, problem, is_suspected=is_suspected)
-                continue
-            member.failures, member.problem = 0, ""
-            if not was_down:
-                await self._poll_models(member)
-            if was_down or is_suspected or self._now() - sources_polled_s >= self._config.sources_s:
-                sources_polled_s = self._now()
-                await self._poll_sources(member, was_down=was_down)
-            await self._fetch_missing_snapshots(member)
-            if self._now() >= member.loads_from_s:
-                member.loads_from_s = math.inf  # until it is answered, which may take longer than the next look
-                self._spawn(self._poll_load(member))
+            await self._check_worker(member)
+
+    async def _check_worker(self, member: _Member) -> None:
+        """Check after a pause whether a worker still serves, and ask it for what may have changed."""
+        worker = self._core.workers.get(member.flag.worker_id)
+        was_down = worker is not None and worker.is_down
+        is_suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
+        problem = await self._prober.check_health(member.flag)
+        if problem is not None:
+            self._record_failed_check(member, problem, is_suspected=is_suspected)
+            return
+        member.failures, member.problem = 0, ""
+        if not was_down:
+            await self._poll_models(member)
+        if was_down or is_suspected or self._now() - member.sources_polled_s >= self._config.sources_s:
+            member.sources_polled_s = self._now()
+            await self._poll_sources(member, was_down=was_down)
+        await self._fetch_missing_snapshots(member)
+        if self._now() >= member.loads_from_s:
+            member.loads_from_s = math.inf  # until it is answered, which may take longer than the next check
+            self._spawn(self._poll_load(member))
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
         """Take snapshots of incomplete event streams from other routers, at most once in a while."""
-        if (
-            self._peers is None
-            or not self._peers.has_peers
-            or member.facts is None
-            or self._now() < member.peers_from_s
-        ):
+        if self._peers is None or not self._peers.has_peers:
+            return
+        if member.facts is None or self._now() < member.peers_from_s:
             return
         worker_id = member.flag.worker_id
         missing_from = self._feed.find_incomplete_ranks(worker_id)
@@ -409,19 +398,21 @@ class Fleet:
 
     async def _poll_load(self, member: _Member) -> None:
         """Ask a worker for the load of its ranks, and pass it on to the core."""
-        worker_id, is_silent = member.flag.worker_id, True
+        worker_id = member.flag.worker_id
         in_flight = self._core.count_in_flight_by_rank(worker_id)
+        is_engine_asleep: bool | None = None
+        """None: the engine does not say whether it sleeps."""
         try:
             loads = await self._prober.fetch_loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
             is_engine_asleep = are_ranks_asleep(loads)
-            is_silent = is_engine_asleep is None
             if is_engine_asleep is not None:
                 self._set_asleep(worker_id, asleep=is_engine_asleep)
         finally:
-            member.loads_pause_s = (
-                _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if is_silent else 0.0
-            )
+            if is_engine_asleep is None:
+                member.loads_pause_s = _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX)
+            else:
+                member.loads_pause_s = 0.0
             member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
     def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
@@ -455,8 +446,7 @@ class Fleet:
         try:
             models, roots = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
-            member.problem = str(error)[:REASON_CHARS_MAX]
-            self.failed_checks[member.flag.worker_id] += 1
+            self._record_problem(member, str(error))
             return
         facts = member.facts
         if facts is not None and (set(models), roots) != (set(facts.models), facts.roots):
@@ -464,56 +454,64 @@ class Fleet:
             await self._join(member)
 
     async def _join(self, member: _Member) -> bool:
-        """Probe a worker and register it; False if it does not answer yet."""
+        """Probe a worker and register it; return False if it does not answer yet, or was removed meanwhile."""
+        worker_id = member.flag.worker_id
         facts = await self._prober.probe(member.flag, member.facts)
         if not facts.is_alive:
-            reason = facts.reason[:REASON_CHARS_MAX]
-            if reason.partition(":")[0] != member.problem.partition(":")[0]:
-                log.warning(
-                    "worker %s does not answer yet: %s: %s",
-                    member.flag.worker_id, reason, suggest_remedy(member.flag, reason),
-                )  # fmt: skip
-                member.starting_pause_s = 0.0  # something moved: look again soon
-            member.problem = reason
-            self.failed_checks[member.flag.worker_id] += 1
-            member.failures += 1
-            longest_s = self._config.starting_s_max
-            member.starting_pause_s = _next_pause(member.starting_pause_s, self._config.starting_s, longest_s)
+            self._record_failed_probe(member, facts.reason[:REASON_CHARS_MAX])
             return False
         member.problem, member.failures = "", 0
         await self._read_tokenizers(member, facts)
-        is_new = member.flag.worker_id not in self._core.workers
-        snapshots = (
-            await self._peers.fetch_snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
-        )
-        if self._members.get(member.flag.worker_id) is not member:
-            return False  # it was removed meanwhile
-        stream_room = self._feed.count_free_streams(member.flag.worker_id)
-        if len(facts.sources) > stream_room:
-            if not member.lacks_room:
-                log.warning(
-                    "worker %s has %d event streams, and there is room for %d: it is routed by history",
-                    member.flag.worker_id, len(facts.sources), stream_room,
-                )  # fmt: skip
-            facts = replace(facts, sources=())
-            member.lacks_room = True
-        else:
-            member.lacks_room = False
+        is_new = worker_id not in self._core.workers
+        snapshots: Mapping[int, PeerSnapshot] = {}
+        if is_new and self._peers is not None:
+            snapshots = await self._peers.fetch_snapshots(worker_id, facts.sources)
+        if self._members.get(worker_id) is not member:
+            return False
+        facts = self._limit_streams(member, facts)
         self._register(member, facts, snapshots)
         member.restart_s = 0.0
-        log.info(
-            "worker %s serves %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
-            f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
-        )  # fmt: skip
+        self._log_joined(member, facts, is_new=is_new)
+        return True
+
+    def _record_failed_probe(self, member: _Member, reason: str) -> None:
+        """Count a probe that failed, and lengthen the pause before the next one. Another kind of failure is logged."""
+        if reason.partition(":")[0] != member.problem.partition(":")[0]:
+            remedy = suggest_remedy(member.flag, reason)
+            log.warning("worker %s does not answer yet: %s: %s", member.flag.worker_id, reason, remedy)
+            member.starting_pause_s = 0.0  # the worker makes progress, so it may answer soon
+        self._record_problem(member, reason)
+        member.failures += 1
+        config = self._config
+        member.starting_pause_s = _next_pause(member.starting_pause_s, config.starting_s, config.starting_s_max)
+
+    def _limit_streams(self, member: _Member, facts: WorkerFacts) -> WorkerFacts:
+        """Return the facts of a worker, without its event streams if there are more than can be followed."""
+        free_stream_count = self._feed.count_free_streams(member.flag.worker_id)
+        has_lacked_room, member.lacks_room = member.lacks_room, len(facts.sources) > free_stream_count
+        if not member.lacks_room:
+            return facts
+        if not has_lacked_room:
+            log.warning(
+                "worker %s has %d event streams, and there is room for %d: it is routed by history",
+                member.flag.worker_id, len(facts.sources), free_stream_count,
+            )  # fmt: skip
+        return replace(facts, sources=())
+
+    def _log_joined(self, member: _Member, facts: WorkerFacts, *, is_new: bool) -> None:
+        """Log what a worker serves, and warn if a new one publishes no events without being told so."""
+        events = f"events from {facts.sources[0].endpoint}" if facts.sources else "no events"
+        model_names = ", ".join(model.name for model in facts.models)
+        log.info("worker %s serves %s, %s", member.flag.worker_id, model_names, events)
         if is_new and not (facts.sources or member.flag.no_events or member.lacks_room):
             log.warning(
                 "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "
                 "%s, name its events with --worker url=%s,events=tcp://HOST:PORT, or say events=none",
                 member.flag.worker_id, EVENTS_FLAG, member.flag.url,
             )  # fmt: skip
-        return True
 
     def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
+        """Tell the core and the feed about a worker that has answered its probe. `snapshots`: by rank."""
         spec = make_worker_spec(member.flag, facts)
         worker = self._core.add_worker(spec, self._now(), is_up=True)
         member.facts = facts
@@ -537,8 +535,7 @@ class Fleet:
         try:
             sources = await self._prober.discover_sources(member.flag, member.facts)
         except (FetchError, EventsError, ConfigError) as error:
-            member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
-            self.failed_checks[member.flag.worker_id] += 1
+            self._record_problem(member, f"event sources: {error}")
             return
         if member.facts is not None and sources != member.facts.sources:
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
@@ -546,9 +543,8 @@ class Fleet:
 
     def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:
         """Count a failed check; mark the worker as down after one if a request failed too, else after several."""
-        member.problem = problem[:REASON_CHARS_MAX]
+        self._record_problem(member, problem)
         member.failures += 1
-        self.failed_checks[member.flag.worker_id] += 1
         if is_suspected or member.failures >= self._config.failures_to_down:
             self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 

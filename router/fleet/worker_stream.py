@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream import StreamState
-from events.stream_types import Origin, StreamConfig
+from events.stream_buffers import digest_payload
+from events.stream_types import Apply, Origin, StreamConfig
 from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
@@ -135,6 +137,13 @@ class WorkerStream:
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
+    @property
+    def can_use_peer_snapshot(self) -> bool:
+        """Whether another router's snapshot helps: the worker has none of its own, and its replay can confirm it."""
+        source = self.source
+        has_own_snapshot = source.snapshot or source.snapshot_endpoint is not None
+        return source.replay_endpoint is not None and not has_own_snapshot
+
     def make_feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
         """Return the stream's addresses for the event feed; `resume` is the position to start from."""
         source = self.source
@@ -157,7 +166,30 @@ class WorkerStream:
             )
             self.wrong_rank = batch_rank
 
-    def is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
+    def record_origin(self, origin: Origin) -> None:
+        """Count a batch that was not live, or note when a live one arrived."""
+        if origin is Origin.LIVE:
+            self.last_event_s = time.time()
+        elif origin is Origin.REPLAY:
+            self.counters.replayed += 1
+        else:
+            self.counters.snapshots += 1
+
+    def record_position(self, apply: Apply, *, has_all_blocks: bool) -> None:
+        """Record which batch was applied last. `has_all_blocks`: whether the index has all resident blocks with it."""
+        if has_all_blocks:
+            self.complete_from = 0
+        elif self.complete_from is None:
+            self.complete_from = apply.seq
+        if apply.seq is None:
+            return
+        self.last_seq = apply.seq
+        self.position = (apply.seq, digest_payload(apply.payload))
+        if self._is_another_process(*self.position, apply.origin):
+            self.counters.restarts += 1
+            log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
+
+    def _is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
         """Return whether a batch shows that the worker which died came back as a new process."""
         if self.position_before_restart is None:
             return False

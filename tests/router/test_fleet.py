@@ -22,13 +22,13 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
+from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
     BLOCKS_MIN,
     Fleet,
-    FleetConfig,
     _Member,
     compute_max_blocks,
 )

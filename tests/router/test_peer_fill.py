@@ -16,9 +16,10 @@ from aiohttp import web
 from events.sources import EventSource
 from prompts.errors import RequestError
 from router.fleet import peer_snapshots
+from router.fleet.config import FleetConfig
 from router.fleet.discovery import WorkerFacts, parse_worker_flag
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
-from router.fleet.members import Fleet, FleetConfig, _Member
+from router.fleet.members import Fleet, _Member
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
