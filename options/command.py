@@ -26,7 +26,8 @@ class SectionedOption(click.Option):
 
     def __init__(self, *args: Any, heading: str = "", position: int = 0, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.heading, self.position = heading, position
+        self.heading = heading
+        self.position = position
 
 
 class SectionedCommand(click.Command):
@@ -185,8 +186,8 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     for setting in sorted(visible_settings, key=lambda setting: setting.path.rpartition(".")[0]):
         setting_section, _, name = setting.path.rpartition(".")
         if setting_section != section:
-            lines.append(f"\n[{setting_section}]")
             section = setting_section
+            lines.append(f"\n[{section}]")
         origin = loaded_config.origin_by_path.get(setting.path, "default")
         value = value_by_path[setting.path]
         if SECRET in setting.config_field.annotation_marks and value:

@@ -12,9 +12,9 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 
 
 def find_import_problem(names: tuple[str, ...]) -> str | None:
-    """Return what is wrong with the import path, in one line; None if all packages are those beside this one.
+    """Return why one of these packages would not be ours, in one line; None if all of them are.
 
-    Other distributions may have packages of these names.
+    Other distributions may have packages of the same names. Ours are in the folder of this package.
     """
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
@@ -45,9 +45,10 @@ def kv_subscriber() -> None:
 
 
 def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of a module, or exit with one line where a package is missing.
+    """Run `main` of a module as a program; exit with one line if a package is missing.
 
-    `packages`: packages of ours that it needs. `distribution`: name to install them; by default the extra `program`.
+    `packages`: packages of ours that the program needs. `distribution`: name under which pip installs what it needs; by
+    default `blockcast[program]`.
     """
     problem = find_import_problem(packages)
     if problem is not None:
@@ -56,6 +57,7 @@ def run_program(program: str, module_name: str, packages: tuple[str, ...], distr
         main_function = importlib.import_module(module_name).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in (*packages, program):
-            raise
-        sys.exit(f"{program}: the package `{error.name}` is missing: install {distribution or f'blockcast[{program}]'}")
+            raise  # a package of ours is incomplete, which installing others does not mend
+        distribution = distribution or f"blockcast[{program}]"
+        sys.exit(f"{program}: the package `{error.name}` is missing: install {distribution}")
     main_function(sys.argv[1:])

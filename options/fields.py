@@ -35,13 +35,14 @@ Key = Annotated[str, msgspec.Meta(min_length=1, title="KEY")]
 
 
 class Flag:
-    """Mark of a field that has a flag: `names`, or else --field-name.
-
-    `env`: an older environment variable that sets the field too.
-    """
+    """Mark of a field that has a flag on the command line."""
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
-        self.names, self.metavar, self.older_variable, self.is_hidden = names, metavar, env, hidden
+        """`names`: names of the flag; by default that of the field. `env`: an older variable for the same field."""
+        self.names = names
+        self.metavar = metavar
+        self.older_variable = env
+        self.is_hidden = hidden
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class ConfigField:
     """Option of the command line; None if the field has none."""
     is_section: bool
     """Whether the field's type is a configuration class itself."""
+
+    def make_section_prefix(self, prefix: str) -> str:
+        """Return the beginning of the paths of a section's fields. `prefix`: the beginning of its own path."""
+        return prefix if ROOT in self.annotation_marks else f"{prefix}{self.name}."
 
 
 @dataclass(frozen=True)
@@ -102,16 +107,17 @@ class Setting:
 
 
 class Schema:
-    """All settings of a program. Environment variables begin with its name: BLOCKCAST_ROUTER_PORT."""
+    """All settings of a program, by their paths and by their environment variables, such as BLOCKCAST_ROUTER_PORT."""
 
     def __init__(
         self, config_class: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
         """Collect the settings of `config_class`.
 
-        `help_sections`: heading of `--help` -> paths of the settings under it. Other flags are only in the reference.
+        `help_sections`: paths of the settings under each heading of `--help`. Other flags are only in the reference.
         """
-        self.config_class, self.program = config_class, program
+        self.config_class = config_class
+        self.program = program
         self.help_sections = help_sections or {}
         self.variable_prefix = f"BLOCKCAST_{program.upper()}_"
         self.setting_by_path: dict[str, Setting] = {}
@@ -119,31 +125,36 @@ class Schema:
         self._add_class(config_class, config_class(), "")
         self.path_by_variable = {self.make_variable_name(path): path for path in self.setting_by_path}
         for path, setting in self.setting_by_path.items():
-            if setting.config_field.flag is not None and setting.config_field.flag.older_variable is not None:
-                self.path_by_variable[setting.config_field.flag.older_variable] = path
+            flag = setting.config_field.flag
+            if flag is not None and flag.older_variable is not None:
+                self.path_by_variable[flag.older_variable] = path
 
     def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
+        """Add the settings of a class and of its sections. `defaults`: an instance with the default values."""
         for config_field in list_config_fields(config_class):
             path, default = prefix + config_field.name, getattr(defaults, config_field.name)
             if config_field.help_text:
                 self.setting_by_path[path] = Setting(path, config_field, default)
-            if config_field.is_section and ROOT in config_field.annotation_marks:
-                self._add_class(config_field.value_type, default, prefix)
-            elif config_field.is_section:
-                self.section_paths.add(path)
-                self._add_class(config_field.value_type, default, f"{path}.")
+            if config_field.is_section:
+                if ROOT not in config_field.annotation_marks:
+                    self.section_paths.add(path)
+                self._add_class(config_field.value_type, default, config_field.make_section_prefix(prefix))
 
     def make_variable_name(self, path: str) -> str:
         return self.variable_prefix + path.upper().replace(".", "_")
 
     def make_unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
-        """Return the error for an unknown name, with the nearest known one."""
+        """Return the error for an unknown name `key`, with the nearest known one.
+
+        `setting_names`: known names; by default all paths. If no path is near, the one with the nearest last word is.
+        """
         setting_names = [*self.setting_by_path] if setting_names is None else setting_names
-        path_by_last_word = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
-        closest_names = difflib.get_close_matches(key, setting_names, 1) or difflib.get_close_matches(
-            key.rpartition(".")[2], path_by_last_word, 1
-        )
-        hint = f", the nearest is {path_by_last_word.get(closest_names[0], closest_names[0])}" if closest_names else ""
+        nearest_names = difflib.get_close_matches(key, setting_names, 1)
+        if not nearest_names:
+            name_by_last_word = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
+            nearest_words = difflib.get_close_matches(key.rpartition(".")[2], name_by_last_word, 1)
+            nearest_names = [name_by_last_word[word] for word in nearest_words]
+        hint = f", the nearest is {nearest_names[0]}" if nearest_names else ""
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
     def collect_values(self, config: Any) -> dict[str, Any]:
@@ -160,9 +171,8 @@ def _build_config(config_class: type, value_by_path: dict[str, Any], prefix: str
     for config_field in list_config_fields(config_class):
         path = prefix + config_field.name
         if config_field.is_section:
-            argument_by_name[config_field.name] = _build_config(
-                config_field.value_type, value_by_path, prefix if ROOT in config_field.annotation_marks else f"{path}."
-            )
+            section_prefix = config_field.make_section_prefix(prefix)
+            argument_by_name[config_field.name] = _build_config(config_field.value_type, value_by_path, section_prefix)
         elif path in value_by_path:
             argument_by_name[config_field.name] = value_by_path[path]
     return config_class(**argument_by_name)
@@ -173,7 +183,7 @@ def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
     for config_field in list_config_fields(type(config)):
         value, path = getattr(config, config_field.name), prefix + config_field.name
         if config_field.is_section:
-            value_by_path |= _collect_values(value, prefix if ROOT in config_field.annotation_marks else f"{path}.")
+            value_by_path |= _collect_values(value, config_field.make_section_prefix(prefix))
         else:
             value_by_path[path] = value
     return value_by_path
@@ -184,7 +194,7 @@ def check_config(config: Any, prefix: str = "") -> None:
     for config_field in list_config_fields(type(config)):
         value = getattr(config, config_field.name)
         if config_field.is_section:
-            check_config(value, prefix if ROOT in config_field.annotation_marks else f"{prefix}{config_field.name}.")
+            check_config(value, config_field.make_section_prefix(prefix))
         elif value is not None:
             setting = Setting(prefix + config_field.name, config_field, None)
             setting.parse_value(setting.label, value)

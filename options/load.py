@@ -29,7 +29,7 @@ class LoadedConfig:
 
 @dataclass
 class _ConfigLayers:
-    """Values that were set so far, by their paths."""
+    """Collects the values of a configuration. A value that is set later replaces an earlier one."""
 
     schema: Schema
     value_by_path: dict[str, Any] = field(default_factory=dict)
@@ -58,10 +58,10 @@ def load_config(
     settings: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """`table`: nested, of the file `file_name`; `settings`: KEY=VALUE of `--set`.
-    `flags`: path -> text, texts, or bool.
+    """Load a configuration. Flags win over `--set`, that over the environment, and that over the file.
 
-    Raises ConfigError.
+    `table`: nested tables of the file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
+    by the path of its setting, as text, several texts or bool. Raises ConfigError.
     """
     layers = _ConfigLayers(schema)
     for path, value in iter_leaves(schema, table or {}):
@@ -90,7 +90,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each setting and section of a table; of an unknown table, those of its keys."""
+    """Yield the path and value of each setting and section of a table. An unknown table yields those of its keys."""
     for key, value in table.items():
         path = prefix + key
         is_known = path in schema.section_paths or path in schema.setting_by_path
@@ -105,11 +105,10 @@ def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[t
 
     Raises ConfigError for an unknown variable with the program's prefix.
     """
-    for variable, value_text in sorted(
-        environment.items(), key=lambda item: item[0].startswith(schema.variable_prefix)
-    ):
-        has_prefix = variable.startswith(schema.variable_prefix) and variable != f"{schema.variable_prefix}CONFIG"
-        if not value_text or not (has_prefix or variable in schema.path_by_variable):
+    prefix = schema.variable_prefix
+    for variable in sorted(environment, key=lambda name: name.startswith(prefix)):
+        value_text = environment[variable]
+        if not value_text or variable == f"{prefix}CONFIG":
             continue
         if variable in schema.path_by_variable:
             if value_text.startswith("tcp://") and variable == schema.make_variable_name("port"):
@@ -117,7 +116,7 @@ def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[t
                     f"{variable}: got {value_text!r}, which Kubernetes sets: use enableServiceLinks: false"
                 )
             yield variable, schema.path_by_variable[variable]
-        elif _KUBERNETES_PATTERN.fullmatch(variable[len(schema.variable_prefix) :]) is None:
+        elif variable.startswith(prefix) and not _KUBERNETES_PATTERN.fullmatch(variable.removeprefix(prefix)):
             raise schema.make_unknown_setting_error(variable, variable, [*schema.path_by_variable])
 
 

@@ -50,7 +50,7 @@ def make_client_context(
 def _load_certificate(
     context: ssl.SSLContext, certificate_path: str, key_path: str | None, flag: str, key_flag: str
 ) -> None:
-    try:  # a key with a passphrase would be asked for on a terminal
+    try:  # the empty password keeps OpenSSL from asking for a passphrase on the terminal
         context.load_cert_chain(certificate_path, key_path, password=lambda: "")
     except OSError as error:  # SSLError is an OSError
         raise ConfigError(

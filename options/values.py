@@ -44,15 +44,15 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
 
     GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
     """
-    size_match = _SIZE_PATTERN.fullmatch(text.strip())
+    text = text.strip()
+    size_match = _SIZE_PATTERN.fullmatch(text)
     if size_match is None:
         return None
     number, letter, suffix = size_match.groups()
-    if letter is None:
-        if not number.isdigit() and not text.strip()[-1].isalpha():
-            return None
-        count = math.ceil(float(number)) if "." in number else int(number)
-        return count if text.strip()[-1].isdigit() else -(-count // unit_bytes)
+    if text.isdigit():  # a number without a unit counts units of the setting
+        return int(number)
+    if letter is None:  # bytes, or a fraction without a unit
+        return math.ceil(float(number) / unit_bytes) if text[-1].isalpha() else None
     is_binary = len(suffix) == 2 if suffix else letter.isupper()
     scale: int = (1024 if is_binary else 1000) ** (_UNIT_LETTERS.index(letter.lower()) + 1)
     return math.ceil(float(number) * scale / unit_bytes)
@@ -61,23 +61,18 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
 def parse_text(text: str, value_type: Any) -> Any:
     """Parse a value from text. Raises ValueError or MsgspecError, with messages that are not for users."""
     base_type, annotations = split_annotated(value_type)
+    value: Any = text
     if get_origin(base_type) is tuple:
         item_type = get_args(base_type)[0]
-        return convert_value(
-            json.loads(text)
-            if text.startswith("[")
-            else [parse_text(item_text, item_type) for item_text in text.split()],
-            value_type,
-        )
-    if base_type is str or get_origin(base_type) is Literal:
-        return convert_value(text, value_type)
-    return convert_value(
-        text if _find_size_annotation(annotations) else msgspec.convert(text, value_type, strict=False), value_type
-    )
+        is_json = text.startswith("[")
+        value = json.loads(text) if is_json else [parse_text(item_text, item_type) for item_text in text.split()]
+    elif base_type is not str and get_origin(base_type) is not Literal and not _find_size_annotation(annotations):
+        value = msgspec.convert(text, value_type, strict=False)
+    return convert_value(value, value_type)
 
 
 def convert_value(value: Any, value_type: Any) -> Any:
-    """Convert a value from a file or a program. Raises ValueError or MsgspecError, with messages not for users."""
+    """Convert a value from a file or a program to a type, and check its range. Raises ValueError or MsgspecError."""
     size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
@@ -103,22 +98,23 @@ def describe_type(value_type: Any) -> str:
         return "one of " + ", ".join(get_args(base_type))
     if get_origin(base_type) is tuple:
         item_type, *other_item_types = get_args(base_type)
-        return (
-            f"a list, each {describe_type(item_type)}"
-            if other_item_types == [...]
-            else f"a list of {len(other_item_types) + 1}, each {describe_type(item_type)}"
-        )
+        length = "" if other_item_types == [...] else f" of {len(other_item_types) + 1}"
+        return f"a list{length}, each {describe_type(item_type)}"
     if base_type is str:
-        metas = [annotation for annotation in annotations if isinstance(annotation, msgspec.Meta)]
-        examples = [example for meta in metas for example in meta.examples or ()]
-        if not examples and any(meta.min_length for meta in metas):
-            return "text that is not empty"
-        return "text" + (f" such as {' or '.join(examples)}" if examples else "")
+        return _describe_text(annotations)
     size = _find_size_annotation(annotations)
     noun = "a whole number" if base_type is int else "a number"
     if size is not None:
         noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.unit_bytes > 1 else 'bytes'},"
     return f"{noun} {_describe_range(annotations)}".strip().removesuffix(",")
+
+
+def _describe_text(annotations: list[Any]) -> str:
+    metas = [annotation for annotation in annotations if isinstance(annotation, msgspec.Meta)]
+    examples = [example for meta in metas for example in meta.examples or ()]
+    if examples:
+        return f"text such as {' or '.join(examples)}"
+    return "text that is not empty" if any(meta.min_length for meta in metas) else "text"
 
 
 def _describe_range(annotations: list[Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from options import ConfigError
@@ -20,7 +21,7 @@ _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
 class Tracing:
-    """Traces requests: call `begin` and `end` with every request."""
+    """Sends a share of the requests to OpenTelemetry as spans. Call `begin` and `end` with every request."""
 
     def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
         """Raises ConfigError if packages are missing.
@@ -51,10 +52,12 @@ class Tracing:
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
     def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
-        """Begin the span of a request; return it with the `traceparent` for the worker, or None without a trace."""
+        """Begin the span of a request. Return it with the `traceparent` for the worker; None for no trace.
+
+        The client's `traceparent`, if there is one, decides whether the request is traced.
+        """
         request, parent_context = context.request, None
-        traceparent = request.get_header(b"traceparent")
-        traceparent_match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
+        traceparent_match = _TRACEPARENT.match(request.get_header(b"traceparent") or b"")
         if traceparent_match is not None:
             if not int(traceparent_match[3], 16) & 1:
                 return None  # the caller decided that the trace is not recorded
@@ -70,6 +73,7 @@ class Tracing:
         return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
 
     def _make_parent_context(self, traceparent_match: re.Match[bytes]) -> Any:
+        """Return the context in which a span continues the client's trace."""
         span_context = self._api.SpanContext(
             int(traceparent_match[1], 16),
             int(traceparent_match[2], 16),
@@ -79,7 +83,7 @@ class Tracing:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, context: RequestContext, now: float) -> None:
-        """End the span of a request. Its parts become spans, and its outcome becomes attributes."""
+        """End the span of a request, with its outcome as attributes and its two parts as spans."""
         if context.span is None:
             return
         (span, clock_ns), _ = context.span
@@ -87,49 +91,60 @@ class Tracing:
         def to_ns(moment_s: float) -> int:
             return int(clock_ns + int(moment_s * 1e9))
 
-        attributes: dict[str, str | int] = {"blockcast.outcome": context.outcome}
-        attributes |= {"blockcast.request_id": context.name}
-        span_parent = self._api.set_span_in_context(span)
-        route, decision = context.route, context.decision
-        if route is not None:
-            attributes |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
-        if decision is not None:
-            attributes |= self._add_decision_span(context, decision, span_parent, to_ns)
+        parent_context = self._api.set_span_in_context(span)
+        if context.decision is not None:
+            self._add_decision_span(context, context.decision, parent_context, to_ns)
         progress = context.progress
         if progress.sent_at_s is not None:
-            answer_span = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(progress.sent_at_s),
-                                             kind=self._api.SpanKind.CLIENT)  # fmt: skip
+            answer_span = self._tracer.start_span(
+                "answer", parent_context, start_time=to_ns(progress.sent_at_s), kind=self._api.SpanKind.CLIENT
+            )
             if progress.first_byte_at_s is not None:
                 answer_span.add_event("first byte", timestamp=to_ns(progress.first_byte_at_s))
             answer_span.end(to_ns(now))
-        if context.usage is not None and context.usage.cached_tokens is not None:
-            attributes["blockcast.cached_tokens"] = context.usage.cached_tokens
-        span.set_attributes(attributes)  # all at once, because each call takes the span's lock
+        span.set_attributes(_list_request_attributes(context))  # all at once, because each call takes the span's lock
         if not context.outcome.startswith("status_2"):
             span.set_status(self._api.StatusCode.ERROR, context.outcome)
         span.end(to_ns(now))
 
     def _add_decision_span(
-        self, context: RequestContext, decision: Decision, span_parent: Any, to_ns: Any
-    ) -> dict[str, str | int]:
+        self, context: RequestContext, decision: Decision, parent_context: Any, to_ns: Callable[[float], int]
+    ) -> None:
         """Record a span from the request's start to the decision, with the cost terms that are not 0.
 
-        Returns attributes for the span of the whole request.
+        `to_ns` converts times of the process's clock to nanoseconds since 1970.
         """
-        terms = decision.terms
-        span_attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
-        span_attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
+        attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+        for name in TERMS:
+            value = getattr(decision.terms, name)
+            if value:
+                attributes[f"blockcast.terms.{name}"] = value
+        # A request that moved to another worker was decided again after it was sent.
         decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
-        began_ns = to_ns(context.started_at_s)
-        span = self._tracer.start_span("read and decide", span_parent, attributes=span_attributes, start_time=began_ns)
+        started_ns = to_ns(context.started_at_s)
+        span = self._tracer.start_span("read and decide", parent_context, attributes=attributes, start_time=started_ns)
         span.end(to_ns(decided_s))
-        return {
-            "blockcast.worker": decision.worker,
-            "blockcast.attempts": decision.attempt + 1,
-            "blockcast.predicted_cached_tokens": decision.predicted_cached_tokens,
-        }
 
     def close(self) -> None:
         """Send the spans that were not sent yet, for a few seconds at most."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
+
+
+def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:
+    """Return the attributes of the span of a whole request, as far as they are known."""
+    route, decision, usage = context.route, context.decision, context.usage
+    attributes: dict[str, str | int] = {
+        "blockcast.outcome": context.outcome,
+        "blockcast.request_id": context.name,
+    }
+    if route is not None:
+        attributes["gen_ai.request.model"] = route.model
+        attributes["blockcast.prompt_tokens"] = route.prompt_tokens
+    if decision is not None:
+        attributes["blockcast.worker"] = decision.worker
+        attributes["blockcast.attempts"] = decision.attempt + 1
+        attributes["blockcast.predicted_cached_tokens"] = decision.predicted_cached_tokens
+    if usage is not None and usage.cached_tokens is not None:
+        attributes["blockcast.cached_tokens"] = usage.cached_tokens
+    return attributes

@@ -1,8 +1,8 @@
-"""`router check`: what stands between a worker and exact routing, found by asking it and by sending it a few prompts.
+"""`router check`: find what would keep predictions for a worker from being exact.
 
-Every step ends in a Finding that names what is wrong and what to do. A step that needs another one that failed is left
-out. What is sent: one prompt of random words six times at most (each answered with one token), so that nothing of a
-worker's cache helps or hurts.
+Each step asks the worker something, and ends in a Finding that says what is wrong and what to do. A step that needs the
+result of a failed one is left out. One prompt of random words is sent, at most six times, and answered with one token.
+The words are random so that the worker has nothing of the prompt cached.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -38,6 +37,7 @@ MAX_ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 4 << 20
 PROMPT_BLOCK_COUNT = 4
 """Length of the prompt in blocks of the worker, plus a part of one more."""
+SAMPLE_PROMPT = "Read  alike: naïve ☃ 1234\n\t end"
 SAMPLE_MESSAGES = [
     {"role": "system", "content": "You check things."},
     {"role": "user", "content": "Is this  read alike?\n"},
@@ -69,20 +69,28 @@ class ReceivedEvents:
     has_worker_connected: bool = False
     """Whether the worker connects to an address where we listen."""
 
-    def find_stores(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
-        """Return the stores of the beginning of `ids`."""
+    def find_stores(self, prompt_ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
+        """Return the events that store first blocks of a prompt, each with its message."""
         stores = []
         for message in self.messages:
             for event in message.decoded_batch.batch.events:
-                if not isinstance(event, BlockStored) or event.parent_block_hash is not None or not event.token_ids:
-                    continue
-                if list(ids[: len(event.token_ids)]) == event.token_ids[: len(ids)]:
-                    stores.append((message, event))
+                if isinstance(event, BlockStored) and event.parent_block_hash is None and event.token_ids:
+                    common_tokens = min(len(event.token_ids), len(prompt_ids))
+                    if list(prompt_ids[:common_tokens]) == event.token_ids[:common_tokens]:
+                        stores.append((message, event))
         return stores
 
 
+class CompletionResult(NamedTuple):
+    """Answer to one request of the check."""
+
+    finding: Finding
+    usage: dict[str, Any]
+    """Token usage as the worker reports it; empty if it failed."""
+
+
 class WorkerCheck:
-    """Check of one worker."""
+    """Check of one worker. `run_steps` runs all of it."""
 
     def __init__(
         self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
@@ -96,7 +104,7 @@ class WorkerCheck:
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
     async def run_steps(self) -> AsyncIterator[Finding]:
-        """Run one step after the other and yield their findings."""
+        """Run one step after the other and yield their findings. Ends early if the worker does not answer."""
         self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
             reason = "is a router, whose events are none of its own: name the workers behind it, one by one"
@@ -107,38 +115,41 @@ class WorkerCheck:
             return
         self._model = next(model for model in self._facts.models if model.lora is None)
         await self._prompts.tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
-        yield await self._compare_tokens(
-            "tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"}
-        )
+        yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
             "template", "/v1/chat/completions", {"messages": SAMPLE_MESSAGES, "tools": SAMPLE_TOOLS}
         )
         if not self._facts.sources:
             yield self._report_no_source()
         prompt_ids = await self._make_prompt()
-        with ExitStack() as stack:
-            listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
-            silent_sources = [source for source in self._facts.sources if source not in listening_sources]
-            subscriber = stack.enter_context(Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)))
+        async for finding in self._check_requests(prompt_ids):
+            yield finding
+        if self._facts.sources and self._received.find_stores(prompt_ids):
+            yield await self._check_replay()
+
+    async def _check_requests(self, prompt_ids: Sequence[int]) -> AsyncIterator[Finding]:
+        """Send the prompt, and compare what the worker announces and reports with what a router would predict."""
+        listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
+        silent_sources = [source for source in self._facts.sources if source not in listening_sources]
+        with Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)) as subscriber:
             is_bound = _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
-            first_answer = await self._request_completion("request", {"prompt": prompt_ids})
-            yield first_answer[0]
-            if first_answer[0].is_ok is not True:
+            first_result = await self._request_completion("request", {"prompt": prompt_ids})
+            yield first_result.finding
+            if first_result.finding.is_ok is not True:
                 return
             await self._collect_events(subscriber, prompt_ids, is_bound)
             if self._facts.sources:
                 for finding in self._check_events(prompt_ids, silent_sources):
                     yield finding
-            second_answer = await self._request_completion("again", {"prompt": prompt_ids})
-            yield self._check_cached(prompt_ids, second_answer)
+            second_result = await self._request_completion("again", {"prompt": prompt_ids})
+            yield self._check_cached(prompt_ids, second_result)
             yield await self._check_salt(prompt_ids)
             async for finding in self._check_adapters(prompt_ids, subscriber, is_bound):
                 yield finding
-        if self._facts.sources and self._received.find_stores(prompt_ids):
-            yield await self._check_replay()
 
     def _check_address(self) -> Finding:
+        """Report whether the worker answers, and which models it serves."""
         facts = self._facts
         if facts.is_alive:
             names = ", ".join(model.name for model in facts.models)
@@ -158,7 +169,7 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """Compare the tokens of a request, read here and by the worker."""
+        """Compare the tokens of a request as the router reads it with those that the worker's /tokenize returns."""
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenizer = self._prompts.tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
@@ -174,19 +185,13 @@ class WorkerCheck:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
         if list(token_ids) == answer["tokens"]:
             return Finding(step, True, f"{len(token_ids)} tokens, the same here and there")
-        position = next(
-            (
-                token_index
-                for token_index, (token_here, token_there) in enumerate(zip(token_ids, answer["tokens"]))
-                if token_here != token_there
-            ),
-            min(len(token_ids), len(answer["tokens"])),
-        )
+        position = _count_common_tokens(token_ids, answer["tokens"])
         flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
         text = f"read otherwise from token {position} on ({len(token_ids)} tokens here, {len(answer['tokens'])} there)"
         return Finding(step, False, f"{text}: give the router the worker's, {flag}")
 
     def _report_no_source(self) -> Finding:
+        """Report why no events of the worker are followed."""
         if self._flag.no_events:
             return Finding("events", None, "switched off for this worker (events=none): its cache is guessed")
         host = urlsplit(self._flag.url).hostname
@@ -194,13 +199,13 @@ class WorkerCheck:
         return Finding("events", False, f"{text}. vLLM: {EVENTS_FLAG}; on another port say events=tcp://HOST:PORT")
 
     async def _make_prompt(self) -> list[int]:
-        """Make a prompt of random words; of token ids that any model has where it cannot be encoded."""
+        """Return the token ids of random words; ids that any model has if nobody can encode the words."""
         block_size = self._facts.block_size or 16
         prompt_tokens = min(
             PROMPT_BLOCK_COUNT * block_size + block_size // 2, (self._model.max_model_len or 1 << 20) - 8
         )
         random_source = random.SystemRandom()
-        text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))
+        text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))  # more tokens than needed
         request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
         prompt_ids = self._prompts.read(request, self._prompts.tokenizers.get(self._model.base)).token_ids
         if prompt_ids is None:
@@ -211,6 +216,7 @@ class WorkerCheck:
     # The events -----------------------------------------------------------------------------------------------------
 
     async def _is_listening(self, source: EventSource) -> bool:
+        """Return whether the address of a source accepts connections."""
         parts = urlsplit(source.endpoint)
         if parts.scheme != "tcp":
             return True
@@ -243,35 +249,36 @@ class WorkerCheck:
                 self._received.messages.append(item)
                 self._received.has_worker_connected |= is_bound and item.stream_id.startswith("bound ")
 
-    def _check_events(self, ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
-        received_events, stores = self._received, self._received.find_stores(ids)
-        if received_events.has_worker_connected:
+    def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
+        """Report whether the prompt's blocks were announced, and what is wrong with the announcement."""
+        stores = self._received.find_stores(prompt_ids)
+        if self._received.has_worker_connected:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:
             return [self._report_silence(silent_sources)]
         findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stores)} blocks announced")]
         message, event = stores[0]
-        source = self._find_source(message)
+        source = next((each for each in self._facts.sources if str(each.data_parallel_rank) == message.stream_id), None)
+        if source is None:
+            return findings
         topic = message.topic.decode("utf-8", "replace")
-        if source is not None and source.topic and topic != source.topic:
-            findings.append(Finding("topic", False, f"events come under {topic!r}, the worker is said to publish under "
-                                    f"{source.topic!r}: correct topic="))  # fmt: skip
-        block_size = None if source is None else source.block_size or self._facts.block_size
-        sizes = {event.block_size for _, event in stores}
-        if block_size is not None and block_size not in sizes and event.group_idx is None:
-            findings.append(
-                Finding(
-                    "block size", False, f"the worker says {block_size} tokens a block, its events {event.block_size}"
-                )
-            )
+        if source.topic and topic != source.topic:
+            text = f"events come under {topic!r}, the worker is said to publish under {source.topic!r}: correct topic="
+            findings.append(Finding("topic", False, text))
+        block_size = source.block_size or self._facts.block_size
+        announced_sizes = {event.block_size for _, event in stores}
+        if block_size is not None and block_size not in announced_sizes and event.group_idx is None:
+            text = f"the worker says {block_size} tokens a block, its events {event.block_size}"
+            findings.append(Finding("block size", False, text))
         rank = message.decoded_batch.batch.data_parallel_rank
-        if source is not None and rank is not None and rank != source.data_parallel_rank:
+        if rank is not None and rank != source.data_parallel_rank:
             text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
             findings.append(Finding("rank", False, f"{text}: the addresses are in the wrong order"))
         return findings
 
     def _report_silence(self, silent_sources: Sequence[EventSource]) -> Finding:
+        """Report why no event announced the prompt's blocks, as far as it can be seen from here."""
         if len(silent_sources) == len(self._facts.sources):
             text = f"nobody listens at {silent_sources[0].endpoint}"
             return Finding("events", False, f"{text}: is it the worker's address, and is the port open from here?")
@@ -283,12 +290,8 @@ class WorkerCheck:
         text = f"a request was answered and {endpoints} said nothing for {EVENTS_TIMEOUT_S:g} s"
         return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
 
-    def _find_source(self, message: Message) -> EventSource | None:
-        return next(
-            (source for source in self._facts.sources if str(source.data_parallel_rank) == message.stream_id), None
-        )
-
     async def _check_replay(self) -> Finding:
+        """Report whether lost events can be asked for again."""
         sources = [source for source in self._facts.sources if source.replay_endpoint]
         if not sources:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
@@ -305,9 +308,9 @@ class WorkerCheck:
 
     # The answers ----------------------------------------------------------------------------------------------------
 
-    def _check_cached(self, ids: Sequence[int], second_answer: tuple[Finding, dict[str, Any]]) -> Finding:
+    def _check_cached(self, prompt_ids: Sequence[int], second_result: CompletionResult) -> Finding:
         """Compare the cached tokens of the second request with the blocks that were announced after the first."""
-        finding, usage = second_answer
+        finding, usage = second_result
         if finding.is_ok is not True:
             return finding
         cached_tokens = _get_cached_tokens(usage)
@@ -318,18 +321,20 @@ class WorkerCheck:
             return Finding(
                 "cached", False, "a repeated prompt was computed again: prefix caching is off, or the cache too small"
             )
-        stores = self._received.find_stores(ids)
+        stores = self._received.find_stores(prompt_ids)
         events = [event for message in self._received.messages for event in message.decoded_batch.batch.events]
         has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
         if not stores or has_several_groups:  # then one block size does not predict the hit
-            return Finding("cached", True, f"{cached_tokens} of {len(ids)} tokens of a repeated prompt")
-        block_size = stores[0][1].block_size
-        expected_tokens = (len(ids) - 1) // block_size * block_size  # the last token is always computed
+            return Finding("cached", True, f"{cached_tokens} of {len(prompt_ids)} tokens of a repeated prompt")
+        _, first_event = stores[0]
+        block_size = first_event.block_size
+        expected_tokens = (len(prompt_ids) - 1) // block_size * block_size  # the last token is always computed
         text = f"{expected_tokens} tokens predicted for a repeated prompt, {cached_tokens} reported"
         return Finding("cached", cached_tokens == expected_tokens, text)
 
-    async def _check_salt(self, ids: Sequence[int]) -> Finding:
-        finding, usage = await self._request_completion("salt", {"prompt": list(ids), "cache_salt": self._salt})
+    async def _check_salt(self, prompt_ids: Sequence[int]) -> Finding:
+        """Report whether prompts with another `cache_salt` share no blocks, so that tenants can be kept apart."""
+        finding, usage = await self._request_completion("salt", {"prompt": list(prompt_ids), "cache_salt": self._salt})
         if finding.is_ok is not True:
             return Finding("salt", None, f"not taken: {finding.text}")
         if _get_cached_tokens(usage):
@@ -338,17 +343,20 @@ class WorkerCheck:
         return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
 
     async def _check_adapters(
-        self, ids: Sequence[int], subscriber: Subscriber, is_bound: bool
+        self, prompt_ids: Sequence[int], subscriber: Subscriber, is_bound: bool
     ) -> AsyncIterator[Finding]:
-        """Check the first LoRA adapter, if there is one: its blocks must differ from the base model's."""
+        """Check the first LoRA adapter, if there is one: its blocks must differ from the base model's.
+
+        Yields no or one finding. A second prompt is sent, whose events cannot be those of the base model's requests.
+        """
         adapter = next((model for model in self._facts.models if model.lora is not None), None)
         if adapter is None:
             return
-        finding, usage = await self._request_completion("LoRA", {"prompt": list(ids), "model": adapter.name})
+        finding, usage = await self._request_completion("LoRA", {"prompt": list(prompt_ids), "model": adapter.name})
         if finding.is_ok is not True:
             yield finding
             return
-        rotated_ids = [*ids[1:], ids[0]]  # a prompt that nobody else has announced
+        rotated_ids = [*prompt_ids[1:], prompt_ids[0]]
         await self._request_completion("LoRA", {"prompt": rotated_ids, "model": adapter.name})
         await self._collect_events(subscriber, rotated_ids, is_bound)
         stores = self._received.find_stores(rotated_ids)
@@ -360,19 +368,18 @@ class WorkerCheck:
         else:
             yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
 
-    async def _request_completion(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
-        """Request a completion of one token; return the finding and the usage."""
+    async def _request_completion(self, step: str, fields: dict[str, Any]) -> CompletionResult:
+        """Request a completion of one token. `fields`: further fields of the body, such as the prompt's token ids."""
         body = {"model": self._model.name, "max_tokens": 1, "temperature": 0, **fields}
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
         if not isinstance(usage, dict):
-            return Finding(step, False, f"/v1/completions says {_format_error(answer)}"), {}
-        counted_tokens = usage.get("prompt_tokens")
-        if counted_tokens != len(fields["prompt"]):
-            return Finding(
-                step, False, f"{len(fields['prompt'])} token ids were sent, the worker counts {counted_tokens}"
-            ), usage
-        return Finding(step, True, f"answered, {counted_tokens} prompt tokens"), usage
+            return CompletionResult(Finding(step, False, f"/v1/completions says {_format_error(answer)}"), {})
+        sent_tokens, counted_tokens = len(fields["prompt"]), usage.get("prompt_tokens")
+        if counted_tokens != sent_tokens:
+            text = f"{sent_tokens} token ids were sent, the worker counts {counted_tokens}"
+            return CompletionResult(Finding(step, False, text), usage)
+        return CompletionResult(Finding(step, True, f"answered, {counted_tokens} prompt tokens"), usage)
 
     async def _post(self, path: str, body: bytes) -> dict[str, Any]:
         """Send a POST; return the JSON answer, or {"error": reason}."""
@@ -385,13 +392,16 @@ class WorkerCheck:
             content = json.loads(answer)
         except (FetchError, ValueError, RecursionError) as error:
             return {"error": str(error)}
-        return (
-            content if isinstance(content, dict) and status == 200 else {"error": f"{status}: {_format_error(content)}"}
-        )
+        if isinstance(content, dict) and status == 200:
+            return content
+        return {"error": f"{status}: {_format_error(content)}"}
 
 
 def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> bool:
-    """Listen where nobody does, to hear a worker that connects. Works for addresses of this machine only."""
+    """Listen at addresses where nobody does, as the worker may connect there; return whether one could be bound.
+
+    Only addresses of this machine can be bound.
+    """
     is_bound = False
     for source in silent_sources:
         try:
@@ -403,6 +413,14 @@ def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> b
             continue
         is_bound = True
     return is_bound
+
+
+def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """Return the length of the common beginning of two prompts."""
+    for position, (token_id, other_id) in enumerate(zip(ids, other_ids)):
+        if token_id != other_id:
+            return position
+    return min(len(ids), len(other_ids))
 
 
 def _get_cached_tokens(usage: dict[str, Any]) -> int | None:
@@ -435,14 +453,15 @@ async def check_workers(
     chat_template: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> bool:
-    """Check the workers one after the other; True if nothing is wrong with any. `key`, `tokenizer`,
-    `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
+    """Check the workers one after the other, and pass each finding to `report`. Return whether nothing is wrong.
+
+    `key`, `tokenizer`, `chat_template` and `tls` are those that a router would have (--worker-api-key, ...).
+    """
     are_all_sound = True
     with ThreadPoolExecutor(1) as executor:
         prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
-        ) as session:
+        connector = aiohttp.TCPConnector(ssl=tls or True)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             for flag in flags:
                 async for finding in WorkerCheck(flag, session, prompts, make_key_headers(key)).run_steps():
                     report(flag.worker_id, finding)
