@@ -337,14 +337,18 @@ class RequestPlacer:
         attempt.transfer_started_s = now
         self._tracker.start_transfer(in_flight, transfer.transfer_s, now)
 
-    def end_prefill_leg(self, attempt: Attempt, now: float, *, is_computed: bool) -> None:
+    def end_prefill_leg(
+        self, attempt: Attempt, now: float, *, is_computed: bool, reported_cached_tokens: int | None = None
+    ) -> None:
         """End the prefill of an attempt at another worker, if it has one. If it was computed, its KV moves now."""
         leg, attempt.prefill_leg = attempt.prefill_leg, None
         if leg is None:
             return
         if is_computed:
             self._tracker.record_first_token(leg.in_flight, now)
-        self._tracker.end_request(leg.in_flight, now, is_computed=is_computed)
+        self._tracker.end_request(
+            leg.in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens
+        )
         if leg.running_prompt is not None:
             self._cache_state.end_request(leg.running_prompt, now, is_computed=is_computed)
         if is_computed:

@@ -141,10 +141,8 @@ class LoadTracker:
         load.remaining_output_tokens += expected_output_tokens
         target.recompute_decode_load()
         target.recompute_queue()
-        window_s = UTILISATION_WINDOW_S
-        growth = math.exp((now - self._update_decay_epoch(now)) / window_s)
-        load.utilisation_scaled += request.prefill_s / window_s * growth
-        load.arrivals_scaled += growth / window_s
+        self._add_utilisation(target, request.prefill_s, now)
+        load.arrivals_scaled += self._compute_growth(now) / UTILISATION_WINDOW_S
         return request
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
@@ -213,9 +211,8 @@ class LoadTracker:
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
-            window_s = UTILISATION_WINDOW_S
-            growth = math.exp((request.sent_at_s - self._update_decay_epoch(now)) / window_s)
-            load.utilisation_scaled = max(0.0, load.utilisation_scaled - request.prefill_s / window_s * growth)
+            self._update_decay_epoch(now)
+            self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
             load.predicted_cached_tokens += request.cached_tokens
             load.reported_cached_tokens += reported_cached_tokens
@@ -253,7 +250,9 @@ class LoadTracker:
         if cached_tokens is not None:
             request.cached_tokens = cached_tokens
         self._mark_changed(target)
+        expected_prefill_s = request.prefill_s
         target.prefill_queue.reprice(target.speed)
+        self._add_utilisation(target, request.prefill_s - expected_prefill_s, now)
         target.recompute_queue()
 
     def has_free_target(self, max_wait_s: float, now: float) -> bool:
@@ -327,6 +326,15 @@ class LoadTracker:
         """Return a target's utilisation U, other routers' share included."""
         factor = self.compute_utilisation_decay(now)  # before `utilisation_scaled` is read: it may rescale that
         return target.load.utilisation_scaled * factor + target.peer_load.utilisation
+
+    def _add_utilisation(self, target: Target, prefill_s: float, at_s: float) -> None:
+        """Count prefill seconds that a target got at `at_s`; a negative number takes such seconds back."""
+        change = prefill_s / UTILISATION_WINDOW_S * self._compute_growth(at_s)
+        target.load.utilisation_scaled = max(0.0, target.load.utilisation_scaled + change)
+
+    def _compute_growth(self, at_s: float) -> float:
+        """Return the factor by which what happens at `at_s` is scaled up, so that nothing has to decay."""
+        return math.exp((at_s - self._update_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
 
     def _update_decay_epoch(self, now: float) -> float:
         """Return the time at which the decay factor is 1. Loads are scaled up by it instead of each decaying.
@@ -445,7 +453,7 @@ class LoadTracker:
         factor = self.compute_utilisation_decay(now)
         prefills = PeerPrefills(
             prefill_s=prefill_queue.own_prefill_s,
-            request_count=len(prefill_queue.requests),
+            request_count=load.request_count - load.decode_request_count,
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
             oldest_sent_at_s=oldest_request.sent_at_s if oldest_request else now,
             oldest_since_s=prefill_queue.oldest_since_s,

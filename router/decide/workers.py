@@ -85,8 +85,8 @@ class TransferFacts:
     """How a request names its transfer: a key of `KINDS_BY_DIALECT`."""
     address: str = ""
     """HOST:PORT where other workers ask for KV; empty if the dialect needs none."""
-    engine_id: str = ""
-    """Name of the engine's process in the dialect; empty if the dialect needs none."""
+    engine_ids: tuple[str, ...] = ()
+    """Name of the engine's process in the dialect, for each data-parallel rank; empty if the dialect needs none."""
     needs_partner: bool = False
     """Whether the worker answers no request alone, as SGLang's workers with a role: another computes the prompt."""
 

@@ -92,7 +92,7 @@ class Exchange:
         assert prefill is not None
         assert decision is not None
         instructions = self._proxy.core.record_prefill_end(
-            self.context.request_id, self._proxy.now(), has_kv_come=prefill.is_concurrent
+            self.context.request_id, self._proxy.now(), has_kv_come=prefill.is_concurrent, usage=prefill.usage
         )
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:

@@ -363,7 +363,7 @@ def make_transfer_facts(
         return TransferFacts(
             group=f"{flag.kv} {models[0].base}" + ("" if flag.kv == SGLANG else f" {block_size}"),
             kinds=KINDS_BY_DIALECT[flag.kv],
-            can_give=PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles,
+            can_give=_may_give_kv(flag),
             can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
             dialect=flag.kv,
             address="" if flag.kv == NIXL else flag.bootstrap or _make_bootstrap_address(flag.url),
@@ -379,6 +379,10 @@ def make_transfer_facts(
         dialect=BLOCKCAST,
         address=offer.endpoint.removeprefix("tcp://"),
     )
+
+
+def _may_give_kv(flag: WorkerFlag) -> bool:
+    return PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles
 
 
 def _make_bootstrap_address(url: str) -> str:
@@ -461,10 +465,7 @@ class Prober:
         transfer = make_transfer_facts(flag, models, sources, block_size)
         if transfer.dialect not in self._kv_dialects:
             transfer = NO_TRANSFERS
-        elif transfer.dialect == MOONCAKE and len(sources) > 1:
-            transfer = dataclasses.replace(transfer, can_give=False)  # each data-parallel rank has an engine of its own
-        elif transfer.dialect == MOONCAKE and transfer.can_give:
-            transfer = await self._find_bootstrap(flag, transfer)
+        transfer = await self.name_engines(flag, transfer, max(1, len(sources)))
         return WorkerFacts(
             True,
             "",
@@ -565,17 +566,23 @@ class Prober:
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 
-    async def _find_bootstrap(self, flag: WorkerFlag, transfer: TransferFacts) -> TransferFacts:
-        """Return the facts of a Mooncake worker with its engine's name; it gives no KV where that is not told."""
+    async def name_engines(self, flag: WorkerFlag, transfer: TransferFacts, rank_count: int) -> TransferFacts:
+        """Return the facts of a Mooncake worker with the present names of its engines, and those of others as they are.
+
+        A worker that does not name them gives no KV.
+        """
+        if transfer.dialect != MOONCAKE or not _may_give_kv(flag):
+            return transfer
         try:
             status, body = await fetch(
                 self._session, f"http://{transfer.address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX
             )
-            engine_id = read_bootstrap(status, body)
+            engine_ids = read_bootstrap(status, body, rank_count)
         except (FetchError, DecodeError) as error:
-            log.warning("worker %s gives no KV: %s", flag.worker_id, error)
-            return dataclasses.replace(transfer, can_give=False)
-        return dataclasses.replace(transfer, engine_id=engine_id)
+            if transfer.can_give:
+                log.warning("worker %s gives no KV: %s", flag.worker_id, error)
+            return dataclasses.replace(transfer, can_give=False, engine_ids=())
+        return dataclasses.replace(transfer, can_give=True, engine_ids=engine_ids)
 
     async def _is_listening(self, host: str, port: int) -> bool:
         try:

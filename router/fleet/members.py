@@ -528,8 +528,9 @@ class Fleet:
             )
 
     async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:
-        """Join a worker again if it was down, or if its event sources changed."""
-        if was_down:
+        """Join a worker again if it was down, or if its event sources or the names of its engines changed."""
+        facts = member.facts
+        if was_down or facts is None:
             await self._join(member)
             return
         try:
@@ -537,7 +538,8 @@ class Fleet:
         except (FetchError, EventsError, ConfigError) as error:
             self._record_problem(member, f"event sources: {error}")
             return
-        if member.facts is not None and sources != member.facts.sources:
+        transfer = await self._prober.name_engines(member.flag, facts.transfer, max(1, len(sources)))
+        if (sources, transfer) != (facts.sources, facts.transfer):
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
             await self._join(member)
 

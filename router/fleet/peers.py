@@ -156,7 +156,7 @@ class PeerLoads:
         loads = [self._make_target_load(name, now) for name in names if name in tracker.targets]
         if is_full:
             self._last_full_s = now
-            loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
+            loads = [load for load in loads if load.prefill_requests or load.decode_requests or load.utilisation > 1e-6]
         speeds = list(tracker.get_pool_speeds().items())[:POOLS_MAX] if is_full else []
         learned_speeds = [LearnedSpeed(pool, *speed) for pool, speed in speeds]
         self._seq += 1

@@ -160,17 +160,20 @@ def read_server_info(body: bytes) -> int | None:
     return _accept_token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
 
 
-def read_bootstrap(status: int, body: bytes) -> str:
-    """Return the name of the engine that Mooncake's `GET /query` lists, one for each data-parallel rank.
+def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]:
+    """Return the names of the engines that Mooncake's `GET /query` lists, one for each data-parallel rank.
 
     Raises DecodeError.
     """
     entries = _decode_object(body, "/query") if status == 200 else {}
-    entry = entries.get("0")
-    engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
-    if not _is_name(engine_id):
-        raise DecodeError(f"/query answers {status}, and names no engine of rank 0")
-    return engine_id
+    engine_ids = []
+    for rank in range(rank_count):
+        entry = entries.get(str(rank))
+        engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
+        if not _is_name(engine_id):
+            raise DecodeError(f"/query answers {status}, and names no engine of rank {rank}")
+        engine_ids.append(engine_id)
+    return tuple(engine_ids)
 
 
 def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:

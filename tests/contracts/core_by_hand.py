@@ -70,10 +70,13 @@ class NaiveIndex:
             keys.append(hash((keys[-1], *token_ids[end - chunk_tokens : end])) % 2**64)
         return keys[1:]
 
-    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
+    def match(
+        self, token_ids: Sequence[int], scope: Scope, holders: Sequence[HolderId] | None = None, rivals: int = 0
+    ) -> list[Match]:
+        """Those with many rivals before them are returned as well."""
         matches = []
         for holder, model in self.models.items():
-            if model != scope.model:
+            if model != scope.model or (holders is not None and holder not in holders):
                 continue
             pinned = {t[:end] for h, t in self.pins.values() if h == holder for end in range(1, len(t) + 1)}
             tokens = self._longest_prefix(token_ids, self.resident[holder])

@@ -300,21 +300,25 @@ def test_where_other_workers_meet_a_worker(flag: str, address: str, needs_partne
 
 
 @pytest.mark.parametrize(
-    ("answer", "engine_id"),
+    ("answer", "events", "engine_ids"),
     [
-        ((200, '{"0": {"engine_id": "f00d", "worker_addr": {}}}'), "f00d"),
-        ((200, "{}"), None),
-        ((200, '{"0": {"engine_id": 7}}'), None),
-        ((404, ""), None),
+        ((200, '{"0": {"engine_id": "f00d", "worker_addr": {}}}'), "none", ("f00d",)),
+        ((200, '{"0": {"engine_id": "a"}, "1": {"engine_id": "b"}}'), "tcp://h:1;tcp://h:2", ("a", "b")),
+        ((200, '{"0": {"engine_id": "a"}}'), "tcp://h:1;tcp://h:2", ()),
+        ((200, "{}"), "none", ()),
+        ((200, '{"0": {"engine_id": 7}}'), "none", ()),
+        ((404, ""), "none", ()),
     ],
 )
-def test_a_mooncake_worker_names_its_engine(answer: tuple[int, str], engine_id: str | None) -> None:
+def test_a_mooncake_worker_names_the_engines_of_its_ranks(
+    answer: tuple[int, str], events: str, engine_ids: tuple[str, ...]
+) -> None:
     """The bootstrap server is at the worker's own address here."""
     routes = {"/v1/models": MODELS, "/kv_event_sources": (404, ""), "/query": answer}
 
     async def run() -> WorkerFacts:
         runner, url = await serve(routes)
-        flag = f"url={url},events=none,kv=mooncake,roles=prefill,bootstrap={url.removeprefix('http://')}"
+        flag = f"url={url},events={events},kv=mooncake,roles=prefill,bootstrap={url.removeprefix('http://')}"
         async with aiohttp.ClientSession() as session:
             facts = await Prober(session, timeout_s=2, kv_dialects={"mooncake"}).probe(parse_worker_flag(flag))
         await runner.cleanup()
@@ -323,7 +327,7 @@ def test_a_mooncake_worker_names_its_engine(answer: tuple[int, str], engine_id: 
     facts = asyncio.run(run())
     assert facts.is_alive
     assert facts.transfer.dialect == "mooncake"
-    assert (facts.transfer.can_give, facts.transfer.engine_id) == (engine_id is not None, engine_id or "")
+    assert (facts.transfer.can_give, facts.transfer.engine_ids) == (bool(engine_ids), engine_ids)
 
 
 @pytest.mark.parametrize(

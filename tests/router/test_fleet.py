@@ -271,6 +271,8 @@ class Page:
         self.metrics = ""
         self.request_counts: Counter[str] = Counter()
         self.status = 200
+        self.engine_id = ""
+        """Name of the process that Mooncake's bootstrap server tells."""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.request_counts[request.path] += 1
@@ -280,11 +282,15 @@ class Page:
             return web.json_response({"data": cards}, status=self.status)
         if request.path == "/metrics":
             return web.Response(text=self.metrics)
+        if request.path == "/query":
+            return web.json_response({"0": {"engine_id": self.engine_id}})
         return web.Response(status=200 if request.path == "/health" else 404)
 
 
 @contextlib.asynccontextmanager
-async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[tuple[Fleet, RouterCore, str]]:
+async def watching(
+    page: Page, config: FleetConfig, feed: Any, *, is_mooncake: bool = False
+) -> AsyncIterator[tuple[Fleet, RouterCore, str]]:
     """A fleet that knows the worker of this page; and the worker's id."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", page.answer)
@@ -296,8 +302,10 @@ async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[
         core = RouterCore(make_index(seed=1), CoreConfig())
         prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         now = asyncio.get_running_loop().time
-        fleet = Fleet(core, Prober(session), feed, prompts, lambda _: None, config, now=now)
-        name = await fleet.add({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "events": "none"})
+        fleet = Fleet(core, Prober(session, kv_dialects=("mooncake",)), feed, prompts, lambda _: None, config, now=now)
+        address = f"127.0.0.1:{runner.addresses[0][1]}"
+        kv_settings = {"kv": "mooncake", "bootstrap": address} if is_mooncake else {}
+        name = await fleet.add({"url": f"http://{address}", "events": "none", **kv_settings})
         await wait_until(lambda: name in core.workers)
         yield fleet, core, name
         await fleet.close()
@@ -313,6 +321,28 @@ def feed_of(**methods: Any) -> Any:
     default_methods = {"follow": lambda *_, **__: None, "find_incomplete_ranks": lambda _: {}, "forget": lambda _: None,
                "clear_worker": lambda _: None, "count_free_streams": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**default_methods, **methods})
+
+
+def test_a_mooncake_process_that_restarted_unseen_has_its_new_name() -> None:
+    """Its transfers fail; then it is looked at, although its health never failed."""
+
+    async def run() -> None:
+        page = Page()
+        page.engine_id = "first"
+        async with watching(page, RARELY_HEALTH, feed_of(), is_mooncake=True) as (fleet, core, name):
+            assert core.workers[name].spec.transfer.engine_ids == ("first",)
+            page.engine_id = "second"
+            fleet.check_soon(name)
+            await wait_until(lambda: core.workers[name].spec.transfer.engine_ids == ("second",))
+            page.engine_id = ""
+            fleet.check_soon(name)
+            await wait_until(lambda: not core.workers[name].spec.transfer.can_give)
+            page.engine_id = "third"
+            fleet.check_soon(name)
+            await wait_until(lambda: core.workers[name].spec.transfer.engine_ids == ("third",))
+            assert core.workers[name].spec.transfer.can_give
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(caplog: Any) -> None:

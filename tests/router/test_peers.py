@@ -102,6 +102,25 @@ def test_work_is_told_whatever_each_learned() -> None:
     assert targets[0].peer_load.utilisation == pytest.approx(targets[0].estimate_prefill_s(8000, 0) / 60.0)
 
 
+def test_requests_that_wait_for_kv_are_told_too() -> None:
+    """They take a place in the batch of their worker soon, and compute little of their prompts."""
+    (my_tracker, my_targets), (their_tracker, targets) = tracker(), tracker()
+    mine, theirs = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
+    waiting = their_tracker.add_request(
+        targets[0], prompt_tokens=8000, cached_tokens=7999, is_streaming=True, now=0.0, transfer=(targets[1], 1e9)
+    )
+    for now in (0.0, 10.0):  # a full message comes every half second
+        message = theirs.next_message(now)
+        assert message is not None
+        mine.apply_message(message, now)
+        assert my_targets[0].total_request_count == 1
+    their_tracker.end_request(waiting, 11.0, is_computed=False)
+    message = theirs.next_message(11.0)
+    assert message is not None
+    mine.apply_message(message, 11.0)
+    assert my_targets[0].total_request_count == 0
+
+
 def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> None:
     """The worker is ten times as slow as both believed at first. A message of an older router has no speeds."""
     old_tracker, new_tracker = (LoadTracker(ServiceModel(), CostConfig(), LearnConfig()) for _ in range(2))

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel, TransferConfig
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, Enqueue, FailureKind, Forward, ReportedUsage, Transfer, TransferKind
+from router.decide.messages import (
+    Decision,
+    Enqueue,
+    FailureKind,
+    Forward,
+    Refuse,
+    ReportedUsage,
+    Transfer,
+    TransferKind,
+)
 from router.decide.transfers.links import LEARNED_S_MIN, PAUSE_S, PAUSE_S_MAX, TransferLinks
 from router.decide.workers import TransferFacts
 
@@ -233,6 +242,75 @@ def test_one_worker_computes_the_prompt_and_another_the_answer() -> None:
     core.finish_request("r", ReportedUsage(400, 100, 5), 2.0)
     core.check_invariants()
     assert core.counters["failed_transfers"] == 0
+
+
+def test_a_large_pool_knows_what_its_prefill_workers_have() -> None:
+    """Of the workers for decodes only a shortlist is priced."""
+    core, index = make_core("", CONFIG)
+    for number in range(40):
+        core.add_worker(spec(f"d{number}", transfer=PREFILLS, roles=frozenset({"decode"})), 0.0)
+        make_busy(core, f"d{number}", 0.0, count=1)
+    for name in "pqr":
+        core.add_worker(spec(name, transfer=PREFILLS, roles=frozenset({"prefill"})), 0.0)
+    index.store(core.workers["q"].holders[0], PROMPT[:300])
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    assert (decision.transfer.source, decision.predicted_cached_tokens) == ("q", 300)
+
+
+def test_both_workers_are_compared_with_what_was_predicted_of_them() -> None:
+    """The cached tokens of the answer are those of the prefill, so they say nothing about the decoding worker."""
+    core, index = make_split_fleet()
+    index.store(core.workers["q"].holders[0], PROMPT[:300])
+    make_busy(core, "d", 0.0)
+    make_busy(core, "e", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    core.record_prefill_end("r", 0.4, usage=ReportedUsage(400, 296, 1))
+    core.finish_request("r", ReportedUsage(400, 296, 5), 1.0)
+    rows = {row.worker_id: row for row in core.snapshot(1.0).workers}
+    assert (rows["q"].predicted_cached_tokens, rows["q"].reported_cached_tokens) == (300, 296)
+    row = rows[decision.worker]
+    assert (row.predicted_cached_tokens, row.reported_cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("crashing", ["prefills", "all"])
+def test_a_prompt_that_crashes_its_workers_gets_two_of_them(crashing: str) -> None:
+    core, _ = make_split_fleet()
+    for name in "de":
+        make_busy(core, name, 0.0, count=8)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    core.fail_transfer("r", 0.1, may_be_crash=True)
+    core.check_invariants()
+    if crashing == "prefills":
+        core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
+        again = core.get_attempts()["r"].decision
+        assert again.transfer is not None
+        assert again.transfer.source != decision.transfer.source
+        instructions = core.fail_transfer("r", 0.3, may_be_crash=True)
+    else:
+        instructions = core.fail_attempt("r", FailureKind.RESET, 0.2)
+    assert isinstance(instructions[0], Refuse)
+    assert not core.has_request("r")
+    core.check_invariants()
+
+
+def test_after_a_failed_transfer_the_prefill_counts_where_it_is_computed() -> None:
+    """As if the request had been sent there without a transfer."""
+    utilisations = []
+    for has_transfer in (True, False):
+        core, index = make_fleet(**({} if has_transfer else {"b": TransferFacts()}))
+        index.store(core.workers["a"].holders[0], PROMPT[:390])
+        make_busy(core, "a", 0.0)
+        decision = route(core, "r", PROMPT, 0.0, worker="b")
+        assert (decision.transfer is not None) is has_transfer
+        core.fail_transfer("r", 0.0)
+        target = core.registry.get_targets("b")[0]
+        utilisations.append(core.tracker.compute_utilisation(target, 1.0))
+        core.fail_attempt("r", FailureKind.SERVER_ERROR, 1.0)
+        assert core.tracker.compute_utilisation(target, 1.0) == pytest.approx(0.0)
+    assert utilisations[0] == pytest.approx(utilisations[1])
 
 
 def test_a_fair_queue_looks_at_the_worker_that_computes_the_prompt() -> None:

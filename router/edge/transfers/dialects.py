@@ -103,7 +103,7 @@ def _make_mooncake_decode_fields(handover: Handover, prefill_answer: bytes) -> F
         "do_remote_prefill": True,
         "transfer_id": handover.transfer_id,
         "remote_bootstrap_addr": f"http://{handover.source.address}",
-        "remote_engine_id": handover.source.engine_id,
+        "remote_engine_id": handover.source.engine_ids[handover.rank or 0],
     }
     return {KV_PARAMS_FIELD: params}
 

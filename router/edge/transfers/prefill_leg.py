@@ -12,11 +12,11 @@ from typing import Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.decide.messages import Decision
+from router.decide.messages import Decision, ReportedUsage
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
-from router.edge.response_progress import RESPONSES_PATH
+from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.rewrite import Body, add_fields
 from router.edge.transfers.dialects import DIALECTS, Fields, Handover
 from router.edge.upstream import UpstreamConnection
@@ -73,6 +73,8 @@ class PrefillLeg:
         """Whether the prefill has ended well."""
         self.is_taken = False
         """Whether a decode was sent with the fields."""
+        self.usage: ReportedUsage | None = None
+        """Usage that the worker reports; None if it is not read."""
         self._path: bytes | None = None
         """Path of both requests; None: that of the client's request."""
         self._decode_body: Body = ()
@@ -209,6 +211,7 @@ class PrefillLeg:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail("bad_answer", f"kv_transfer_params: {error}")
                 return
+        self.usage = find_usage(bytes(self._content))
         self._content, self._body = bytearray(), ()
         self.is_computed, self._deadline_s = True, now + LEASE_S
         self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(now - self._started_at_s)

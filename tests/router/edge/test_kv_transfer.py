@@ -115,7 +115,7 @@ def test_mooncakes_workers_meet_by_the_name_of_the_transfer(edge: Any, make_post
         prefill = await edge.worker(edge.reply(b'{"choices":[],"kv_transfer_params":null}'), "p", engine="vllm")
         decode = await edge.worker(edge.reply(), "d", engine="vllm")
         facts = TransferFacts(
-            "g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", address="h:8998", engine_id="f00d"
+            "g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", address="h:8998", engine_ids=("f00d",)
         )
         set_facts(edge, "p", facts)
         plan(edge, TransferKind.PREFILL)
